@@ -1,0 +1,29 @@
+"""Gumiho speculative decoding inside transformers' `generate()`.
+
+Importing this package registers [`GumihoModel`] with the Auto classes, and makes `generate(assistant_model=...)` decode
+with a draft tree where the assistant is one.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .candidate_generator import GumihoCandidateGenerator
+from .configuration_gumiho import GumihoConfig
+from .drafting import DraftingSettings
+from .generation import GumihoGenerateOutput, GumihoGenerationMixin, install
+from .modeling_gumiho import GumihoModel, GumihoOutput
+
+
+AutoConfig.register(GumihoConfig.model_type, GumihoConfig, exist_ok=True)
+AutoModel.register(GumihoConfig, GumihoModel, exist_ok=True)
+AutoModelForCausalLM.register(GumihoConfig, GumihoModel, exist_ok=True)
+install()
+
+__all__ = [
+    "DraftingSettings",
+    "GumihoCandidateGenerator",
+    "GumihoConfig",
+    "GumihoGenerateOutput",
+    "GumihoGenerationMixin",
+    "GumihoModel",
+    "GumihoOutput",
+]

@@ -1,0 +1,203 @@
+"""A key-value cache for draft trees: rows advance by different lengths, and accepted entries are kept in place."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """
+    One layer of a [`TreeCache`]: preallocated `keys` and `values`, each `(B, heads, capacity, head_dim)`.
+
+    `update` writes after the committed entries of each row and returns everything up to the newest entry of the
+    longest row. What is written stays only if the cache commits it.
+    """
+
+    is_sliding = False
+
+    def __init__(self, cache: "TreeCache"):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates the buffers for states of these shapes, dtypes and devices."""
+        self.cache.allocate([(self, key_states, value_states)])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        num_new = key_states.shape[2]
+        stop = self.get_seq_length() + num_new
+        if stop > self.cache.capacity:
+            self.cache.reserve(stop)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if self.cache.is_uniform:
+                buffer[:, :, stop - num_new : stop] = states
+            else:
+                slots = self.cache.row_starts(buffer.device) + torch.arange(num_new, device=buffer.device)
+                buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def get_seq_length(self) -> int:
+        return self.cache.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # Abstract under this name in earlier releases of transformers.
+    get_max_cache_shape = get_max_length
+
+
+class TreeCache(Cache):
+    """
+    A cache that holds every position of the context, each row at its own length, plus entries on probation.
+
+    Args:
+        batch_size (`int`): Number of rows, `B`.
+        capacity (`int`): Slots to allocate per row. Grows by doubling where that does not suffice.
+
+    Attributes:
+        lengths (`list[int]`): Committed slots of each row.
+        num_pending (`int`): Uncommitted slots behind the committed ones that the next `update` writes after.
+    """
+
+    def __init__(self, batch_size: int, capacity: int):
+        super().__init__(layers=[])
+        self.lengths = [0] * batch_size
+        self.num_pending = 0
+        self.capacity = capacity
+        # Buffers (places, B, heads, capacity, head_dim): layers of one shape share one, to be rearranged in one step.
+        self._groups: list[tuple[torch.Tensor, list[tuple[TreeCacheLayer, str]]]] = []
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all rows hold the same number of committed slots."""
+        return len(self.lengths) == 1 or min(self.lengths) == max(self.lengths)
+
+    def row_starts(self, device: torch.device) -> torch.LongTensor:
+        """Returns `(B, 1)`: the slot at which the next `update` writes in each row."""
+        return torch.tensor(self.lengths, device=device)[:, None] + self.num_pending
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(TreeCacheLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.lengths) + self.num_pending
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def allocate(self, states: list[tuple[TreeCacheLayer, torch.Tensor, torch.Tensor]]) -> None:
+        """Gives each layer buffers for keys and values like the given ones; those that agree share a group."""
+        members = defaultdict(list)
+        for layer, keys, values in states:
+            for name, like in (("keys", keys), ("values", values)):
+                members[like.shape[1], like.shape[3], like.dtype, like.device].append((layer, name))
+            layer.is_initialized = True
+        for (num_heads, head_dim, dtype, device), places in members.items():
+            # Zeros, not empty: attention multiplies masked values by zero, and NaN times zero is NaN.
+            shape = (len(places), len(self.lengths), num_heads, self.capacity, head_dim)
+            group = torch.zeros(shape, dtype=dtype, device=device)
+            self._groups.append((group, places))
+            _assign_views(group, places)
+
+    def reserve(self, num_slots: int) -> None:
+        """Grows the buffers to hold at least `num_slots` slots, at least doubling them."""
+        old_capacity, self.capacity = self.capacity, max(num_slots, 2 * self.capacity)
+        for index, (group, places) in enumerate(self._groups):
+            grown = group.new_zeros(*group.shape[:3], self.capacity, group.shape[4])
+            grown[:, :, :, :old_capacity] = group
+            self._groups[index] = (grown, places)
+            _assign_views(grown, places)
+
+    def commit(self, counts: list[int], nodes: torch.LongTensor | None = None) -> None:
+        """
+        Makes the newest entries permanent.
+
+        Args:
+            counts: How many entries each row keeps.
+            nodes (`(B, at least max(counts))`, *optional*): Which ones, as offsets behind the committed entries, in
+                increasing order. By default the first ones.
+        """
+        num_kept = max(counts)
+        # The root is the first entry and stays where it is.
+        if nodes is not None and num_kept > 1:
+            for group, _ in self._groups:
+                self._compact(group, nodes[:, :num_kept].to(group.device))
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.num_pending = 0
+
+    def _compact(self, group: torch.Tensor, nodes: torch.LongTensor) -> None:
+        """Moves the entries at `nodes` `(B, n)` to the first slots behind the committed entries."""
+        start, num_kept = self.lengths[0], nodes.shape[1]
+        if len(self.lengths) == 1:
+            group[:, :, :, start : start + num_kept] = group.index_select(3, nodes[0] + start)
+            return
+        starts = self.row_starts(group.device)
+        shape = (*group.shape[:3], num_kept, group.shape[4])
+        source = (nodes + starts)[None, :, None, :, None].expand(shape)
+        target = (torch.arange(num_kept, device=group.device) + starts)[None, :, None, :, None].expand(shape)
+        group.scatter_(3, target, group.gather(3, source))
+
+    @classmethod
+    def from_dynamic(cls, cache: DynamicCache, capacity: int) -> "TreeCache":
+        """
+        Moves the entries of an ordinary cache here, layer by layer. [`to_dynamic`] moves them back.
+
+        A sliding layer of `cache` has dropped what lies before its window; those slots stay empty, as no later token
+        sees them.
+        """
+        length = cache.get_seq_length()
+        filled = [layer for layer in cache.layers if layer.is_initialized]
+        tree_cache = cls(filled[0].keys.shape[0], max(capacity, length))
+        tree_cache.layers = [TreeCacheLayer(tree_cache) for _ in cache.layers]
+        # Layers that read the keys and values of another one have none of their own.
+        pairs = [(new, old) for new, old in zip(tree_cache.layers, cache.layers, strict=True) if old.is_initialized]
+        tree_cache.allocate([(new, old.keys, old.values) for new, old in pairs])
+        for new, old in pairs:
+            new.keys[:, :, length - old.keys.shape[2] : length] = old.keys
+            new.values[:, :, length - old.values.shape[2] : length] = old.values
+            old.keys = old.values = None
+        tree_cache.lengths = [length] * len(tree_cache.lengths)
+        return tree_cache
+
+    def to_dynamic(self, cache: DynamicCache) -> None:
+        """Moves the committed entries back to the cache they came from; shorter rows end in zeros."""
+        length = max(self.lengths)
+        for group, _ in self._groups:
+            for row, row_length in enumerate(self.lengths):
+                group[:, row, :, row_length:length] = 0
+        for old, new in zip(cache.layers, self.layers, strict=True):
+            if not new.is_initialized:
+                continue
+            old.keys, old.values = new.keys[:, :, :length], new.values[:, :, :length]
+            if isinstance(old, DynamicSlidingWindowLayer):
+                start = max(length - old.sliding_window + 1, 0)
+                old.keys, old.values = old.keys[:, :, start:].clone(), old.values[:, :, start:].clone()
+                old.cumulative_length = length
+        self.layers, self._groups = [], []
+
+
+def is_convertible(cache: Any) -> bool:
+    """Whether [`TreeCache.from_dynamic`] can take over the entries of `cache`."""
+    return (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    )
+
+
+def _assign_views(group: torch.Tensor, places: list[tuple[TreeCacheLayer, str]]) -> None:
+    for view, (layer, name) in zip(group, places, strict=True):
+        setattr(layer, name, view)

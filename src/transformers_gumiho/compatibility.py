@@ -1,0 +1,123 @@
+"""What decoding with a draft tree refuses, before any model runs: each with its cause and the way out."""
+
+import inspect
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from .cache import is_convertible
+from .modeling_gumiho import GumihoModel
+
+
+# Kinds of attention whose mask a tree can be written into.
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
+# Attention implementations that take an arbitrary float mask.
+MASKED_IMPLEMENTATIONS = ("eager", "sdpa")
+
+
+def attention_types(target: PreTrainedModel) -> set[str]:
+    """Returns the kinds of attention in the target's decoder layers, by the names transformers' configs use."""
+    config = target.config.get_text_config(decoder=True)
+    if getattr(config, "layer_types", None):
+        return set(config.layer_types)
+    return {"full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"}
+
+
+def check_request(
+    target: PreTrainedModel,
+    assistant: GumihoModel,
+    generation_mode: GenerationMode,
+    generation_config: GenerationConfig,
+    mode_kwargs: dict[str, Any],
+) -> None:
+    """Raises `ValueError` where the target or the way of generating does not allow verifying a draft tree."""
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"A Gumiho assistant works with greedy decoding and sampling, but these settings ask for "
+            f"`{generation_mode.value}`. Set `num_beams=1` and leave `penalty_alpha`, `dola_layers` and constraints "
+            f"unset, or generate without `assistant_model`."
+        )
+    if generation_config.use_cache is False:
+        raise ValueError("A draft tree is verified against the key-value cache. Set `use_cache=True`.")
+    if generation_config.output_attentions:
+        raise ValueError(
+            "`output_attentions=True` is not available with a Gumiho assistant: the target attends to a whole draft "
+            "tree at once. Generate without `assistant_model` to get attentions."
+        )
+    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        raise ValueError(
+            f"`cache_implementation={generation_config.cache_implementation!r}` is not available with a Gumiho "
+            f"assistant, which keeps a cache of its own. Leave it unset."
+        )
+    if mode_kwargs.get("synced_gpus"):
+        raise ValueError(
+            "`synced_gpus` (ZeRO-3 or FSDP over several processes) is not available with a Gumiho assistant. Gather "
+            "the parameters first, or generate without `assistant_model`."
+        )
+    if mode_kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError("A Gumiho assistant shares the target's tokenizer. Leave `assistant_tokenizer` out.")
+    check_target(target)
+    check_pair(target, assistant)
+
+
+def check_target(target: PreTrainedModel) -> None:
+    """Raises `ValueError` for a target that cannot verify a draft tree in one pass."""
+    name = type(target).__name__
+    config = target.config.get_text_config(decoder=True)
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
+    unsupported = attention_types(target) - set(ATTENTION_TYPES)
+    if target._is_stateful or unsupported:
+        kinds = f"layers of type {', '.join(sorted(unsupported))}" if unsupported else "a recurrent state"
+        raise ValueError(
+            f"{name} has {kinds}, whose state cannot hold the branches of a draft tree. A Gumiho assistant needs a "
+            f"target with full or sliding-window attention only."
+        )
+    takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+    if not takes_positions or getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} does not take the positions of its tokens from `position_ids` (ALiBi-style attention counts "
+            f"them itself), so the branches of a draft tree cannot share positions. Generate without `assistant_model`."
+        )
+    if "local" in getattr(config, "attention_layers", ()):
+        raise ValueError(
+            f"{name} cuts its local attention windows by cache slot, not by the attention mask, so it cannot verify a "
+            f"draft tree. Generate without `assistant_model`."
+        )
+    implementation = config._attn_implementation
+    if implementation not in MASKED_IMPLEMENTATIONS:
+        raise ValueError(
+            f"A draft tree needs an attention implementation that takes any mask, {' or '.join(MASKED_IMPLEMENTATIONS)}"
+            f", and {name} uses {implementation!r}. Load it with `attn_implementation='sdpa'`, or call "
+            f"`set_attn_implementation('sdpa')`."
+        )
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
+
+
+def check_pair(target: PreTrainedModel, assistant: GumihoModel) -> None:
+    """Raises `ValueError` where the sizes of the two models do not fit."""
+    config, draft = target.config.get_text_config(decoder=True), assistant.config.model
+    hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+    for what, ours, theirs in (
+        ("vocabulary", draft.vocab_size, config.vocab_size),
+        ("hidden size", draft.hidden_size, hidden_size),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
+                f"Use a drafter that was trained for this target."
+            )
+
+
+def check_cache(cache: Any) -> None:
+    """Raises `ValueError` for a cache that a draft tree cannot be verified against."""
+    if not is_convertible(cache):
+        layers = {type(layer).__name__ for layer in getattr(cache, "layers", [])}
+        raise ValueError(
+            f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
+            f"{type(cache).__name__} with layers {sorted(layers)}"
+            f"{' and offloading' if getattr(cache, 'offloading', False) else ''}. "
+            f"Pass `past_key_values=DynamicCache(config=target.config)`, or none."
+        )

@@ -1,0 +1,161 @@
+"""Configuration of a Gumiho drafter."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig, PreTrainedConfig
+
+
+# The rotary scalings that a Llama layer can take over from the target as they are.
+_TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@strict
+class GumihoConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`GumihoModel`]: a serial Transformer head for the early tokens of a draft and parallel MLP heads
+    for the later ones.
+
+    Args:
+        model (`LlamaConfig` or `dict`, *optional*):
+            The Llama configuration of the drafter: hidden size, vocabulary and rotary embedding as in the target, and
+            the two layers of the serial head. A `dict` in `config.json`, a config object in memory.
+        num_serial_tokens (`int`, defaults to 2):
+            Tokens drafted one after the other by the serial head.
+        num_parallel_heads (`int`, defaults to 5):
+            MLP heads, each of which drafts one more token; all of them run in one pass.
+        num_residual_blocks (`int`, defaults to 5):
+            Residual blocks in each parallel head, after the block that narrows its input to the hidden size.
+        gumiho_fc_bias (`bool`, defaults to `True`):
+            Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
+
+    Raises:
+        ValueError: A field is out of range, or `model` does not describe a Llama.
+
+    Example:
+
+    ```python
+    >>> from transformers import LlamaConfig
+    >>> from transformers_gumiho import GumihoConfig
+
+    >>> target_config = LlamaConfig(hidden_size=256, num_attention_heads=4, vocab_size=1000)
+    >>> config = GumihoConfig.from_target(target_config, num_parallel_heads=3)
+    >>> config.model.num_hidden_layers, config.model.hidden_size, config.max_draft_depth
+    (2, 256, 5)
+
+    ```
+    """
+
+    model_type = "gumiho"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    sub_configs: ClassVar[dict[str, type]] = {"model": LlamaConfig}
+
+    model: LlamaConfig | dict[str, Any] | None = None
+    num_serial_tokens: int = 2
+    num_parallel_heads: int = 5
+    num_residual_blocks: int = 5
+    gumiho_fc_bias: bool = True
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.model is None:
+            self.model = LlamaConfig(num_hidden_layers=2)
+        elif isinstance(self.model, dict):
+            model_type = self.model.get("model_type", LlamaConfig.model_type)
+            if model_type != LlamaConfig.model_type:
+                raise ValueError(f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}.")
+            self.model = LlamaConfig(**self.model)
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """Checks the fields against each other; part of the `@strict` validation."""
+        for name, minimum in {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0}.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
+        if not isinstance(self.model, LlamaConfig):
+            raise ValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
+        if self.model.num_hidden_layers < 1:
+            raise ValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
+
+    @property
+    def max_draft_depth(self) -> int:
+        """The longest path this drafter can draft, in tokens."""
+        return self.num_serial_tokens + self.num_parallel_heads
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> LlamaConfig:
+        """Returns the nested Llama configuration, which holds the vocabulary and hidden sizes."""
+        return self.model
+
+    @classmethod
+    def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "GumihoConfig":
+        """
+        Derives the configuration of a drafter for a target.
+
+        Args:
+            target_config (`PreTrainedConfig`): The configuration of any decoder (or of a model that contains one).
+            **overrides: Fields of [`GumihoConfig`] or of the nested [`LlamaConfig`] to set instead of derive.
+
+        Raises:
+            TypeError: An override names no such field.
+        """
+        llama_fields = {field.name for field in dataclasses.fields(LlamaConfig)}
+        own_fields = {field.name for field in dataclasses.fields(cls)} - {"model"}
+        if unknown := sorted(set(overrides) - llama_fields - own_fields):
+            raise TypeError(f"Neither GumihoConfig nor LlamaConfig has the fields {unknown}.")
+        own_only = own_fields - llama_fields
+        nested = {name: value for name, value in overrides.items() if name not in own_only}
+        derived = _derive_llama_fields(target_config.get_text_config(decoder=True), nested)
+        return cls(
+            model=LlamaConfig(**(derived | nested)),
+            **{name: value for name, value in overrides.items() if name in own_only},
+        )
+
+
+def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the drafter's Llama config that follow from the target's text config."""
+    # Decoders that project their output (OPT 350M) hand the drafter states of the embedding's size.
+    hidden_size = overrides.get("hidden_size") or getattr(target, "word_embed_proj_dim", None) or target.hidden_size
+    num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target.num_attention_heads)
+    num_kv_heads = _divisor_up_to(num_heads, getattr(target, "num_key_value_heads", None) or num_heads)
+    intermediate_size = next(
+        (
+            size
+            for name in ("intermediate_size", "ffn_dim", "n_inner")
+            if isinstance(size := getattr(target, name, None), int) and size > 0
+        ),
+        4 * hidden_size,
+    )
+    fields = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "rope_parameters": _rope_parameters(target),
+        "tie_word_embeddings": False,
+    }
+    for name in ("max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(target, name, None) is not None:
+            fields[name] = getattr(target, name)
+    return fields
+
+
+def _divisor_up_to(number: int, limit: int) -> int:
+    """Returns the largest divisor of `number` that is at most `limit`."""
+    return next(candidate for candidate in range(min(limit, number), 0, -1) if number % candidate == 0)
+
+
+def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the target's rotary parameters where a Llama layer understands them, else only their base."""
+    parameters = getattr(target, "rope_parameters", None) or {}
+    # Models with two kinds of attention nest one set of parameters per kind.
+    parameters = parameters.get("full_attention", parameters)
+    if parameters.get("rope_type", "default") in _TRANSFERABLE_ROPE_TYPES and "partial_rotary_factor" not in parameters:
+        return {"rope_theta": 10000.0, "rope_type": "default"} | parameters
+    return {"rope_theta": parameters.get("rope_theta", 10000.0), "rope_type": "default"}
+
+
+__all__ = ["GumihoConfig"]

@@ -1,0 +1,287 @@
+"""One round of drafting: two serial passes, one parallel pass, and the tree of the best recombinations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .configuration_gumiho import GumihoConfig
+from .modeling_gumiho import DECODING_DEFAULTS, GumihoModel, run_batched_heads
+from .tree import DraftLevel, DraftTree, block_attention_mask, build_tree, extend_level, root_level
+
+
+# Ranking nodes more sharply than the drafter's own probabilities pays at greedy: the target then always takes the most
+# likely token, which the drafter ranks first more often than its probability says.
+GREEDY_DRAFT_TEMPERATURE = 2 / 3
+
+_WHERE = "Set it in the drafter's `generation_config`."
+
+
+@dataclass(frozen=True)
+class DraftingSettings:
+    """
+    The decoding settings of a drafter, read from its `generation_config` at every call of `generate()`.
+
+    Attributes:
+        num_assistant_tokens: Drafted tokens verified per cycle (default 63).
+        branching_factor: Tokens kept at each serial step (default 14). 1 makes the tree a chain.
+        tree_depth: Longest drafted path in tokens (default and maximum: serial tokens + parallel heads).
+        full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`), or extend
+            only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens.
+        draft_temperature: Temperature under which draft scores rank nodes. By default (`None`) the sampling
+            temperature when sampling, 2/3 at greedy.
+    """
+
+    num_assistant_tokens: int
+    branching_factor: int
+    tree_depth: int
+    full_tree_attention: bool
+    draft_temperature: float
+
+    @classmethod
+    def from_generation_config(
+        cls, generation_config: GenerationConfig, config: GumihoConfig, sampling_temperature: float | None
+    ) -> "DraftingSettings":
+        """
+        Reads and checks the settings.
+
+        Args:
+            generation_config: The drafter's.
+            config: The drafter's.
+            sampling_temperature: The temperature the target samples at, `None` at greedy.
+
+        Raises:
+            ValueError: A setting is out of range.
+        """
+
+        def read(name: str, default: Any) -> Any:
+            value = getattr(generation_config, name, None)
+            return default if value is None else value
+
+        settings = cls(
+            num_assistant_tokens=read("num_assistant_tokens", DECODING_DEFAULTS["num_assistant_tokens"]),
+            branching_factor=read("branching_factor", DECODING_DEFAULTS["branching_factor"]),
+            tree_depth=read("tree_depth", config.max_draft_depth),
+            full_tree_attention=read("full_tree_attention", DECODING_DEFAULTS["full_tree_attention"]),
+            draft_temperature=read(
+                "draft_temperature",
+                GREEDY_DRAFT_TEMPERATURE if sampling_temperature is None else sampling_temperature,
+            ),
+        )
+        settings._validate(config)
+        return settings
+
+    def _validate(self, config: GumihoConfig) -> None:
+        for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
+        if self.tree_depth > config.max_draft_depth:
+            raise ValueError(
+                f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
+                f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
+            )
+        if not isinstance(self.full_tree_attention, bool):
+            raise ValueError(f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}")
+        temperature = self.draft_temperature
+        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature > 0:
+            raise ValueError(f"`draft_temperature` must be a positive number or None, got {temperature!r}. {_WHERE}")
+
+    @property
+    def extension(self) -> tuple[int, int]:
+        """Below the serial tokens: how many nodes of a depth are extended, and by how many tokens each."""
+        if self.full_tree_attention and self.branching_factor > 1:
+            # As wide as the budget, a per-depth beam holds every node that can be among the best of the budget.
+            return self.num_assistant_tokens, self.num_assistant_tokens
+        return self.branching_factor, self.branching_factor
+
+
+class GumihoDrafter:
+    """
+    Drafts trees for one call of `generate()`, and keeps the serial head's cache up to date with the committed text.
+
+    Args:
+        model ([`GumihoModel`]): The drafter.
+        lm_head: Maps the target's hidden states `(..., H)` to logits `(..., V)`; takes and returns tensors on the
+            target's device.
+        settings ([`DraftingSettings`]): Shape of the tree.
+        past_key_values: An empty cache for the serial head, whose rows can be committed by different lengths
+            (a `TreeCache`).
+    """
+
+    def __init__(
+        self,
+        model: GumihoModel,
+        lm_head: Callable[[torch.Tensor], torch.Tensor],
+        settings: DraftingSettings,
+        past_key_values: Any,
+    ):
+        self.model = model
+        self.lm_head = lm_head
+        self.settings = settings
+        self.cache = past_key_values
+        self.context_mask: torch.BoolTensor | None = None
+        self._head_weights = model.mlp.batched_weights()
+
+    def draft(
+        self,
+        tokens: torch.LongTensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor,
+        counts: list[int],
+        attention_mask: torch.Tensor | None = None,
+    ) -> DraftTree:
+        """
+        Takes in the newly committed tokens and drafts a tree after the last of them.
+
+        Args:
+            tokens (`(B, n)`): The newly committed tokens of each row, aligned left.
+            hidden_states (`(B, n, H)`): For each, the target's hidden state that it was chosen from.
+            position_ids (`(B, n)`): For each, the position of that state.
+            counts: How many of the `n` are real in each row.
+            attention_mask (`(B, n)`, *optional*): In the first call, 0 where a state belongs to padding.
+        """
+        if self.cache.get_seq_length() == 0:
+            features = self._read_prompt(tokens, hidden_states, position_ids, attention_mask)
+        else:
+            features = self._read_committed(tokens, hidden_states, position_ids)
+        self.cache.commit(counts)
+        last = torch.tensor([max(count - 1, 0) for count in counts], device=features.device)[:, None]
+        feature = _gather_rows(features, last)
+        root_tokens = tokens.gather(1, last).squeeze(1)
+        levels, path_inputs = self._draft_serially(root_tokens, feature, position_ids.gather(1, last))
+        if self.settings.tree_depth > len(levels):
+            levels += self._draft_in_parallel(levels[-1], path_inputs)
+        return build_tree(root_tokens.to(levels[0].tokens.device), levels, self.settings.num_assistant_tokens)
+
+    def _read_prompt(
+        self,
+        tokens: torch.LongTensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Fills the cache with the prompt; returns its serial features `(B, n, H)`."""
+        if attention_mask is not None:
+            self.context_mask = attention_mask.bool()
+        fused = self.model.fuse(tokens, hidden_states)
+        return self.model.run_serial_head(fused, attention_mask, position_ids, self.cache)
+
+    def _read_committed(
+        self, tokens: torch.LongTensor, hidden_states: torch.Tensor, position_ids: torch.LongTensor
+    ) -> torch.Tensor:
+        """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
+        batch_size, num_tokens = tokens.shape
+        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=tokens.device).tril()
+        depths = torch.arange(num_tokens, device=tokens.device).expand(batch_size, -1)
+        fused = self.model.fuse(tokens, hidden_states)
+        return self._run_block(fused, causal.expand(batch_size, -1, -1), depths, position_ids)
+
+    def _draft_serially(
+        self, root_tokens: torch.LongTensor, feature: torch.Tensor, position_ids: torch.LongTensor
+    ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
+        """
+        Drafts the early tokens one after the other.
+
+        Args:
+            root_tokens (`(B,)`): The newest committed tokens.
+            feature (`(B, 1, H)`): The serial feature that predicts the token after them.
+            position_ids (`(B, 1)`): The position that the feature was made at.
+
+        Returns:
+            The levels, and for each serial token the fused inputs `(B, paths, H)` of the paths that are extended.
+        """
+        settings, num_serial_tokens = self.settings, self.model.config.num_serial_tokens
+        level, levels = root_level(root_tokens.to(feature.device)), []
+        path_inputs: list[torch.Tensor] = []
+        visible = depths = None
+        for step in range(1, min(num_serial_tokens, settings.tree_depth) + 1):
+            tokens, log_probs = self._best_tokens(feature, settings.branching_factor)
+            levels.append(extend_level(level.to(tokens.device), tokens, log_probs, settings.num_assistant_tokens))
+            level = levels[-1].first(settings.branching_factor)
+            if step == settings.tree_depth:
+                break
+            # Each kept path carries its own tokens and the features that predict them from here on.
+            parents = level.parents.to(feature.device)
+            fused = self.model.fuse(level.tokens.to(feature.device), _gather_rows(feature, parents))
+            path_inputs = [_gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
+            if step < num_serial_tokens:
+                visible, depths = _append_candidates(visible, depths, parents, step - 1)
+                positions = (position_ids + step).expand(-1, fused.shape[1])
+                feature = self._run_block(fused, visible, depths, positions)
+                self.cache.num_pending += fused.shape[1]
+        self.cache.num_pending = 0
+        return levels, path_inputs
+
+    def _draft_in_parallel(self, last_level: DraftLevel, path_inputs: list[torch.Tensor]) -> list[DraftLevel]:
+        """Drafts all later tokens in one pass, and recombines them under the serial paths. Returns their levels."""
+        settings = self.settings
+        num_heads = settings.tree_depth - self.model.config.num_serial_tokens
+        inputs = torch.cat(path_inputs, dim=-1)
+        if self._head_weights is None:
+            features = self.model.mlp(inputs)[:, :num_heads]
+        else:
+            features = run_batched_heads(self._head_weights, inputs, num_heads)
+        width, num_candidates = settings.extension
+        batch_size, num_paths, _ = inputs.shape
+        tokens, log_probs = self._best_tokens(features.flatten(1, 2), num_candidates)
+        tokens, log_probs = (t.view(batch_size, num_heads, num_paths, -1) for t in (tokens, log_probs))
+
+        level, levels = last_level.first(settings.branching_factor), []
+        paths = torch.arange(num_paths, device=tokens.device).expand(batch_size, -1)
+        for head in range(num_heads):
+            candidates, scores = _gather_rows(tokens[:, head], paths), _gather_rows(log_probs[:, head], paths)
+            levels.append(extend_level(level, candidates, scores, settings.num_assistant_tokens))
+            level = levels[-1].first(width)
+            paths = paths.gather(1, level.parents)
+        return levels
+
+    def _best_tokens(self, features: torch.Tensor, num_tokens: int) -> tuple[torch.LongTensor, torch.FloatTensor]:
+        """Returns the best tokens after features `(B, n, H)` and their log-probabilities, `(B, n, num_tokens)` each."""
+        logits = self.lm_head(features).float() / self.settings.draft_temperature
+        best = logits.topk(min(num_tokens, logits.shape[-1]))
+        # Rounding must not lift a node above its parent.
+        return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).clamp_(max=0.0)
+
+    def _run_block(
+        self,
+        fused: torch.Tensor,
+        visible: torch.BoolTensor,
+        depths: torch.LongTensor,
+        position_ids: torch.LongTensor,
+    ) -> torch.Tensor:
+        """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
+        lengths = self.cache.lengths
+        context_mask = self.context_mask
+        if context_mask is not None and context_mask.shape[1] < max(lengths):
+            context_mask = torch.nn.functional.pad(context_mask, (0, max(lengths) - context_mask.shape[1]), value=True)
+            self.context_mask = context_mask
+        mask = block_attention_mask(visible, depths, lengths, fused.dtype, context_mask)
+        return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+
+
+def _append_candidates(
+    visible: torch.BoolTensor | None, depths: torch.LongTensor | None, parents: torch.LongTensor, depth: int
+) -> tuple[torch.BoolTensor, torch.LongTensor]:
+    """
+    Returns what a new generation of candidates sees among all candidates so far: its own ancestors and itself.
+
+    Args:
+        visible (`(B, previous, n)`, *optional*): The same for the previous generation, of which `parents` are members.
+        depths (`(B, n)`, *optional*): Depth of each candidate so far.
+        parents (`(B, new)`): The new candidates' parents.
+        depth: Their depth.
+    """
+    batch_size, num_new = parents.shape
+    itself = torch.eye(num_new, dtype=torch.bool, device=parents.device).expand(batch_size, -1, -1)
+    own_depths = torch.full_like(parents, depth)
+    if visible is None or depths is None:
+        return itself, own_depths
+    return torch.cat((_gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
+
+
+def _gather_rows(tensor: torch.Tensor, rows: torch.LongTensor) -> torch.Tensor:
+    """Picks `rows` `(B, m)` from the second dimension of `tensor` `(B, n, width)`."""
+    return tensor.gather(1, rows[:, :, None].expand(-1, -1, tensor.shape[2]))

@@ -1,0 +1,398 @@
+"""The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.utils import ModelOutput
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_gumiho import GumihoConfig
+
+
+# Decoding settings that live in `GumihoModel.generation_config`, with their defaults. `None`: see DraftingSettings.
+DECODING_DEFAULTS: dict[str, Any] = {
+    "num_assistant_tokens": 63,
+    "branching_factor": 14,
+    "tree_depth": None,
+    "full_tree_attention": True,
+    "draft_temperature": None,
+}
+
+
+@dataclass
+class GumihoOutput(ModelOutput):
+    """
+    Output of [`GumihoModel`]. `B` batch size, `T` tokens, `H` hidden size, `S` serial tokens, `P` parallel heads.
+
+    Args:
+        serial_features (`torch.FloatTensor` of shape `(B, T, H)`):
+            At position t, the prediction of the target's hidden state t+1. The target's output head turns it into the
+            distribution of the token after `input_ids[:, t]`.
+        parallel_features (`torch.FloatTensor` of shape `(B, P, max(T - S, 0), H)`):
+            For head i at position t, the prediction of the target's hidden state t+1+S+i, made from the tokens
+            `input_ids[:, t + 1 : t + 1 + S]` and the serial features that predict them.
+        past_key_values (`Cache`, *optional*):
+            The keys and values of the serial head, with `use_cache=True`.
+        hidden_states (`tuple[torch.FloatTensor]`, *optional*):
+            Input of the serial head and output of each of its layers, each `(B, T, H)`.
+        attentions (`tuple[torch.FloatTensor]`, *optional*):
+            Attention weights of each layer, each `(B, heads, T, keys)`.
+    """
+
+    serial_features: torch.FloatTensor | None = None
+    parallel_features: torch.FloatTensor | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+class GumihoHeadBlock(nn.Module):
+    """`SiLU(Linear(x))`, added to `x` where `residual`. The weights start at zero, so a residual block starts as x."""
+
+    def __init__(self, in_features: int, out_features: int, residual: bool):
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features)
+        self.residual = residual
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        update = nn.functional.silu(self.linear(hidden_states))
+        return hidden_states + update if self.residual else update
+
+
+class GumihoParallelHeads(nn.ModuleList):
+    """
+    The parallel heads. Head i drafts token S+1+i of a path from the fused inputs of the path's S serial tokens; the
+    heads share that input and do not see each other.
+
+    Each head is stored as its own modules, under the names of the published checkpoints. For inference
+    [`batched_weights`] lays the heads' parameters behind each other in memory without changing them, so that one
+    product serves all heads.
+    """
+
+    def __init__(self, config: GumihoConfig):
+        hidden_size = config.model.hidden_size
+        super().__init__(
+            nn.ModuleList(
+                GumihoHeadBlock(
+                    in_features=hidden_size if block else config.num_serial_tokens * hidden_size,
+                    out_features=hidden_size,
+                    residual=block > 0,
+                )
+                for block in range(config.num_residual_blocks + 1)
+            )
+            for _ in range(config.num_parallel_heads)
+        )
+        self.hidden_size = hidden_size
+
+    def forward(self, path_inputs: torch.Tensor) -> torch.Tensor:
+        """Maps `(B, T, S * H)` to the features of all heads, `(B, P, T, H)`."""
+        features = []
+        for head in self:
+            hidden_states = path_inputs
+            for block in head:
+                hidden_states = block(hidden_states)
+            features.append(hidden_states)
+        if not features:
+            return path_inputs.new_zeros(path_inputs.shape[0], 0, path_inputs.shape[1], self.hidden_size)
+        return torch.stack(features, dim=1)
+
+    @torch.no_grad()
+    def batched_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """
+        Returns, for each block, the weights `(P, in, out)` and biases `(P, 1, out)` of all heads.
+
+        The tensors are not copies: on the first call the parameters are moved into shared storage and become views of
+        it, so training steps and loaded weights show. Returns `None` where that cannot be done because a linear layer
+        was replaced or wrapped (quantised, offloaded or with an adapter); use `forward` then.
+        """
+        if len(self) == 0 or not all(_is_plain_linear(block.linear) for head in self for block in head):
+            return None
+        blocks = []
+        for heads_of_block in zip(*self, strict=True):
+            weight = _as_one_tensor([block.linear.weight for block in heads_of_block])
+            bias = _as_one_tensor([block.linear.bias for block in heads_of_block])
+            blocks.append((weight.transpose(1, 2), bias[:, None]))
+        return blocks
+
+
+def run_batched_heads(
+    weights: list[tuple[torch.Tensor, torch.Tensor]], path_inputs: torch.Tensor, num_heads: int
+) -> torch.Tensor:
+    """
+    Runs the first `num_heads` heads as one batched product per block.
+
+    Args:
+        weights: What [`GumihoParallelHeads.batched_weights`] returned.
+        path_inputs (`(B, T, S * H)`): The fused inputs of each path's serial tokens.
+
+    Returns:
+        `(B, num_heads, T, H)`: the features of the heads.
+    """
+    batch_size, num_paths, width = path_inputs.shape
+    hidden_states = path_inputs.reshape(1, -1, width).expand(num_heads, -1, -1)
+    for index, (weight, bias) in enumerate(weights):
+        update = nn.functional.silu(torch.baddbmm(bias[:num_heads], hidden_states, weight[:num_heads]))
+        hidden_states = hidden_states + update if index else update
+    return hidden_states.view(num_heads, batch_size, num_paths, -1).transpose(0, 1)
+
+
+def _is_plain_linear(linear: nn.Module) -> bool:
+    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not hasattr(linear, "_hf_hook")
+
+
+def _as_one_tensor(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Returns the parameters as one tensor with a new first dimension whose storage they share."""
+    first, size = parameters[0], parameters[0].numel()
+    storage = first.data.untyped_storage().data_ptr()
+    shared = all(
+        parameter.is_contiguous()
+        and parameter.data.untyped_storage().data_ptr() == storage
+        and parameter.storage_offset() == index * size
+        for index, parameter in enumerate(parameters)
+    )
+    if not shared:
+        stacked = torch.stack([parameter.data for parameter in parameters])
+        for parameter, view in zip(parameters, stacked, strict=True):
+            parameter.data = view
+    return torch.as_strided(first.data, (len(parameters), *first.shape), (size, *first.stride()), 0)
+
+
+class GumihoPreTrainedModel(PreTrainedModel):
+    config: GumihoConfig
+    config_class = GumihoConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LlamaDecoderLayer", "GumihoParallelHeads"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": LlamaAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, GumihoHeadBlock):
+            nn.init.zeros_(module.linear.weight)
+            nn.init.zeros_(module.linear.bias)
+        elif isinstance(module, LlamaRMSNorm):
+            nn.init.ones_(module.weight)
+
+
+class GumihoModel(GumihoPreTrainedModel):
+    """
+    A Gumiho drafter. Pass it as `assistant_model` to the `generate()` of the target it was trained for.
+
+    It holds a frozen copy of the target's token embedding, but no output head: features are turned into tokens by the
+    head of the target. Its decoding settings are in `generation_config`; see [`DraftingSettings`].
+    """
+
+    def __init__(self, config: GumihoConfig):
+        super().__init__(config)
+        llama = config.model
+        # The layers read the implementation from the nested config, which `PreTrainedModel` fills in for submodels only.
+        llama._attn_implementation = config._attn_implementation
+        self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
+        self.fc = nn.Linear(2 * llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
+        # The first layer reads the output of `fc` unnormalised: the architecture has no weights for a norm here.
+        self.layers[0].input_layernorm = nn.Identity()
+        self.rotary_emb = LlamaRotaryEmbedding(config=llama)
+        self.mlp = GumihoParallelHeads(config)
+        self.gradient_checkpointing = False
+        for name, default in DECODING_DEFAULTS.items():
+            setattr(self.generation_config, name, default)
+        self.generation_config.tree_depth = config.max_draft_depth
+        # The file that is saved holds settings of its own, not ones to be derived from the model's config again.
+        self.generation_config._from_model_config = False
+        self.post_init()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True: the drafter carries a `generation_config`, which is loaded and saved with it."""
+        return True
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "GumihoModel":
+        """
+        Makes an untrained drafter for `target`, with the target's embedding copied in.
+
+        Args:
+            target (`PreTrainedModel`): Any decoder with input and output embeddings.
+            **overrides: Passed to [`GumihoConfig.from_target`].
+        """
+        config = GumihoConfig.from_target(target.config, **overrides)
+        embedding = target.get_input_embeddings().weight
+        expected = (config.model.vocab_size, config.model.hidden_size)
+        if embedding.shape[1] != expected[1] or embedding.shape[0] < expected[0]:
+            raise ValueError(
+                f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
+                f"{expected}. Pass `vocab_size` and `hidden_size` as overrides."
+            )
+        model = cls(config)
+        with torch.no_grad():
+            model.embed_tokens.weight.copy_(embedding[: expected[0]])
+        return model.to(device=embedding.device, dtype=embedding.dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """
+        Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
+
+        Raises:
+            ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape.
+        """
+        allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        problems = [
+            f"{kind}: {', '.join(sorted(names))}"
+            for kind, names in (
+                ("missing", info["missing_keys"]),
+                ("unexpected", info["unexpected_keys"]),
+                (
+                    "wrong shape",
+                    [
+                        f"{name} is {tuple(found)}, expected {tuple(expected)}"
+                        for name, found, expected in ([] if allow_mismatch else info["mismatched_keys"])
+                    ],
+                ),
+            )
+            if names
+        ]
+        if problems:
+            raise ValueError(
+                f"The checkpoint {str(pretrained_model_name_or_path)!r} does not fit its GumihoConfig. Check that it "
+                f"is a Gumiho drafter and that its config belongs to it.\n" + "\n".join(problems)
+            )
+        return (model, info) if output_loading_info else model
+
+    def fuse(self, input_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        Fuses each token with the state it was predicted from.
+
+        Args:
+            input_ids (`(B, T)`): Token ids.
+            hidden_states (`(B, T, H)`): For each token, the target's hidden state (or the drafter's feature) whose
+                distribution the token was taken from.
+
+        Returns:
+            `(B, T, H)`: the inputs of the serial head.
+        """
+        embeddings = self.embed_tokens(input_ids)
+        return self.fc(torch.cat((embeddings, hidden_states.to(embeddings)), dim=-1))
+
+    def run_serial_head(
+        self,
+        fused: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """
+        Runs the serial Transformer head.
+
+        Args:
+            fused (`(B, T, H)`): What [`fuse`] returned.
+            attention_mask: `(B, past + T)` with 0 at padding, or `(B, 1, T, keys)` in the form that the attention
+                implementation takes, which is then used as it is.
+            position_ids (`(B, T)`): Positions for the rotary embedding; counted on from the cache where not given.
+            past_key_values: The serial head's cache. Extended in place.
+
+        Returns:
+            `(B, T, H)`: the serial features.
+        """
+        if position_ids is None:
+            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
+        mask = create_causal_mask(
+            config=self.config.model,
+            inputs_embeds=fused,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        position_embeddings = self.rotary_emb(fused, position_ids)
+        features = fused
+        for layer in self.layers:
+            features = layer(
+                features,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        return features
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        hidden_states: torch.FloatTensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> GumihoOutput:
+        r"""
+        Predicts, at every position, the target's next hidden states.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, T)`):
+                Position t holds the token *after* hidden state t.
+            hidden_states (`torch.FloatTensor` of shape `(B, T, H)`):
+                The target's last hidden states, after its final norm.
+            attention_mask (`torch.Tensor`, *optional*):
+                As in [`run_serial_head`].
+            position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*):
+                As in [`run_serial_head`].
+            past_key_values (`Cache`, *optional*):
+                The serial head's cache; extended in place.
+            use_cache (`bool`, *optional*):
+                Whether to create a cache where none is given. Defaults to `False`.
+        """
+        if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != self.config.model.hidden_size:
+            raise ValueError(
+                f"`hidden_states` must have shape (batch, tokens, {self.config.model.hidden_size}) with the batch and "
+                f"tokens of `input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config.model)
+        fused = self.fuse(input_ids, hidden_states)
+        serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
+        return GumihoOutput(
+            serial_features=serial_features,
+            parallel_features=self.mlp(self._path_inputs(input_ids, serial_features)),
+            past_key_values=past_key_values,
+        )
+
+    def _path_inputs(self, input_ids: torch.LongTensor, serial_features: torch.Tensor) -> torch.Tensor:
+        """Returns `(B, max(T - S, 0), S * H)`: at t, the fused inputs of tokens t+1..t+S of the text itself."""
+        serial_tokens = self.config.num_serial_tokens
+        num_paths = max(input_ids.shape[1] - serial_tokens, 0)
+        fused = self.fuse(input_ids[:, 1:], serial_features[:, :-1])
+        return torch.cat([fused[:, offset : offset + num_paths] for offset in range(serial_tokens)], dim=-1)
+
+
+__all__ = ["DECODING_DEFAULTS", "GumihoModel", "GumihoOutput", "GumihoPreTrainedModel"]

@@ -1,0 +1,184 @@
+"""Running the target: the prompt as plain decoding does, then a draft tree per pass, with its last hidden states."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from .cache import TreeCache
+from .compatibility import attention_types
+from .tree import DraftTree, block_attention_mask
+
+
+# Slots allocated for new tokens at once; longer generations double the cache when they get there.
+MAX_RESERVED_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """
+    What the target computed for `n` nodes.
+
+    Attributes:
+        logits (`(B, n, V)`): For the prompt, of its last token only (`n = 1`).
+        last_hidden_state (`(B, T, H)`): After the final norm. `T` is `n`, or the tokens of the prompt that were run.
+        position_ids (`(B, T)`): The positions of those states.
+        hidden_states: All layers' states `(B, T, H)` where they were asked for.
+    """
+
+    logits: torch.Tensor
+    last_hidden_state: torch.Tensor
+    position_ids: torch.LongTensor
+    hidden_states: tuple[torch.Tensor, ...] | None
+
+
+class TargetRunner:
+    """
+    Runs one generation of the target. A context manager: the hook it needs is gone after it, whatever happens.
+
+    Args:
+        model: The target.
+        generation_config: As prepared by `generate()`.
+        model_kwargs: As prepared by `generate()`, with the cache that the prompt goes through.
+        num_nodes (`int`): The most nodes that a pass will have, root included.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        num_nodes: int,
+    ):
+        self.model = model
+        self.generation_config = generation_config
+        self.model_kwargs = model_kwargs
+        self.num_nodes = num_nodes
+        self.prompt_cache = model_kwargs["past_key_values"]
+        self.cache: TreeCache | None = None
+        self.prompt_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+        self.attention_types = attention_types(model)
+        config = model.config.get_text_config(decoder=True)
+        self.window: int | None = (
+            config.sliding_window if "sliding_attention" in self.attention_types else None
+        )
+
+    def __enter__(self) -> "TargetRunner":
+        self._capture = _capture_last_hidden_state(self.model.get_decoder())
+        self._states = self._capture.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._capture.__exit__(*exception)
+        if self.cache is not None:
+            self.cache.to_dynamic(self.prompt_cache)
+
+    def read_prompt(self, input_ids: torch.LongTensor, max_new_tokens: int) -> TargetOutput:
+        """Runs the prompt exactly as plain `generate()` does."""
+        self._states.clear()
+        self.max_new_tokens = max_new_tokens
+        position_ids = self.model_kwargs["position_ids"].to(self.model.device)
+        outputs = self.model._prefill(input_ids, self.generation_config, self.model_kwargs)
+        last_hidden_state = torch.cat(self._states, dim=1)  # one for each chunk of a chunked prefill
+        batch_size, num_read = last_hidden_state.shape[:2]
+        # A quantised target computes in another dtype than it stores.
+        self.mask_dtype = last_hidden_state.dtype
+
+        reserved = min(max_new_tokens, MAX_RESERVED_TOKENS) + self.num_nodes
+        self.cache = TreeCache.from_dynamic(self.prompt_cache, self.prompt_cache.get_seq_length() + reserved)
+        self.prompt_length = self.cache.get_seq_length()
+        if self.prompt_mask is not None and bool(self.prompt_mask.all()):
+            self.prompt_mask = None
+        self.context_mask = self.prompt_mask.to(self.model.device).bool() if self.prompt_mask is not None else None
+        # Multimodal decoders have several positions per token, with the batch in the second dimension.
+        self.next_position = position_ids[..., -1:].expand(*position_ids.shape[:-2], batch_size, 1) + 1
+        text_positions = position_ids if position_ids.ndim == 2 else position_ids[0]
+        return TargetOutput(
+            logits=outputs.logits[:, -1:],
+            last_hidden_state=last_hidden_state,
+            position_ids=text_positions[:, -num_read:].expand(batch_size, -1),
+            hidden_states=outputs.hidden_states,
+        )
+
+    def run_tree(self, tree: DraftTree) -> TargetOutput:
+        """Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors."""
+        self._states.clear()
+        tree = tree.to(self.model.device)
+        advanced = torch.tensor(self.cache.lengths, device=tree.depths.device)[:, None] - self.prompt_length
+        # Nodes past the last position that plain decoding would run are never committed; a target with a table of
+        # positions may have none for them.
+        position_ids = self.next_position + (advanced + tree.depths).clamp_(max=self.max_new_tokens - 2)
+        model_inputs = self.model.prepare_inputs_for_generation(
+            tree.tokens,
+            **self._node_kwargs(tree.tokens.shape[1]),
+            past_key_values=self.cache,
+            attention_mask=self._attention_mask(tree),
+            position_ids=position_ids,
+        )
+        outputs = self.model(**model_inputs, return_dict=True)
+        return TargetOutput(
+            logits=outputs.logits,
+            last_hidden_state=self._states[-1],
+            position_ids=position_ids if position_ids.ndim == 2 else position_ids[0],
+            hidden_states=outputs.hidden_states,
+        )
+
+    def commit(self, counts: list[int], nodes: torch.LongTensor) -> None:
+        """Keeps the first `counts[b]` of `nodes[b]` in the cache."""
+        self.cache.commit(counts, nodes)
+
+    def truncate(self, num_removed: Sequence[int]) -> None:
+        """Drops the newest `num_removed[b]` entries of each row from the cache."""
+        self.cache.lengths = [length - number for length, number in zip(self.cache.lengths, num_removed, strict=True)]
+
+    def _node_kwargs(self, num_nodes: int) -> dict[str, Any]:
+        """Returns the arguments of the caller that go to every pass, extended to `num_nodes` nodes where needed."""
+        handled = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
+        kwargs = {name: value for name, value in self.model_kwargs.items() if name not in handled}
+        if (token_type_ids := kwargs.get("token_type_ids")) is not None:
+            kwargs["token_type_ids"] = token_type_ids[:, -1:].expand(-1, num_nodes)
+        if (token_type_ids := kwargs.get("mm_token_type_ids")) is not None:
+            kwargs["mm_token_type_ids"] = token_type_ids.new_zeros(token_type_ids.shape[0], num_nodes)
+        return kwargs
+
+    def _attention_mask(self, tree: DraftTree) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Returns the mask of a tree; one for each kind of attention where the target mixes them."""
+        lengths = self.cache.lengths
+        if self.context_mask is not None and self.context_mask.shape[1] < max(lengths):
+            missing = max(lengths) - self.context_mask.shape[1]
+            self.context_mask = nn.functional.pad(self.context_mask, (0, missing), value=True)
+        masks = {
+            kind: block_attention_mask(
+                tree.ancestors,
+                tree.depths,
+                lengths,
+                self.mask_dtype,
+                self.context_mask,
+                self.window if kind == "sliding_attention" else None,
+            )
+            for kind in self.attention_types
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+@contextmanager
+def _capture_last_hidden_state(decoder: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Yields a list that receives the last hidden state of each pass that this thread makes through `decoder`."""
+    states: list[torch.Tensor] = []
+    thread = threading.get_ident()
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        # Another thread may be generating on the same model; its passes go to its own hook.
+        if threading.get_ident() == thread:
+            states.append(output[0])
+
+    handle = decoder.register_forward_hook(hook)
+    try:
+        yield states
+    finally:
+        handle.remove()

@@ -1,0 +1,204 @@
+"""Draft trees as tensors: growing them level by level, choosing their best nodes, and their attention masks.
+
+Pure functions of fixed-shape tensors with the batch dimension first. `B` batch size, `N` drafted nodes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftLevel:
+    """
+    The candidate nodes of one depth, best first.
+
+    Attributes:
+        tokens (`(B, n)`): Drafted token ids.
+        scores (`(B, n)`): Summed draft log-probabilities (nats) of the paths that end here, never increasing.
+        parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root).
+    """
+
+    tokens: torch.LongTensor
+    scores: torch.FloatTensor
+    parents: torch.LongTensor
+
+    def first(self, num_nodes: int) -> "DraftLevel":
+        """Returns the `num_nodes` best nodes (all of them if there are fewer)."""
+        return DraftLevel(self.tokens[:, :num_nodes], self.scores[:, :num_nodes], self.parents[:, :num_nodes])
+
+    def to(self, device: torch.device) -> "DraftLevel":
+        """Returns the level on `device`."""
+        return DraftLevel(self.tokens.to(device), self.scores.to(device), self.parents.to(device))
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """
+    A tree of drafted tokens under a root, the newest committed token. Parents come before their children.
+
+    Attributes:
+        tokens (`(B, N + 1)`): Token ids; the root's first.
+        parents (`(B, N + 1)`): Index of each node's parent; the root is its own.
+        depths (`(B, N + 1)`): Distance to the root.
+        ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
+        max_depth (`int`): No path is longer than this.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor
+    depths: torch.LongTensor
+    ancestors: torch.BoolTensor
+    max_depth: int
+
+    def to(self, device: torch.device) -> "DraftTree":
+        """Returns the tree on `device`."""
+        tensors = (self.tokens, self.parents, self.depths, self.ancestors)
+        return DraftTree(*(tensor.to(device, non_blocking=True) for tensor in tensors), max_depth=self.max_depth)
+
+
+def root_level(root_tokens: torch.LongTensor) -> DraftLevel:
+    """Returns the level above the first, which holds only the root, for newest committed tokens `(B,)`."""
+    root_tokens = root_tokens[:, None]
+    return DraftLevel(root_tokens, torch.zeros_like(root_tokens, dtype=torch.float32), torch.zeros_like(root_tokens))
+
+
+def extend_level(
+    level: DraftLevel, tokens: torch.LongTensor, log_probs: torch.FloatTensor, num_nodes: int
+) -> DraftLevel:
+    """
+    Extends every node of `level` by each of its candidate tokens, and keeps the best `num_nodes` of the extensions.
+
+    Args:
+        level: The `n` nodes to extend.
+        tokens (`(B, n, M)`): Candidate tokens of each node, distinct for a node.
+        log_probs (`(B, n, M)`): Their draft log-probabilities.
+    """
+    num_candidates = tokens.shape[2]
+    scores = (level.scores[:, :, None] + log_probs).flatten(1)
+    scores, order = scores.topk(min(num_nodes, scores.shape[1]))
+    return DraftLevel(tokens.flatten(1).gather(1, order), scores, order // num_candidates)
+
+
+def bare_root(root_tokens: torch.LongTensor) -> DraftTree:
+    """Returns the tree that holds nothing but the root, for newest committed tokens `(B,)`."""
+    tokens = root_tokens[:, None]
+    none = torch.zeros_like(tokens)
+    return DraftTree(tokens, none, none, torch.ones_like(none, dtype=torch.bool)[:, None], max_depth=0)
+
+
+def build_tree(root_tokens: torch.LongTensor, levels: Sequence[DraftLevel], num_nodes: int) -> DraftTree:
+    """
+    Builds the tree of the best `num_nodes` nodes of all levels (of all their nodes if there are fewer).
+
+    Log-probabilities are never positive, so no node scores above its parent; among equals the shallower comes first
+    (the sort is stable). The choice therefore always holds the parents of the nodes it holds.
+
+    Args:
+        root_tokens (`(B,)`): The newest committed tokens.
+        levels: The levels from depth 1 down; the parents of level d are nodes of level d - 1.
+    """
+    scores = torch.cat([level.scores for level in levels], dim=1)
+    sizes = [level.tokens.shape[1] for level in levels]
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    num_nodes = min(num_nodes, scores.shape[1])
+    chosen = order[:, :num_nodes]
+
+    # Place of every candidate in the tree (the root is 0), and the candidate that is its parent (-1: the root).
+    ranks = torch.empty_like(order).scatter_(
+        1, order, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order)
+    )
+    ranks = torch.cat((torch.zeros_like(root_tokens[:, None]), ranks), dim=1)
+    starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    parents = torch.cat(
+        [level.parents + (starts[depth - 1] + 1 if depth else 0) for depth, level in enumerate(levels)], dim=1
+    )
+    depths = torch.cat(
+        [torch.full_like(level.tokens, depth) for depth, level in enumerate(levels, start=1)], dim=1
+    )
+    tokens = torch.cat([level.tokens for level in levels], dim=1)
+
+    root = torch.zeros_like(root_tokens[:, None])
+    tree_parents = torch.cat((root, ranks.gather(1, parents.gather(1, chosen))), dim=1)
+    return DraftTree(
+        tokens=torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), dim=1),
+        parents=tree_parents,
+        depths=torch.cat((root, depths.gather(1, chosen)), dim=1),
+        ancestors=find_ancestors(tree_parents, len(levels)),
+        max_depth=len(levels),
+    )
+
+
+def find_ancestors(parents: torch.LongTensor, max_depth: int) -> torch.BoolTensor:
+    """
+    Returns `(B, n, n)`: whether node j is node i or an ancestor of it, for parents `(B, n)` whose root is its own.
+
+    With `A` the matrix that takes a node to itself and to its parent, `A^(2^k)` reaches all ancestors up to `2^k` above.
+    """
+    num_nodes = parents.shape[1]
+    reach = torch.eye(num_nodes, device=parents.device).expand(parents.shape[0], -1, -1).clone()
+    reach.scatter_(2, parents[:, :, None], 1.0)
+    distance = 1
+    while distance < max_depth:
+        reach = (reach @ reach).clamp_(max=1.0)
+        distance *= 2
+    return reach > 0
+
+
+def block_attention_mask(
+    visible: torch.BoolTensor,
+    depths: torch.LongTensor,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    context_mask: torch.BoolTensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """
+    Returns the attention mask of a block of new tokens that follow a committed context of its own length in each row.
+
+    Args:
+        visible (`(B, Q, n)`, bool): Which of the `n` newest slots each of the `Q` queries sees.
+        depths (`(B, n)`): Position of each of the newest slots relative to the first of them. The queries are the last
+            `Q` of the slots.
+        lengths: Committed slots of each row; the new slots of row b start at `lengths[b]`.
+        dtype: Dtype of the attention scores.
+        context_mask (`(B, max(lengths))`, bool, *optional*): False at committed slots that nobody sees (padding).
+        window (`int`, *optional*): A query sees slots less than this many positions behind it. Unlimited by default.
+
+    Returns:
+        `(B, 1, Q, max(lengths) + n)`: 0 where a query sees a slot, the dtype's minimum where it does not. A float, as
+        every attention implementation adds a float mask, but some misread a bool one.
+    """
+    batch_size, num_queries, num_slots = visible.shape
+    device, longest = visible.device, max(lengths)
+    query_depths = depths[:, -num_queries:]
+    if window is not None:
+        visible = visible & (query_depths[:, :, None] - depths[:, None, :] < window)
+
+    if min(lengths) == longest:
+        mask = torch.zeros(batch_size, 1, num_queries, longest + num_slots, dtype=dtype, device=device)
+        hidden = torch.finfo(dtype).min
+        mask[:, 0, :, longest:].masked_fill_(~visible, hidden)
+        context = mask[:, 0, :, :longest]
+        if context_mask is not None:
+            context.masked_fill_(~context_mask[:, None, :longest], hidden)
+        if window is not None:
+            slots = torch.arange(longest, device=device)
+            context.masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)
+        return mask
+
+    starts = torch.tensor(lengths, device=device)[:, None]
+    slots = torch.arange(longest + num_slots, device=device)
+    offsets = slots - starts
+    in_context = offsets < 0
+    if context_mask is not None:
+        padded = torch.nn.functional.pad(context_mask[:, :longest], (0, num_slots))
+        in_context = in_context & padded
+    in_context = in_context[:, None].expand(-1, num_queries, -1)
+    if window is not None:
+        in_context = in_context & (slots > (starts + query_depths - window)[:, :, None])
+    index = offsets.clamp(0, num_slots - 1)[:, None].expand(-1, num_queries, -1)
+    in_block = visible.gather(2, index) & ((offsets >= 0) & (offsets < num_slots))[:, None]
+    mask = torch.zeros(batch_size, num_queries, longest + num_slots, dtype=dtype, device=device)
+    return mask.masked_fill_(~(in_context | in_block), torch.finfo(dtype).min)[:, None]

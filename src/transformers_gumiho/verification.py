@@ -1,0 +1,63 @@
+"""Walking a draft tree from its root along the tokens that the target chooses.
+
+The acceptance rule is the same at every temperature. At the current node the target's next token is chosen as plain
+decoding would choose it; if a child carries that token, the walk moves there, otherwise the token is the cycle's bonus
+token and the walk ends. What is committed is therefore exactly what plain decoding commits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .tree import DraftTree
+
+
+@dataclass(frozen=True)
+class AcceptedPath:
+    """
+    The walk of one verification cycle. `L` is the longest possible one: the tree's depth + 1.
+
+    Attributes:
+        nodes (`(B, L)`): Tree indices of the visited nodes from the root (index 0) down; past the end any index.
+        tokens (`(B, L)`): The token chosen at each visited node: accepted drafts, the last one the bonus token.
+        counts (`(B,)`): Number of visited nodes, which is the number of tokens to commit.
+    """
+
+    nodes: torch.LongTensor
+    tokens: torch.LongTensor
+    counts: torch.LongTensor
+
+
+def walk_tree(tree: DraftTree, choices: torch.LongTensor) -> AcceptedPath:
+    """
+    Walks the whole tree at once, for choices that do not depend on the way to a node.
+
+    Args:
+        tree: The draft tree.
+        choices (`(B, N + 1)`): The token that the target chooses after each node.
+    """
+    # A node is visited if it and all its ancestors carry the token chosen at their parent. At most one child can.
+    chosen = tree.tokens == choices.gather(1, tree.parents)
+    chosen[:, 0] = True
+    visited = (chosen[:, None] | ~tree.ancestors).all(dim=-1)
+    # Nodes come after their parents, so the visited indices in increasing order are the path.
+    num_nodes = tree.tokens.shape[1]
+    indices = torch.arange(num_nodes, device=tree.tokens.device)
+    length = min(tree.max_depth + 1, num_nodes)
+    nodes = torch.where(visited, indices, num_nodes).topk(length, largest=False, sorted=True).values
+    nodes = nodes.clamp_(max=num_nodes - 1)
+    return AcceptedPath(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
+
+
+def find_child(
+    tree: DraftTree, nodes: torch.LongTensor, tokens: torch.LongTensor
+) -> tuple[torch.LongTensor, torch.BoolTensor]:
+    """
+    Looks for the children of `nodes` `(B,)` that carry `tokens` `(B,)`.
+
+    Returns:
+        The children's indices `(B,)` (0 where there is none) and whether there is one `(B,)`.
+    """
+    matches = (tree.parents == nodes[:, None]) & (tree.tokens == tokens[:, None])
+    matches[:, 0] = False  # the root is its own parent
+    return matches.int().argmax(dim=1), matches.any(dim=1)

@@ -1,0 +1,110 @@
+"""Tiny random targets of many families, and drafters for them."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from transformers_gumiho import GumihoModel
+
+
+VOCAB_SIZE = 8
+WINDOW = 6
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.6,
+}
+_GROUPED = _COMMON | {"num_key_value_heads": 2}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=WINDOW),
+    "qwen2": lambda: Qwen2Config(**_GROUPED),
+    "qwen2_mixed": lambda: Qwen2Config(**_GROUPED, **_MIXED, use_sliding_window=True),
+    "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=8),
+    # With larger weights its soft-capped logits saturate and tie.
+    "gemma2": lambda: Gemma2Config(**_GROUPED | {"initializer_range": 0.2}, **_MIXED, head_dim=8),
+    "gemma3": lambda: Gemma3TextConfig(**_GROUPED, **_MIXED, head_dim=8),
+    "phi3": lambda: Phi3Config(**_GROUPED, sliding_window=None),
+    "phi3_sliding": lambda: Phi3Config(**_GROUPED, sliding_window=WINDOW),
+    "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "gpt_oss": lambda: GptOssConfig(
+        **_GROUPED, **_MIXED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
+    ),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=3, n_head=4, n_positions=96, bos_token_id=None, eos_token_id=None,
+        pad_token_id=0, initializer_range=0.6,
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**_COMMON),
+    "opt": lambda: OPTConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=96, word_embed_proj_dim=16, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        init_std=0.6,
+    ),
+}  # fmt: skip
+
+
+def make_target(family: str = "llama", attn_implementation: str | None = None, seed: int = 0) -> PreTrainedModel:
+    """
+    Returns a tiny random target in float64, in which two orders of summation do not change an arg-max.
+
+    The weights are large, so that the next token depends on the whole context and not only on the last token.
+    """
+    torch.manual_seed(seed)
+    config = FAMILIES[family]()
+    # The eager experts are the ones that know float64.
+    kwargs = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
+    target = AutoModelForCausalLM.from_config(config, **{name: v for name, v in kwargs.items() if v}).double().eval()
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+def make_drafter(target: PreTrainedModel, seed: int = 0, **settings: object) -> GumihoModel:
+    """
+    Returns a random drafter. With a vocabulary this small its trees hold many of the target's tokens all the same.
+    """
+    torch.manual_seed(seed)
+    drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
+    for parameter in drafter.mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for name, value in settings.items():
+        setattr(drafter.generation_config, name, value)
+    return drafter
+
+
+def make_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Returns random prompts of these lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    input_ids = torch.zeros(len(lengths), longest, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, length in enumerate(lengths):
+        input_ids[row, longest - length :] = torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
+        attention_mask[row, longest - length :] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}

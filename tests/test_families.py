@@ -1,0 +1,47 @@
+"""Greedy decoding equals plain `generate()` token for token, on every family, attention and batch size."""
+
+import pytest
+import torch
+from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
+
+
+EAGER_ONLY = ("gemma2", "gpt_oss")
+CASES = [
+    (family, implementation)
+    for family in FAMILIES
+    for implementation in (("eager",) if family in EAGER_ONLY else ("eager", "sdpa"))
+]
+
+
+@pytest.mark.parametrize(("family", "implementation"), CASES)
+@pytest.mark.parametrize("full_tree_attention", [True, False])
+def test_greedy_equals_plain(family: str, implementation: str, full_tree_attention: bool) -> None:
+    target = make_target(family, implementation)
+    drafter = make_drafter(target, num_assistant_tokens=47, full_tree_attention=full_tree_attention)
+    accepted = []
+    for seed, length in enumerate((1, 5, WINDOW + 9)):
+        prompt = make_prompts([length], seed)
+        plain = target.generate(**prompt, max_new_tokens=48, do_sample=False)
+        drafted = target.generate(
+            **prompt, max_new_tokens=48, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        assert torch.equal(drafted.sequences, plain)
+        accepted += drafted.accepted_lengths[0]
+    # The equality says something only where drafts are accepted and where they are rejected.
+    assert max(accepted) >= 3
+    assert min(accepted) <= 2
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_each_row_of_a_batch_equals_its_own_single_run(family: str) -> None:
+    target = make_target(family)
+    drafter = make_drafter(target, num_assistant_tokens=47)
+    lengths = [3, WINDOW + 9, 1, 7]
+    batch = make_prompts(lengths)
+    drafted = target.generate(
+        **batch, max_new_tokens=32, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+    )
+    assert len({tuple(row) for row in drafted.accepted_lengths}) > 1, "rows must have advanced by different lengths"
+    for row, length in enumerate(lengths):
+        single = target.generate(batch["input_ids"][row : row + 1, -length:], max_new_tokens=32, do_sample=False)
+        assert torch.equal(drafted.sequences[row, -length - 32 :], single[0, -length - 32 :])
