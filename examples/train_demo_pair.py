@@ -7,12 +7,16 @@ The text is the source of the Python standard library that runs this script. Eve
 that was stopped is continued by starting it again.
 """
 
+import json
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import stdlib_corpus as corpus
 import torch
+from tqdm import tqdm
 from transformers import (
     AutoTokenizer,
     HfArgumentParser,
@@ -24,6 +28,9 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.losses import LossWeights, gumiho_loss
 
 
 @dataclass
@@ -46,6 +53,23 @@ class DemoPairArguments:
     target_batch_size: int = 4
     target_sequence_length: int = 1024
     target_learning_rate: float = 3e-3
+
+    generated_rows: int = field(default=3072, metadata={"help": "Rows of text that the target writes itself."})
+    generated_batch_size: int = 128
+    generated_prompt_length: int = 64
+
+    drafter_steps: int = 1500
+    drafter_batch_size: int = 16
+    drafter_sequence_length: int = 256
+    drafter_learning_rate: float = 2e-3
+    generated_share: float = field(default=0.5, metadata={"help": "Share of generated rows in a drafter's epoch."})
+    feature_noise: float = field(default=0.2, metadata={"help": "Width of the uniform noise on states at 512 tokens."})
+    feature_weight: float = 1.0
+    serial_cross_entropy_weight: float = 1.0
+    parallel_cross_entropy_weight: float = 1.0
+
+    num_prompts: int = field(default=64, metadata={"help": "Held-out prompts to write for measuring."})
+    prompt_length: int = 128
 
 
 def read_corpus(args: DemoPairArguments) -> tuple[dict[str, str], dict[str, str]]:
@@ -91,6 +115,7 @@ def train_target(
     """Trains the target, or loads the one that an earlier run left. Returns it in float32."""
     folder = args.output_dir / "target"
     if (folder / "model.safetensors").exists():
+        # The shipped weights are bf16; everything after this is to fit what is shipped.
         return LlamaForCausalLM.from_pretrained(folder, dtype="float32")
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -125,6 +150,128 @@ def train_target(
     return LlamaForCausalLM.from_pretrained(folder, dtype="float32")
 
 
+@torch.inference_mode()
+def generate_rows(args: DemoPairArguments, target: LlamaForCausalLM, train: np.ndarray) -> np.ndarray:
+    """
+    Lets the target continue random pieces of the training text, greedily and by sampling in turn, because a drafter
+    has to imitate what the target writes. Returns `[generated_rows, drafter_sequence_length]`; resumes by batch.
+    """
+    folder = args.work_dir / "generated"
+    folder.mkdir(exist_ok=True)
+    batches = []
+    for index in tqdm(range(args.generated_rows // args.generated_batch_size), desc="target writes", unit="batch"):
+        path = folder / f"{index:04d}.npy"
+        if not path.exists():
+            generator = np.random.default_rng([args.seed, index])
+            starts = generator.integers(0, train.size - args.generated_prompt_length, args.generated_batch_size)
+            prompts = np.stack([train[start : start + args.generated_prompt_length] for start in starts])
+            torch.manual_seed(args.seed + index)
+            rows = target.generate(
+                torch.from_numpy(prompts.astype(np.int64)).to(target.device),
+                do_sample=index % 2 == 1,
+                top_k=0,
+                max_length=args.drafter_sequence_length,
+                min_length=args.drafter_sequence_length,
+            )
+            partial = path.with_suffix(".partial.npy")
+            np.save(partial, rows.cpu().numpy().astype(train.dtype))
+            partial.rename(path)
+        batches.append(np.load(path))
+    return np.concatenate(batches)
+
+
+class DrafterTrainer(Trainer):
+    """Trains a drafter on the states of a frozen target, which runs in every step."""
+
+    def __init__(self, target: LlamaForCausalLM, weights: LossWeights, noise: float, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.target = target.to(self.args.device).requires_grad_(False)
+        self.weights = weights
+        self.noise = noise
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        input_ids = inputs["input_ids"]
+        with torch.no_grad():
+            states = self.target.model(input_ids).last_hidden_state
+        noisy = states[:, :-1]
+        if model.training:
+            noisy = noisy + (torch.rand_like(noisy) - 0.5) * self.noise * 512 / input_ids.shape[1]
+        output = model(input_ids[:, 1:], noisy)
+        mask = torch.ones_like(input_ids)
+        loss, _ = gumiho_loss(output, states, self.target.lm_head, mask, self.weights)
+        return (loss, output) if return_outputs else loss
+
+
+def mix_rows(args: DemoPairArguments, train: np.ndarray, generated: np.ndarray) -> np.ndarray:
+    """Returns the rows of one epoch: generated ones, repeated to their share, and random windows of the text."""
+    num_rows = args.drafter_steps * args.drafter_batch_size
+    num_generated = round(num_rows * args.generated_share)
+    generator = np.random.default_rng(args.seed)
+    length = args.drafter_sequence_length
+    starts = generator.integers(0, train.size - length, num_rows - num_generated)
+    windows = np.stack([train[start : start + length] for start in starts])
+    repeated = generated[np.resize(generator.permutation(len(generated)), num_generated)]
+    return np.concatenate([windows, repeated])
+
+
+def train_drafter(
+    args: DemoPairArguments, target: LlamaForCausalLM, train: np.ndarray, generated: np.ndarray, held_out: np.ndarray
+) -> None:
+    """Trains the drafter, unless an earlier run finished it."""
+    folder = args.output_dir / "gumiho"
+    if (folder / "model.safetensors").exists():
+        return
+    drafter = GumihoModel.from_target(target)
+    drafter.embed_tokens.requires_grad_(False)
+    length = args.drafter_sequence_length
+    trainer = DrafterTrainer(
+        target=target,
+        weights=LossWeights(
+            feature=args.feature_weight,
+            serial_cross_entropy=args.serial_cross_entropy_weight,
+            parallel_cross_entropy=args.parallel_cross_entropy_weight,
+        ),
+        noise=args.feature_noise,
+        model=drafter,
+        args=training_arguments(
+            args,
+            "gumiho",
+            max_steps=args.drafter_steps,
+            warmup_steps=100,
+            per_device_train_batch_size=args.drafter_batch_size,
+            per_device_eval_batch_size=args.drafter_batch_size,
+            learning_rate=args.drafter_learning_rate,
+            weight_decay=0.0,
+            max_grad_norm=0.5,
+            prediction_loss_only=True,
+        ),
+        train_dataset=corpus.TokenWindows(mix_rows(args, train, generated), length),
+        eval_dataset=corpus.TokenWindows(held_out[: 128 * length], length),
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(trainer.args.output_dir))
+    drafter.bfloat16().save_pretrained(folder)
+
+
+def write_prompts(args: DemoPairArguments, tokenizer: PreTrainedTokenizerFast, held_out: dict[str, str]) -> None:
+    """Writes prompts for measuring: pieces of held-out files of `prompt_length` tokens, at most one of each file."""
+    path = args.output_dir / "prompts.jsonl"
+    if path.exists():
+        return
+    generator = random.Random(args.seed)
+    names = sorted(held_out)
+    generator.shuffle(names)
+    with path.open("w", encoding="utf-8") as file:
+        written = 0
+        for name in names:
+            lines = held_out[name].splitlines(keepends=True)
+            text = "".join(lines[generator.randrange(len(lines)) if lines else 0 :])
+            token_ids = tokenizer(text)["input_ids"][: args.prompt_length]
+            if len(token_ids) < args.prompt_length or written == args.num_prompts:
+                continue
+            file.write(json.dumps({"file": name, "text": tokenizer.decode(token_ids)}) + "\n")
+            written += 1
+
+
 def main() -> None:
     (args,) = HfArgumentParser(DemoPairArguments).parse_args_into_dataclasses()
     set_seed(args.seed)
@@ -134,7 +281,10 @@ def main() -> None:
     train = corpus.encode_texts(tokenizer, list(train_texts.values()))
     held_out = corpus.encode_texts(tokenizer, list(held_out_texts.values()))
     print(f"{len(train_texts)} files, {train.size:,} tokens; held out: {len(held_out_texts)}, {held_out.size:,} tokens")
-    train_target(args, tokenizer, train, held_out)
+    write_prompts(args, tokenizer, held_out_texts)
+    target = train_target(args, tokenizer, train, held_out)
+    generated = generate_rows(args, target.eval(), train)
+    train_drafter(args, target, train, generated, held_out)
 
 
 if __name__ == "__main__":

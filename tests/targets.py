@@ -70,7 +70,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }  # fmt: skip
 
 
-def make_target(family: str = "llama", attn_implementation: str | None = None, seed: int = 0) -> PreTrainedModel:
+def make_target(
+    family: str = "llama", attn_implementation: str | None = None, seed: int = 0, vocab_size: int = VOCAB_SIZE
+) -> PreTrainedModel:
     """
     Returns a tiny random target in float64, in which two orders of summation do not change an arg-max.
 
@@ -78,6 +80,7 @@ def make_target(family: str = "llama", attn_implementation: str | None = None, s
     """
     torch.manual_seed(seed)
     config = FAMILIES[family]()
+    config.vocab_size = vocab_size
     # The eager experts are the ones that know float64.
     kwargs = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
     target = AutoModelForCausalLM.from_config(config, **{name: v for name, v in kwargs.items() if v}).double().eval()

@@ -35,6 +35,9 @@ def test_greedy_equals_plain(family: str, implementation: str, full_tree_attenti
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_each_row_of_a_batch_equals_its_own_single_run(family: str) -> None:
     target = make_target(family)
+    if family == "gemma2":
+        # Eager attention of transformers turns padding into NaN in float64, as it takes its softmax in float32.
+        target = target.float()
     drafter = make_drafter(target, num_assistant_tokens=47)
     lengths = [3, WINDOW + 9, 1, 7]
     batch = make_prompts(lengths)

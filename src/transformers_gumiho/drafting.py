@@ -125,6 +125,7 @@ class GumihoDrafter:
         self.context_mask: torch.BoolTensor | None = None
         self._head_weights = model.mlp.batched_weights()
 
+    @torch.no_grad()
     def draft(
         self,
         tokens: torch.LongTensor,

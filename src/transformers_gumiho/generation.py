@@ -276,7 +276,7 @@ def decode_with_tree(
     with TargetRunner(target, generation_config, model_kwargs, settings.num_assistant_tokens + 1) as runner:
         output = runner.read_prompt(input_ids, generation_config.max_length - sequences.prompt_length)
         layers.add_prompt(output.hidden_states)
-        chooser.commit(bare_root(sequences.newest([1] * batch_size).squeeze(1)), output.logits)
+        chooser.commit(bare_root(input_ids.new_zeros(batch_size)), output.logits)
         sequences.stream()
         if not sequences.finished:
             generator = _make_generator(target, assistant_model, settings, runner, output)

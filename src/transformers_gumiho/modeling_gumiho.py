@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
 from transformers.utils import ModelOutput
@@ -57,12 +56,16 @@ class GumihoOutput(ModelOutput):
     attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
+class GumihoHeadLinear(nn.Linear):
+    """A linear layer whose weights start at zero."""
+
+
 class GumihoHeadBlock(nn.Module):
-    """`SiLU(Linear(x))`, added to `x` where `residual`. The weights start at zero, so a residual block starts as x."""
+    """`SiLU(Linear(x))`, added to `x` where `residual`: such a block starts as the identity."""
 
     def __init__(self, in_features: int, out_features: int, residual: bool):
         super().__init__()
-        self.linear = nn.Linear(in_features, out_features)
+        self.linear = GumihoHeadLinear(in_features, out_features)
         self.residual = residual
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -148,7 +151,7 @@ def run_batched_heads(
 
 
 def _is_plain_linear(linear: nn.Module) -> bool:
-    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not hasattr(linear, "_hf_hook")
+    return type(linear) is GumihoHeadLinear and type(linear.weight) is nn.Parameter and not hasattr(linear, "_hf_hook")
 
 
 def _as_one_tensor(parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -186,11 +189,8 @@ class GumihoPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, GumihoHeadBlock):
-            nn.init.zeros_(module.linear.weight)
-            nn.init.zeros_(module.linear.bias)
-        elif isinstance(module, LlamaRMSNorm):
-            nn.init.ones_(module.weight)
+        if isinstance(module, GumihoHeadLinear):
+            nn.init.zeros_(module.weight)
 
 
 class GumihoModel(GumihoPreTrainedModel):
@@ -214,17 +214,27 @@ class GumihoModel(GumihoPreTrainedModel):
         self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
         self.gradient_checkpointing = False
-        for name, default in DECODING_DEFAULTS.items():
-            setattr(self.generation_config, name, default)
-        self.generation_config.tree_depth = config.max_draft_depth
-        # The file that is saved holds settings of its own, not ones to be derived from the model's config again.
-        self.generation_config._from_model_config = False
+        self._complete_generation_config()
         self.post_init()
 
     @classmethod
     def can_generate(cls) -> bool:
         """True: the drafter carries a `generation_config`, which is loaded and saved with it."""
         return True
+
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
+        """Loads `generation_config.json`, as `from_pretrained` asks of models that carry a generation config."""
+        GenerationMixin.adjust_generation_fn(self, *args, **kwargs)
+        self._complete_generation_config()
+
+    def _complete_generation_config(self) -> None:
+        """Writes the default of every decoding setting that the generation config lacks into it."""
+        settings = self.generation_config
+        for name, default in (DECODING_DEFAULTS | {"tree_depth": self.config.max_draft_depth}).items():
+            if getattr(settings, name, None) is None:
+                setattr(settings, name, default)
+        # The file that is saved holds settings of its own, not ones to be derived from the model's config again.
+        settings._from_model_config = False
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "GumihoModel":

@@ -35,7 +35,7 @@ class CommittedSequences:
         self.max_length: int = generation_config.max_length
         pad_token = generation_config._pad_token_tensor
         self.pad_token_id = int(pad_token) if pad_token is not None else 0
-        self._buffer = torch.full_like(input_ids[:, :1], self.pad_token_id).expand(-1, self.prompt_length + 64).clone()
+        self._buffer = input_ids.new_full((batch_size, self.prompt_length + 64), self.pad_token_id)
         self._buffer[:, : self.prompt_length] = input_ids
         self.lengths = [self.prompt_length] * batch_size
         self.ends: list[int | None] = [None] * batch_size

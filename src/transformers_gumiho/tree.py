@@ -82,7 +82,7 @@ def extend_level(
 
 
 def bare_root(root_tokens: torch.LongTensor) -> DraftTree:
-    """Returns the tree that holds nothing but the root, for newest committed tokens `(B,)`."""
+    """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
     tokens = root_tokens[:, None]
     none = torch.zeros_like(tokens)
     return DraftTree(tokens, none, none, torch.ones_like(none, dtype=torch.bool)[:, None], max_depth=0)

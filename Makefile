@@ -1,0 +1,13 @@
+.PHONY: style quality test
+
+style:
+	ruff check --fix .
+	ruff format .
+
+quality:
+	ruff check .
+	ruff format --check .
+	mypy
+
+test:
+	python -m pytest

@@ -1,0 +1,96 @@
+"""Training losses of a Gumiho drafter, in plain eager form.
+
+`B` batch size, `L` tokens of text, `H` hidden size, `V` vocabulary, `S` serial tokens, `P` parallel heads. The text is
+`x_0 .. x_{L-1}` and `h_k` the target's last hidden state at `x_k`. The drafter reads tokens `x_1 ..` and states `h_0 ..`;
+at position t its serial feature predicts `h_{t+1}` and parallel head i predicts `h_{t+1+S+i}`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from .modeling_gumiho import GumihoOutput
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """
+    Weights of the loss terms; the defaults are the published recipe's (arXiv 2503.10135).
+
+    Attributes:
+        feature: Of the smooth-L1 term between features and hidden states.
+        serial_cross_entropy: Of the soft cross-entropy of the serial head.
+        parallel_cross_entropy: Of the soft cross-entropy of the parallel heads. The recipe holds it at zero for the
+            first two epochs.
+        decay: Parallel head i counts `decay ** (i + 1)`.
+        parallel: Of the sum over all parallel heads.
+    """
+
+    feature: float = 1.0
+    serial_cross_entropy: float = 0.1
+    parallel_cross_entropy: float = 0.1
+    decay: float = 0.8
+    parallel: float = 1 / 9
+
+
+def feature_loss(features: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns the smooth-L1 distance of features to targets `(B, T, H)`, averaged over `H` and over `mask` `(B, T)`."""
+    return _masked_mean(F.smooth_l1_loss(features.float(), targets.float(), reduction="none").mean(dim=-1), mask)
+
+
+def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns the cross-entropy (nats) of logits `(B, T, V)` to the targets' distributions, averaged over `mask`."""
+    target_probs = target_logits.float().softmax(dim=-1)
+    return _masked_mean(-(target_probs * logits.float().log_softmax(dim=-1)).sum(dim=-1), mask)
+
+
+def gumiho_loss(
+    output: GumihoOutput,
+    hidden_states: torch.Tensor,
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
+    loss_mask: torch.Tensor,
+    weights: LossWeights | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """
+    Computes the loss of a drafter on a batch of text.
+
+    Args:
+        output: The drafter's output for tokens `x_1 ..` and states `.. h_{L-2}`.
+        hidden_states (`(B, L, H)`): The target's last hidden states of the whole text.
+        lm_head: The target's output head.
+        loss_mask (`(B, L)`): 1 at the states that count as targets.
+        weights: See [`LossWeights`].
+
+    Returns:
+        The loss and its unweighted terms: `serial_feature`, `serial_ce`, `parallel_feature_i` and `parallel_ce_i`.
+    """
+    weights = weights or LossWeights()
+    with torch.no_grad():
+        target_logits = lm_head(hidden_states)
+    terms: dict[str, torch.Tensor] = {}
+
+    def pair(features: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = loss_mask[:, shift:]
+        features = features[:, : mask.shape[1]]
+        return (
+            feature_loss(features, hidden_states[:, shift:], mask),
+            soft_cross_entropy(lm_head(features), target_logits[:, shift:], mask),
+        )
+
+    terms["serial_feature"], terms["serial_ce"] = pair(output.serial_features, 1)
+    loss = weights.feature * terms["serial_feature"] + weights.serial_cross_entropy * terms["serial_ce"]
+    num_heads, num_paths = output.parallel_features.shape[1:3]
+    num_serial_tokens = output.serial_features.shape[1] - num_paths
+    for head in range(num_heads):
+        feature, cross_entropy = pair(output.parallel_features[:, head], 1 + num_serial_tokens + head)
+        terms[f"parallel_feature_{head}"], terms[f"parallel_ce_{head}"] = feature, cross_entropy
+        weight = weights.parallel * weights.decay ** (head + 1)
+        loss = loss + weight * (weights.feature * feature + weights.parallel_cross_entropy * cross_entropy)
+    return loss, {name: term.detach() for name, term in terms.items()}
+
+
+def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    mask = mask.to(values)
+    return (values * mask).sum() / mask.sum().clamp(min=1)

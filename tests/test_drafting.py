@@ -1,0 +1,186 @@
+"""A drafted tree is what the architecture says, computed path by path with the model's plain forward pass."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from targets import make_drafter, make_prompts, make_target
+from test_tree import paths_of
+from transformers import PreTrainedModel
+
+from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel
+from transformers_gumiho.cache import TreeCache
+from transformers_gumiho.tree import DraftTree
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def make_generator(target: PreTrainedModel, drafter: GumihoModel, batch_size: int) -> GumihoCandidateGenerator:
+    settings = DraftingSettings.from_generation_config(
+        drafter.generation_config, drafter.config, sampling_temperature=None
+    )
+    return GumihoCandidateGenerator(drafter, target.lm_head, settings, TreeCache(batch_size, 64))
+
+
+def states_of(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    return target.model(ids).last_hidden_state
+
+
+def score_of_path(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, path: tuple[int, ...]) -> float:
+    """The summed log-probability of a path, from whole forward passes without any cache."""
+    temperature = drafter.generation_config.draft_temperature
+    tokens, states = ids[:, 1:], states_of(target, ids)[:, :-1]
+    num_serial_tokens = drafter.config.num_serial_tokens
+    score, fused = 0.0, []
+
+    def log_probs(feature: torch.Tensor) -> torch.Tensor:
+        return (target.lm_head(feature).float() / temperature).log_softmax(dim=-1)
+
+    for token in path[:num_serial_tokens]:
+        feature = drafter(tokens, states).serial_features[:, -1:]
+        score += float(log_probs(feature)[0, 0, token])
+        token_ids = torch.tensor([[token]])
+        fused.append(drafter.fuse(token_ids, feature))
+        tokens, states = torch.cat((tokens, token_ids), 1), torch.cat((states, feature), 1)
+    if len(path) > num_serial_tokens:
+        features = drafter.mlp(torch.cat(fused, dim=-1))[0, :, 0]
+        for head, token in enumerate(path[num_serial_tokens:]):
+            score += float(log_probs(features[head])[token])
+    return score
+
+
+def check_scores(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, tree: DraftTree, row: int) -> None:
+    """The paths of a row are the best of all recombinations, when every serial token is kept."""
+    depth = drafter.generation_config.tree_depth
+    scores = {
+        path: score_of_path(target, drafter, ids, path)
+        for length in range(1, depth + 1)
+        for path in itertools.product(range(target.config.vocab_size), repeat=length)
+    }
+    expected = sorted(scores.values(), reverse=True)[: tree.tokens.shape[1] - 1]
+    torch.testing.assert_close([scores[path] for path in paths_of(tree, row)], expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_serial_tokens", "tree_depth"), [(1, 3), (2, 2), (2, 4), (3, 4)])
+def test_tree_holds_the_best_paths_of_all_recombinations(num_serial_tokens: int, tree_depth: int) -> None:
+    target = make_target(vocab_size=4)
+    torch.manual_seed(0)
+    drafter = GumihoModel.from_target(target, num_serial_tokens=num_serial_tokens, num_parallel_heads=2).eval()
+    for parameter in drafter.mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    # With every token kept at each serial step, all serial prefixes are there to be recombined with.
+    for name, value in {
+        "tree_depth": tree_depth,
+        "branching_factor": 4**num_serial_tokens,
+        "num_assistant_tokens": 200,
+        "draft_temperature": 1.3,
+    }.items():
+        setattr(drafter.generation_config, name, value)
+    lengths = [4, 7]
+    ids = [make_prompts([length], seed=length)["input_ids"] % 4 for length in lengths]
+    # Two rounds, the second on top of a cache, with tokens that were committed in between.
+    for row_ids in ids:
+        generator = make_generator(target, drafter, 1)
+        first = row_ids.shape[1] - 2
+        states = states_of(target, row_ids)
+        positions = torch.arange(row_ids.shape[1])[None]
+        generator.get_tree(row_ids[:, 1:first], states[:, : first - 1], positions[:, : first - 1], [first - 1])
+        tree = generator.get_tree(row_ids[:, first:], states[:, first - 1 : -1], positions[:, first - 1 : -1], [2])
+        check_scores(target, drafter, row_ids, tree, 0)
+
+
+def test_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
+    target = make_target()
+    drafter = make_drafter(target, num_assistant_tokens=40)
+    lengths = [3, 8, 5]
+    batch = make_prompts(lengths)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    states = target.model(ids, attention_mask=mask, position_ids=positions).last_hidden_state
+    generator = make_generator(target, drafter, len(lengths))
+    generator.get_tree(ids[:, 1:], states[:, :-1], positions[:, :-1], [7, 7, 7], mask[:, :-1])
+    # The rows advance by 1, 3 and 2 tokens.
+    new = torch.tensor([[4, 0, 0], [5, 6, 7], [1, 2, 0]])
+    counts = [1, 3, 2]
+    new_states = torch.randn(3, 3, target.config.hidden_size, dtype=torch.float64)
+    new_positions = positions[:, -1:] + torch.arange(3)
+    tree = generator.get_tree(new, new_states, new_positions, counts)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        alone = make_generator(target, drafter, 1)
+        row_states, row_positions = states[row : row + 1, -length:], positions[row : row + 1, -length:]
+        alone.get_tree(ids[row : row + 1, 1 - length :], row_states[:, :-1], row_positions[:, :-1], [length - 1])
+        slices = (tensor[row : row + 1, :count] for tensor in (new, new_states, new_positions))
+        expected = alone.get_tree(*slices, [count])
+        assert torch.equal(tree.tokens[row], expected.tokens[0])
+        assert torch.equal(tree.parents[row], expected.parents[0])
+
+
+def test_branching_factor_one_drafts_a_chain_of_arg_maxes() -> None:
+    target = make_target()
+    drafter = make_drafter(target, branching_factor=1)
+    ids = make_prompts([6])["input_ids"]
+    generator = make_generator(target, drafter, 1)
+    candidates, logits = generator.get_candidates(ids, hidden_states=states_of(target, ids)[:, :-1])
+    tokens, states, path, fused = ids[:, 1:], states_of(target, ids)[:, :-1], [], []
+    for _ in range(2):
+        feature = drafter(tokens, states).serial_features[:, -1:]
+        token = target.lm_head(feature).argmax(dim=-1)
+        fused.append(drafter.fuse(token, feature))
+        tokens, states = torch.cat((tokens, token), 1), torch.cat((states, feature), 1)
+        path.append(int(token))
+    path += target.lm_head(drafter.mlp(torch.cat(fused, dim=-1))[0, :, 0]).argmax(dim=-1).tolist()
+    assert logits is None
+    assert candidates.tolist() == [ids[0].tolist() + path]
+
+
+def test_without_full_tree_attention_only_the_best_nodes_of_a_depth_are_extended() -> None:
+    target = make_target()
+    branching_factor = 3
+    drafter = make_drafter(
+        target, full_tree_attention=False, branching_factor=branching_factor, num_assistant_tokens=63
+    )
+    ids = make_prompts([6])["input_ids"]
+    generator = make_generator(target, drafter, 1)
+    positions = torch.arange(5)[None]
+    tree = generator.get_tree(ids[:, 1:], states_of(target, ids)[:, :-1], positions, [5])
+    parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
+    for depth in range(1, 7):
+        extended = {parents[node] for node in range(1, len(parents)) if depths[node] == depth + 1}
+        at_depth = [node for node in range(1, len(parents)) if depths[node] == depth]
+        # Nodes are in the order of their scores.
+        assert extended <= set(at_depth[:branching_factor])
+        assert all(parents.count(node) <= branching_factor for node in at_depth)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be an integer of at least 1, got 0"),
+        ({"branching_factor": -3}, "`branching_factor` must be an integer of at least 1, got -3"),
+        ({"branching_factor": 2.5}, "`branching_factor` must be an integer of at least 1, got 2.5"),
+        ({"tree_depth": 8}, "`tree_depth` is 8, but this drafter drafts at most 7 tokens: 2 serial ones and 5"),
+        ({"full_tree_attention": "yes"}, "`full_tree_attention` must be True or False, got 'yes'"),
+        ({"draft_temperature": 0.0}, "`draft_temperature` must be a positive number or None, got 0.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_the_target_runs(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    drafter = make_drafter(target, **settings)
+    monkeypatch.setattr(target, "_prefill", lambda *args, **kwargs: pytest.fail("the target ran"))
+    with pytest.raises(ValueError, match=message):
+        target.generate(**make_prompts([4]), max_new_tokens=4, assistant_model=drafter)
+
+
+def test_draft_temperature_defaults_to_the_sampling_temperature() -> None:
+    drafter = make_drafter(make_target())
+    read = DraftingSettings.from_generation_config
+    assert read(drafter.generation_config, drafter.config, sampling_temperature=0.8).draft_temperature == 0.8
+    assert read(drafter.generation_config, drafter.config, sampling_temperature=None).draft_temperature == 2 / 3
