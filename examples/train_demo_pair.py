@@ -244,6 +244,7 @@ def train_drafter(
             weight_decay=0.0,
             max_grad_norm=0.5,
             prediction_loss_only=True,
+            label_names=["labels"],
         ),
         train_dataset=corpus.TokenWindows(mix_rows(args, train, generated), length),
         eval_dataset=corpus.TokenWindows(held_out[: 128 * length], length),
@@ -280,7 +281,9 @@ def main() -> None:
     tokenizer = prepare_tokenizer(args, list(train_texts.values()))
     train = corpus.encode_texts(tokenizer, list(train_texts.values()))
     held_out = corpus.encode_texts(tokenizer, list(held_out_texts.values()))
-    print(f"{len(train_texts)} files, {train.size:,} tokens; held out: {len(held_out_texts)}, {held_out.size:,} tokens")
+    print(
+        f"{len(train_texts)} files, {train.size:,} tokens; held out: {len(held_out_texts)}, {held_out.size:,} tokens"
+    )
     write_prompts(args, tokenizer, held_out_texts)
     target = train_target(args, tokenizer, train, held_out)
     generated = generate_rows(args, target.eval(), train)

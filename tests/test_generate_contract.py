@@ -171,9 +171,7 @@ def test_custom_criterion_ends_in_the_middle_of_an_accepted_path(
     criteria = StoppingCriteriaList([StopsAfterPattern(minimum, 3)])
     prompts = make_prompts(lengths)
     for eos_token_id in (None, 7):
-        assert torch.equal(
-            *both(target, drafter, stopping_criteria=criteria, eos_token_id=eos_token_id, **prompts)
-        )
+        assert torch.equal(*both(target, drafter, stopping_criteria=criteria, eos_token_id=eos_token_id, **prompts))
 
 
 def test_custom_criterion_is_called_once_for_each_length(target: PreTrainedModel, drafter: GumihoModel) -> None:
@@ -319,7 +317,9 @@ def test_bfloat16_commits_only_tokens_the_target_chose(lengths: list[int]) -> No
     )  # fmt: skip
     # In bf16 two orders of summation may break a near-tie differently, but each token is the arg-max of its logits.
     assert torch.equal(torch.stack(output.logits, dim=1).argmax(dim=-1), output.sequences[:, -32:])
-    forced = model(output.sequences, attention_mask=torch.cat((prompts["attention_mask"], torch.ones(len(lengths), 32)), 1))
+    forced = model(
+        output.sequences, attention_mask=torch.cat((prompts["attention_mask"], torch.ones(len(lengths), 32)), 1)
+    )
     logits = forced.logits[:, -33:-1].float()
     chosen = logits.gather(2, output.sequences[:, -32:, None]).squeeze(2)
     assert (logits.amax(dim=2) - chosen).max() < 0.25

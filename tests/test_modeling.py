@@ -269,9 +269,7 @@ def test_cache_continues_the_serial_head() -> None:
 def test_left_padding_changes_nothing() -> None:
     model, inputs = make_model(), make_inputs(1)
     alone = model(**inputs)
-    padded = {
-        name: torch.cat((torch.ones_like(value[:, :3]), value), dim=1) for name, value in inputs.items()
-    }
+    padded = {name: torch.cat((torch.ones_like(value[:, :3]), value), dim=1) for name, value in inputs.items()}
     mask = torch.tensor([[0] * 3 + [1] * 9])
     output = model(**padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     torch.testing.assert_close(output.serial_features[:, 3:], alone.serial_features)

@@ -40,9 +40,9 @@ def candidates(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
     batch_size, depth, width = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     seed, num_nodes = draw(st.integers(0, 2**16)), draw(st.integers(1, 40))
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.stack(
-        [torch.randperm(9, generator=generator)[:width] for _ in range(batch_size * depth)]
-    ).view(batch_size, depth, width)
+    tokens = torch.stack([torch.randperm(9, generator=generator)[:width] for _ in range(batch_size * depth)]).view(
+        batch_size, depth, width
+    )
     # Few distinct values, zero among them, so that ties between a node and its parent are common.
     log_probs = -torch.randint(0, 5, tokens.shape, generator=generator).float()
     return tokens, log_probs.sort(dim=2, descending=True).values, num_nodes

@@ -1,7 +1,7 @@
 """Gumiho speculative decoding inside transformers' `generate()`.
 
-Importing this package registers [`GumihoModel`] with the Auto classes, and makes `generate(assistant_model=...)` decode
-with a draft tree where the assistant is one.
+Importing this package registers [`GumihoModel`] with the Auto classes, and makes `generate(assistant_model=...)`
+decode with a draft tree where the assistant is one.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -70,6 +70,7 @@ class TreeCache(Cache):
 
     def __init__(self, batch_size: int, capacity: int):
         super().__init__(layers=[])
+        self.layers: list[TreeCacheLayer]
         self.lengths = [0] * batch_size
         self.num_pending = 0
         self.capacity = capacity
@@ -81,7 +82,7 @@ class TreeCache(Cache):
         """Whether all rows hold the same number of committed slots."""
         return len(self.lengths) == 1 or min(self.lengths) == max(self.lengths)
 
-    def row_starts(self, device: torch.device) -> torch.LongTensor:
+    def row_starts(self, device: torch.device) -> torch.Tensor:
         """Returns `(B, 1)`: the slot at which the next `update` writes in each row."""
         return torch.tensor(self.lengths, device=device)[:, None] + self.num_pending
 
@@ -121,7 +122,7 @@ class TreeCache(Cache):
             self._groups[index] = (grown, places)
             _assign_views(grown, places)
 
-    def commit(self, counts: list[int], nodes: torch.LongTensor | None = None) -> None:
+    def commit(self, counts: list[int], nodes: torch.Tensor | None = None) -> None:
         """
         Makes the newest entries permanent.
 
@@ -138,7 +139,7 @@ class TreeCache(Cache):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.num_pending = 0
 
-    def _compact(self, group: torch.Tensor, nodes: torch.LongTensor) -> None:
+    def _compact(self, group: torch.Tensor, nodes: torch.Tensor) -> None:
         """Moves the entries at `nodes` `(B, n)` to the first slots behind the committed entries."""
         start, num_kept = self.lengths[0], nodes.shape[1]
         if len(self.lengths) == 1:
@@ -186,7 +187,8 @@ class TreeCache(Cache):
                 start = max(length - old.sliding_window + 1, 0)
                 old.keys, old.values = old.keys[:, :, start:].clone(), old.values[:, :, start:].clone()
                 old.cumulative_length = length
-        self.layers, self._groups = [], []
+        self.layers.clear()
+        self._groups.clear()
 
 
 def is_convertible(cache: Any) -> bool:

@@ -37,9 +37,9 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
     def get_tree(
         self,
-        tokens: torch.LongTensor,
+        tokens: torch.Tensor,
         hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor,
+        position_ids: torch.Tensor,
         counts: list[int],
         attention_mask: torch.Tensor | None = None,
     ) -> DraftTree:
@@ -57,8 +57,8 @@ class GumihoCandidateGenerator(CandidateGenerator):
         return tree.to(tokens.device)
 
     def get_candidates(
-        self, input_ids: torch.LongTensor, hidden_states: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.LongTensor, None]:
+        self, input_ids: torch.Tensor, hidden_states: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
         """
         Returns `input_ids` followed by the best of the tree's deepest paths, for one sequence.
 
@@ -81,7 +81,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, best_path(tree).to(input_ids.device)), dim=1), None
 
 
-def best_path(tree: DraftTree) -> torch.LongTensor:
+def best_path(tree: DraftTree) -> torch.Tensor:
     """Returns the tokens `(1, depth)` of the best of the deepest paths of a tree of one row, without the root."""
     # Nodes are sorted by score, so the first of the deepest ones is the best of them.
     deepest = tree.depths[0].argmax()

@@ -78,7 +78,8 @@ def check_target(target: PreTrainedModel) -> None:
     if not takes_positions or getattr(config, "alibi", False):
         raise ValueError(
             f"{name} does not take the positions of its tokens from `position_ids` (ALiBi-style attention counts "
-            f"them itself), so the branches of a draft tree cannot share positions. Generate without `assistant_model`."
+            f"them itself), so the branches of a draft tree cannot share positions. Generate without "
+            f"`assistant_model`."
         )
     if "local" in getattr(config, "attention_layers", ()):
         raise ValueError(
@@ -88,9 +89,9 @@ def check_target(target: PreTrainedModel) -> None:
     implementation = config._attn_implementation
     if implementation not in MASKED_IMPLEMENTATIONS:
         raise ValueError(
-            f"A draft tree needs an attention implementation that takes any mask, {' or '.join(MASKED_IMPLEMENTATIONS)}"
-            f", and {name} uses {implementation!r}. Load it with `attn_implementation='sdpa'`, or call "
-            f"`set_attn_implementation('sdpa')`."
+            f"A draft tree needs an attention implementation that takes any mask "
+            f"({' or '.join(MASKED_IMPLEMENTATIONS)}), and {name} uses {implementation!r}. Load it with "
+            f"`attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
@@ -98,7 +99,7 @@ def check_target(target: PreTrainedModel) -> None:
 
 def check_pair(target: PreTrainedModel, assistant: GumihoModel) -> None:
     """Raises `ValueError` where the sizes of the two models do not fit."""
-    config, draft = target.config.get_text_config(decoder=True), assistant.config.model
+    config, draft = target.config.get_text_config(decoder=True), assistant.config.get_text_config()
     hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
     for what, ours, theirs in (
         ("vocabulary", draft.vocab_size, config.vocab_size),

@@ -14,8 +14,8 @@ _TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 @strict
 class GumihoConfig(PreTrainedConfig):
     r"""
-    Configuration of a [`GumihoModel`]: a serial Transformer head for the early tokens of a draft and parallel MLP heads
-    for the later ones.
+    Configuration of a [`GumihoModel`]: a serial Transformer head for the early tokens of a draft and parallel MLP
+    heads for the later ones.
 
     Args:
         model (`LlamaConfig` or `dict`, *optional*):
@@ -153,7 +153,10 @@ def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
     parameters = getattr(target, "rope_parameters", None) or {}
     # Models with two kinds of attention nest one set of parameters per kind.
     parameters = parameters.get("full_attention", parameters)
-    if parameters.get("rope_type", "default") in _TRANSFERABLE_ROPE_TYPES and "partial_rotary_factor" not in parameters:
+    if (
+        parameters.get("rope_type", "default") in _TRANSFERABLE_ROPE_TYPES
+        and "partial_rotary_factor" not in parameters
+    ):
         return {"rope_theta": 10000.0, "rope_type": "default"} | parameters
     return {"rope_theta": parameters.get("rope_theta", 10000.0), "rope_type": "default"}
 

@@ -84,7 +84,9 @@ class DraftingSettings:
                 f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
             )
         if not isinstance(self.full_tree_attention, bool):
-            raise ValueError(f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}")
+            raise ValueError(
+                f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
+            )
         temperature = self.draft_temperature
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature > 0:
             raise ValueError(f"`draft_temperature` must be a positive number or None, got {temperature!r}. {_WHERE}")
@@ -122,15 +124,15 @@ class GumihoDrafter:
         self.lm_head = lm_head
         self.settings = settings
         self.cache = past_key_values
-        self.context_mask: torch.BoolTensor | None = None
+        self.context_mask: torch.Tensor | None = None
         self._head_weights = model.mlp.batched_weights()
 
     @torch.no_grad()
     def draft(
         self,
-        tokens: torch.LongTensor,
+        tokens: torch.Tensor,
         hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor,
+        position_ids: torch.Tensor,
         counts: list[int],
         attention_mask: torch.Tensor | None = None,
     ) -> DraftTree:
@@ -159,9 +161,9 @@ class GumihoDrafter:
 
     def _read_prompt(
         self,
-        tokens: torch.LongTensor,
+        tokens: torch.Tensor,
         hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor,
+        position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Fills the cache with the prompt; returns its serial features `(B, n, H)`."""
@@ -171,7 +173,7 @@ class GumihoDrafter:
         return self.model.run_serial_head(fused, attention_mask, position_ids, self.cache)
 
     def _read_committed(
-        self, tokens: torch.LongTensor, hidden_states: torch.Tensor, position_ids: torch.LongTensor
+        self, tokens: torch.Tensor, hidden_states: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
         batch_size, num_tokens = tokens.shape
@@ -181,7 +183,7 @@ class GumihoDrafter:
         return self._run_block(fused, causal.expand(batch_size, -1, -1), depths, position_ids)
 
     def _draft_serially(
-        self, root_tokens: torch.LongTensor, feature: torch.Tensor, position_ids: torch.LongTensor
+        self, root_tokens: torch.Tensor, feature: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
         """
         Drafts the early tokens one after the other.
@@ -239,8 +241,8 @@ class GumihoDrafter:
             paths = paths.gather(1, level.parents)
         return levels
 
-    def _best_tokens(self, features: torch.Tensor, num_tokens: int) -> tuple[torch.LongTensor, torch.FloatTensor]:
-        """Returns the best tokens after features `(B, n, H)` and their log-probabilities, `(B, n, num_tokens)` each."""
+    def _best_tokens(self, features: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the best tokens after features `(B, n, H)` and their log-probabilities `(B, n, num_tokens)`."""
         logits = self.lm_head(features).float() / self.settings.draft_temperature
         best = logits.topk(min(num_tokens, logits.shape[-1]))
         # Rounding must not lift a node above its parent.
@@ -249,9 +251,9 @@ class GumihoDrafter:
     def _run_block(
         self,
         fused: torch.Tensor,
-        visible: torch.BoolTensor,
-        depths: torch.LongTensor,
-        position_ids: torch.LongTensor,
+        visible: torch.Tensor,
+        depths: torch.Tensor,
+        position_ids: torch.Tensor,
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
         lengths = self.cache.lengths
@@ -264,8 +266,8 @@ class GumihoDrafter:
 
 
 def _append_candidates(
-    visible: torch.BoolTensor | None, depths: torch.LongTensor | None, parents: torch.LongTensor, depth: int
-) -> tuple[torch.BoolTensor, torch.LongTensor]:
+    visible: torch.Tensor | None, depths: torch.Tensor | None, parents: torch.Tensor, depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Returns what a new generation of candidates sees among all candidates so far: its own ancestors and itself.
 
@@ -283,6 +285,6 @@ def _append_candidates(
     return torch.cat((_gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
 
 
-def _gather_rows(tensor: torch.Tensor, rows: torch.LongTensor) -> torch.Tensor:
+def _gather_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Picks `rows` `(B, m)` from the second dimension of `tensor` `(B, n, width)`."""
     return tensor.gather(1, rows[:, :, None].expand(-1, -1, tensor.shape[2]))

@@ -93,7 +93,7 @@ class TokenChooser:
             type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor
         )
 
-    def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.LongTensor, list[int]]:
+    def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """
         Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens.
 
@@ -107,7 +107,7 @@ class TokenChooser:
         self.logits.trim(num_generated)
         return nodes, kept
 
-    def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.LongTensor, list[int]]:
+    def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronisation."""
         scores = logits
         if len(self.logits_processor) > 0:
@@ -120,7 +120,7 @@ class TokenChooser:
         self._record(self.scores, scores, path.nodes, counts)
         return path.nodes, self.sequences.commit(path.tokens, [row[1:] for row in host], counts, self.scores)
 
-    def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.LongTensor, list[int]]:
+    def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """One token after the other, as plain decoding: the processors see each node's true prefix, once."""
         node = tree.parents[:, 0]
         visited: list[torch.Tensor] = []
@@ -155,7 +155,7 @@ class TokenChooser:
         call returns for the other rows is left unused.
         """
         lengths = self.sequences.lengths
-        processed = None
+        processed: torch.Tensor | None = None
         for length in sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking}):
             scores = self.logits_processor(self.sequences.prefix(length), logits.clone())
             if processed is None:
@@ -163,9 +163,11 @@ class TokenChooser:
                 continue
             rows = [row for row, row_length in enumerate(lengths) if row_length == length]
             processed[rows] = scores[rows]
+        if processed is None:
+            raise RuntimeError("No row takes another token.")
         return processed
 
-    def _record(self, record: StepRecord, values: torch.Tensor, nodes: torch.LongTensor, counts: list[int]) -> None:
+    def _record(self, record: StepRecord, values: torch.Tensor, nodes: torch.Tensor, counts: list[int]) -> None:
         if record.enabled:
             nodes = nodes[:, : max(counts)]
             record.add(values.gather(1, nodes[:, :, None].expand(-1, -1, values.shape[2])), counts)
@@ -189,7 +191,7 @@ def _validate_generation_mode(
 
 
 def _assisted_decoding(
-    plain: Callable[..., Any], target: PreTrainedModel, input_ids: torch.LongTensor, *args: Any, **kwargs: Any
+    plain: Callable[..., Any], target: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Decodes with an assistant; `plain` does so with every other one."""
     if not isinstance(kwargs.get("assistant_model"), GumihoModel):
@@ -199,7 +201,7 @@ def _assisted_decoding(
     return decode_with_tree(target, input_ids, *args, **kwargs)
 
 
-_DISPATCHERS = {
+_DISPATCHERS: dict[str, Callable[..., Any]] = {
     "_validate_generation_mode": _validate_generation_mode,
     "_assisted_decoding": _assisted_decoding,
 }
@@ -244,7 +246,7 @@ def _dispatching(plain: Callable[..., Any], dispatcher: Callable[..., Any]) -> C
 
 def decode_with_tree(
     target: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -252,7 +254,7 @@ def decode_with_tree(
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
-) -> GumihoGenerateOutput | torch.LongTensor:
+) -> GumihoGenerateOutput | torch.Tensor:
     """
     Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared.
 
@@ -345,7 +347,7 @@ def _draft_after_prompt(
 
 def _draft_after_cycle(
     generator: GumihoCandidateGenerator,
-    nodes: torch.LongTensor,
+    nodes: torch.Tensor,
     kept: list[int],
     sequences: CommittedSequences,
     output: TargetOutput,

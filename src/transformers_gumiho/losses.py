@@ -1,8 +1,8 @@
 """Training losses of a Gumiho drafter, in plain eager form.
 
-`B` batch size, `L` tokens of text, `H` hidden size, `V` vocabulary, `S` serial tokens, `P` parallel heads. The text is
-`x_0 .. x_{L-1}` and `h_k` the target's last hidden state at `x_k`. The drafter reads tokens `x_1 ..` and states `h_0 ..`;
-at position t its serial feature predicts `h_{t+1}` and parallel head i predicts `h_{t+1+S+i}`.
+`B` batch size, `L` tokens of text, `H` hidden size, `V` vocabulary, `S` serial tokens, `P` parallel heads. The text
+is `x_0 .. x_{L-1}` and `h_k` the target's last hidden state at `x_k`. The drafter reads tokens `x_1 ..` and states
+`h_0 ..`; at position t its serial feature predicts `h_{t+1}` and parallel head i predicts `h_{t+1+S+i}`.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class LossWeights:
 
 
 def feature_loss(features: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the smooth-L1 distance of features to targets `(B, T, H)`, averaged over `H` and over `mask` `(B, T)`."""
+    """Returns the smooth-L1 distance of features to targets `(B, T, H)`, averaged over `H` and `mask` `(B, T)`."""
     return _masked_mean(F.smooth_l1_loss(features.float(), targets.float(), reduction="none").mean(dim=-1), mask)
 
 
@@ -66,6 +66,9 @@ def gumiho_loss(
     Returns:
         The loss and its unweighted terms: `serial_feature`, `serial_ce`, `parallel_feature_i` and `parallel_ce_i`.
     """
+    serial_features, parallel_features = output.serial_features, output.parallel_features
+    if serial_features is None or parallel_features is None:
+        raise ValueError("The loss needs the features of both the serial and the parallel heads.")
     weights = weights or LossWeights()
     with torch.no_grad():
         target_logits = lm_head(hidden_states)
@@ -79,12 +82,12 @@ def gumiho_loss(
             soft_cross_entropy(lm_head(features), target_logits[:, shift:], mask),
         )
 
-    terms["serial_feature"], terms["serial_ce"] = pair(output.serial_features, 1)
+    terms["serial_feature"], terms["serial_ce"] = pair(serial_features, 1)
     loss = weights.feature * terms["serial_feature"] + weights.serial_cross_entropy * terms["serial_ce"]
-    num_heads, num_paths = output.parallel_features.shape[1:3]
-    num_serial_tokens = output.serial_features.shape[1] - num_paths
+    num_heads, num_paths = parallel_features.shape[1:3]
+    num_serial_tokens = serial_features.shape[1] - num_paths
     for head in range(num_heads):
-        feature, cross_entropy = pair(output.parallel_features[:, head], 1 + num_serial_tokens + head)
+        feature, cross_entropy = pair(parallel_features[:, head], 1 + num_serial_tokens + head)
         terms[f"parallel_feature_{head}"], terms[f"parallel_ce_{head}"] = feature, cross_entropy
         weight = weights.parallel * weights.decay ** (head + 1)
         loss = loss + weight * (weights.feature * feature + weights.parallel_cross_entropy * cross_entropy)

@@ -35,25 +35,25 @@ class GumihoOutput(ModelOutput):
     Output of [`GumihoModel`]. `B` batch size, `T` tokens, `H` hidden size, `S` serial tokens, `P` parallel heads.
 
     Args:
-        serial_features (`torch.FloatTensor` of shape `(B, T, H)`):
+        serial_features (`torch.Tensor` of shape `(B, T, H)`):
             At position t, the prediction of the target's hidden state t+1. The target's output head turns it into the
             distribution of the token after `input_ids[:, t]`.
-        parallel_features (`torch.FloatTensor` of shape `(B, P, max(T - S, 0), H)`):
+        parallel_features (`torch.Tensor` of shape `(B, P, max(T - S, 0), H)`):
             For head i at position t, the prediction of the target's hidden state t+1+S+i, made from the tokens
             `input_ids[:, t + 1 : t + 1 + S]` and the serial features that predict them.
         past_key_values (`Cache`, *optional*):
             The keys and values of the serial head, with `use_cache=True`.
-        hidden_states (`tuple[torch.FloatTensor]`, *optional*):
+        hidden_states (`tuple[torch.Tensor]`, *optional*):
             Input of the serial head and output of each of its layers, each `(B, T, H)`.
-        attentions (`tuple[torch.FloatTensor]`, *optional*):
+        attentions (`tuple[torch.Tensor]`, *optional*):
             Attention weights of each layer, each `(B, heads, T, keys)`.
     """
 
-    serial_features: torch.FloatTensor | None = None
-    parallel_features: torch.FloatTensor | None = None
+    serial_features: torch.Tensor | None = None
+    parallel_features: torch.Tensor | None = None
     past_key_values: Cache | None = None
-    hidden_states: tuple[torch.FloatTensor, ...] | None = None
-    attentions: tuple[torch.FloatTensor, ...] | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
 
 
 class GumihoHeadLinear(nn.Linear):
@@ -84,7 +84,7 @@ class GumihoParallelHeads(nn.ModuleList):
     """
 
     def __init__(self, config: GumihoConfig):
-        hidden_size = config.model.hidden_size
+        hidden_size = config.get_text_config().hidden_size
         super().__init__(
             nn.ModuleList(
                 GumihoHeadBlock(
@@ -103,7 +103,7 @@ class GumihoParallelHeads(nn.ModuleList):
         features = []
         for head in self:
             hidden_states = path_inputs
-            for block in head:
+            for block in head.children():
                 hidden_states = block(hidden_states)
             features.append(hidden_states)
         if not features:
@@ -119,10 +119,11 @@ class GumihoParallelHeads(nn.ModuleList):
         it, so training steps and loaded weights show. Returns `None` where that cannot be done because a linear layer
         was replaced or wrapped (quantised, offloaded or with an adapter); use `forward` then.
         """
-        if len(self) == 0 or not all(_is_plain_linear(block.linear) for head in self for block in head):
+        heads = [list(head.children()) for head in self]
+        if not heads or not all(_is_plain_linear(block.linear) for head in heads for block in head):
             return None
         blocks = []
-        for heads_of_block in zip(*self, strict=True):
+        for heads_of_block in zip(*heads, strict=True):
             weight = _as_one_tensor([block.linear.weight for block in heads_of_block])
             bias = _as_one_tensor([block.linear.bias for block in heads_of_block])
             blocks.append((weight.transpose(1, 2), bias[:, None]))
@@ -150,7 +151,7 @@ def run_batched_heads(
     return hidden_states.view(num_heads, batch_size, num_paths, -1).transpose(0, 1)
 
 
-def _is_plain_linear(linear: nn.Module) -> bool:
+def _is_plain_linear(linear: Any) -> bool:
     return type(linear) is GumihoHeadLinear and type(linear.weight) is nn.Parameter and not hasattr(linear, "_hf_hook")
 
 
@@ -203,8 +204,8 @@ class GumihoModel(GumihoPreTrainedModel):
 
     def __init__(self, config: GumihoConfig):
         super().__init__(config)
-        llama = config.model
-        # The layers read the implementation from the nested config, which `PreTrainedModel` fills in for submodels only.
+        llama = config.get_text_config()
+        # The layers read the implementation from the nested config, which `PreTrainedModel` leaves to submodels.
         llama._attn_implementation = config._attn_implementation
         self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
         self.fc = nn.Linear(2 * llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias)
@@ -247,7 +248,7 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         config = GumihoConfig.from_target(target.config, **overrides)
         embedding = target.get_input_embeddings().weight
-        expected = (config.model.vocab_size, config.model.hidden_size)
+        expected = (config.get_text_config().vocab_size, config.get_text_config().hidden_size)
         if embedding.shape[1] != expected[1] or embedding.shape[0] < expected[0]:
             raise ValueError(
                 f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
@@ -294,7 +295,7 @@ class GumihoModel(GumihoPreTrainedModel):
             )
         return (model, info) if output_loading_info else model
 
-    def fuse(self, input_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """
         Fuses each token with the state it was predicted from.
 
@@ -313,7 +314,7 @@ class GumihoModel(GumihoPreTrainedModel):
         self,
         fused: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -334,7 +335,7 @@ class GumihoModel(GumihoPreTrainedModel):
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
         mask = create_causal_mask(
-            config=self.config.model,
+            config=self.config.get_text_config(),
             inputs_embeds=fused,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
@@ -357,10 +358,10 @@ class GumihoModel(GumihoPreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor,
-        hidden_states: torch.FloatTensor,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
@@ -369,26 +370,27 @@ class GumihoModel(GumihoPreTrainedModel):
         Predicts, at every position, the target's next hidden states.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `(B, T)`):
+            input_ids (`torch.Tensor` of shape `(B, T)`):
                 Position t holds the token *after* hidden state t.
-            hidden_states (`torch.FloatTensor` of shape `(B, T, H)`):
+            hidden_states (`torch.Tensor` of shape `(B, T, H)`):
                 The target's last hidden states, after its final norm.
             attention_mask (`torch.Tensor`, *optional*):
                 As in [`run_serial_head`].
-            position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*):
+            position_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
                 As in [`run_serial_head`].
             past_key_values (`Cache`, *optional*):
                 The serial head's cache; extended in place.
             use_cache (`bool`, *optional*):
                 Whether to create a cache where none is given. Defaults to `False`.
         """
-        if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != self.config.model.hidden_size:
+        hidden_size = self.config.get_text_config().hidden_size
+        if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != hidden_size:
             raise ValueError(
-                f"`hidden_states` must have shape (batch, tokens, {self.config.model.hidden_size}) with the batch and "
-                f"tokens of `input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
+                f"`hidden_states` must have shape (batch, tokens, {hidden_size}) with the batch and tokens of "
+                f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config.model)
+            past_key_values = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, hidden_states)
         serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
         return GumihoOutput(
@@ -397,7 +399,7 @@ class GumihoModel(GumihoPreTrainedModel):
             past_key_values=past_key_values,
         )
 
-    def _path_inputs(self, input_ids: torch.LongTensor, serial_features: torch.Tensor) -> torch.Tensor:
+    def _path_inputs(self, input_ids: torch.Tensor, serial_features: torch.Tensor) -> torch.Tensor:
         """Returns `(B, max(T - S, 0), S * H)`: at t, the fused inputs of tokens t+1..t+S of the text itself."""
         serial_tokens = self.config.num_serial_tokens
         num_paths = max(input_ids.shape[1] - serial_tokens, 0)

@@ -1,4 +1,4 @@
-"""The committed text of a generation: rows of their own lengths, where each of them ends, and what is kept of a step."""
+"""The committed text of a generation: rows of their own lengths, where each ends, and what is kept of each step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ class CommittedSequences:
 
     def __init__(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
@@ -59,7 +59,7 @@ class CommittedSequences:
         """Whether every row has ended, and every row has the tokens of the longest one where they end together."""
         if any(end is None for end in self.ends):
             return False
-        return self.rows_end_alone or min(self.lengths) >= max(self.ends)
+        return self.rows_end_alone or min(self.lengths) >= self.final_length
 
     def is_open(self, row: int) -> bool:
         """Whether the row still takes tokens."""
@@ -67,19 +67,19 @@ class CommittedSequences:
             return False
         return self.ends[row] is None or not self.rows_end_alone
 
-    def prefix(self, length: int) -> torch.LongTensor:
+    def prefix(self, length: int) -> torch.Tensor:
         """Returns `(B, length)`: the first tokens of every row. Rows that are shorter end in padding."""
         return self._buffer[:, :length]
 
-    def newest(self, counts: Sequence[int]) -> torch.LongTensor:
-        """Returns `(B, max(counts))`: the newest `counts[b]` tokens of each row, aligned left; any tokens after them."""
+    def newest(self, counts: Sequence[int]) -> torch.Tensor:
+        """Returns `(B, max(counts))`: the newest `counts[b]` tokens of each row, aligned left, then any tokens."""
         starts = torch.tensor(
             [length - count for length, count in zip(self.lengths, counts, strict=True)], device=self._buffer.device
         )
         index = starts[:, None] + torch.arange(max(counts), device=self._buffer.device)
         return self._buffer.gather(1, index.clamp_(max=self._buffer.shape[1] - 1))
 
-    def final_ids(self) -> torch.LongTensor:
+    def final_ids(self) -> torch.Tensor:
         """Returns `(B, longest)`: the finished sequences, padded on the right."""
         return self._buffer[:, : self.final_length].clone()
 
@@ -89,7 +89,7 @@ class CommittedSequences:
         return max(end for end in self.ends if end is not None)
 
     def commit(
-        self, tokens: torch.LongTensor, host_tokens: list[list[int]], counts: list[int], scores: "StepRecord"
+        self, tokens: torch.Tensor, host_tokens: list[list[int]], counts: list[int], scores: "StepRecord"
     ) -> list[int]:
         """
         Appends tokens up to and including the one at which a row ends.
@@ -127,7 +127,7 @@ class CommittedSequences:
         end = self.ends[row]
         self.ends[row] = length if end is None else min(end, length)
 
-    def _write(self, tokens: torch.LongTensor, counts: list[int]) -> None:
+    def _write(self, tokens: torch.Tensor, counts: list[int]) -> None:
         stop = max(length + count for length, count in zip(self.lengths, counts, strict=True))
         if stop > self._buffer.shape[1]:
             grown = self._buffer.new_full((len(counts), 2 * stop), self.pad_token_id)
@@ -220,7 +220,7 @@ class HiddenStateRecord:
             self._prompt = tuple(hidden_states)
             self._layers = [StepRecord(self._batch_size, True) for _ in self._prompt]
 
-    def add(self, hidden_states: Any, nodes: torch.LongTensor, counts: Sequence[int]) -> None:
+    def add(self, hidden_states: Any, nodes: torch.Tensor, counts: Sequence[int]) -> None:
         """Records the states `(B, N + 1, H)` of each layer at `nodes` `(B, L)`, the first `counts[b]` of each row."""
         if self.enabled:
             for record, states in zip(self._layers, hidden_states, strict=True):
@@ -232,5 +232,5 @@ class HiddenStateRecord:
         if self._prompt is None:
             return None
         later = num_steps - 1
-        layers = [record.until(later) for record in self._layers]
+        layers = [record.until(later) or () for record in self._layers]
         return (self._prompt, *(tuple(layer[step][:, None] for layer in layers) for step in range(later)))

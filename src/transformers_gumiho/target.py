@@ -33,7 +33,7 @@ class TargetOutput:
 
     logits: torch.Tensor
     last_hidden_state: torch.Tensor
-    position_ids: torch.LongTensor
+    position_ids: torch.Tensor
     hidden_states: tuple[torch.Tensor, ...] | None
 
 
@@ -60,13 +60,12 @@ class TargetRunner:
         self.model_kwargs = model_kwargs
         self.num_nodes = num_nodes
         self.prompt_cache = model_kwargs["past_key_values"]
-        self.cache: TreeCache | None = None
+        self.cache: TreeCache  # takes the prompt's place from the first tree on
+        self._has_tree_cache = False
         self.prompt_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         self.attention_types = attention_types(model)
         config = model.config.get_text_config(decoder=True)
-        self.window: int | None = (
-            config.sliding_window if "sliding_attention" in self.attention_types else None
-        )
+        self.window: int | None = config.sliding_window if "sliding_attention" in self.attention_types else None
 
     def __enter__(self) -> "TargetRunner":
         self._capture = _capture_last_hidden_state(self.model.get_decoder())
@@ -75,10 +74,10 @@ class TargetRunner:
 
     def __exit__(self, *exception: Any) -> None:
         self._capture.__exit__(*exception)
-        if self.cache is not None:
+        if self._has_tree_cache:
             self.cache.to_dynamic(self.prompt_cache)
 
-    def read_prompt(self, input_ids: torch.LongTensor, max_new_tokens: int) -> TargetOutput:
+    def read_prompt(self, input_ids: torch.Tensor, max_new_tokens: int) -> TargetOutput:
         """Runs the prompt exactly as plain `generate()` does."""
         self._states.clear()
         self.max_new_tokens = max_new_tokens
@@ -91,6 +90,7 @@ class TargetRunner:
 
         reserved = min(max_new_tokens, MAX_RESERVED_TOKENS) + self.num_nodes
         self.cache = TreeCache.from_dynamic(self.prompt_cache, self.prompt_cache.get_seq_length() + reserved)
+        self._has_tree_cache = True
         self.prompt_length = self.cache.get_seq_length()
         if self.prompt_mask is not None and bool(self.prompt_mask.all()):
             self.prompt_mask = None
@@ -128,7 +128,7 @@ class TargetRunner:
             hidden_states=outputs.hidden_states,
         )
 
-    def commit(self, counts: list[int], nodes: torch.LongTensor) -> None:
+    def commit(self, counts: list[int], nodes: torch.Tensor) -> None:
         """Keeps the first `counts[b]` of `nodes[b]` in the cache."""
         self.cache.commit(counts, nodes)
 

@@ -20,9 +20,9 @@ class DraftLevel:
         parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root).
     """
 
-    tokens: torch.LongTensor
-    scores: torch.FloatTensor
-    parents: torch.LongTensor
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    parents: torch.Tensor
 
     def first(self, num_nodes: int) -> "DraftLevel":
         """Returns the `num_nodes` best nodes (all of them if there are fewer)."""
@@ -46,27 +46,30 @@ class DraftTree:
         max_depth (`int`): No path is longer than this.
     """
 
-    tokens: torch.LongTensor
-    parents: torch.LongTensor
-    depths: torch.LongTensor
-    ancestors: torch.BoolTensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
     max_depth: int
 
     def to(self, device: torch.device) -> "DraftTree":
         """Returns the tree on `device`."""
-        tensors = (self.tokens, self.parents, self.depths, self.ancestors)
-        return DraftTree(*(tensor.to(device, non_blocking=True) for tensor in tensors), max_depth=self.max_depth)
+        return DraftTree(
+            tokens=self.tokens.to(device, non_blocking=True),
+            parents=self.parents.to(device, non_blocking=True),
+            depths=self.depths.to(device, non_blocking=True),
+            ancestors=self.ancestors.to(device, non_blocking=True),
+            max_depth=self.max_depth,
+        )
 
 
-def root_level(root_tokens: torch.LongTensor) -> DraftLevel:
+def root_level(root_tokens: torch.Tensor) -> DraftLevel:
     """Returns the level above the first, which holds only the root, for newest committed tokens `(B,)`."""
     root_tokens = root_tokens[:, None]
     return DraftLevel(root_tokens, torch.zeros_like(root_tokens, dtype=torch.float32), torch.zeros_like(root_tokens))
 
 
-def extend_level(
-    level: DraftLevel, tokens: torch.LongTensor, log_probs: torch.FloatTensor, num_nodes: int
-) -> DraftLevel:
+def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
     """
     Extends every node of `level` by each of its candidate tokens, and keeps the best `num_nodes` of the extensions.
 
@@ -81,14 +84,14 @@ def extend_level(
     return DraftLevel(tokens.flatten(1).gather(1, order), scores, order // num_candidates)
 
 
-def bare_root(root_tokens: torch.LongTensor) -> DraftTree:
+def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
     tokens = root_tokens[:, None]
     none = torch.zeros_like(tokens)
     return DraftTree(tokens, none, none, torch.ones_like(none, dtype=torch.bool)[:, None], max_depth=0)
 
 
-def build_tree(root_tokens: torch.LongTensor, levels: Sequence[DraftLevel], num_nodes: int) -> DraftTree:
+def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int) -> DraftTree:
     """
     Builds the tree of the best `num_nodes` nodes of all levels (of all their nodes if there are fewer).
 
@@ -114,9 +117,7 @@ def build_tree(root_tokens: torch.LongTensor, levels: Sequence[DraftLevel], num_
     parents = torch.cat(
         [level.parents + (starts[depth - 1] + 1 if depth else 0) for depth, level in enumerate(levels)], dim=1
     )
-    depths = torch.cat(
-        [torch.full_like(level.tokens, depth) for depth, level in enumerate(levels, start=1)], dim=1
-    )
+    depths = torch.cat([torch.full_like(level.tokens, depth) for depth, level in enumerate(levels, start=1)], dim=1)
     tokens = torch.cat([level.tokens for level in levels], dim=1)
 
     root = torch.zeros_like(root_tokens[:, None])
@@ -130,11 +131,11 @@ def build_tree(root_tokens: torch.LongTensor, levels: Sequence[DraftLevel], num_
     )
 
 
-def find_ancestors(parents: torch.LongTensor, max_depth: int) -> torch.BoolTensor:
+def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
     """
     Returns `(B, n, n)`: whether node j is node i or an ancestor of it, for parents `(B, n)` whose root is its own.
 
-    With `A` the matrix that takes a node to itself and to its parent, `A^(2^k)` reaches all ancestors up to `2^k` above.
+    With `A` the matrix that takes a node to itself and to its parent, `A^(2^k)` reaches ancestors up to `2^k` above.
     """
     num_nodes = parents.shape[1]
     reach = torch.eye(num_nodes, device=parents.device).expand(parents.shape[0], -1, -1).clone()
@@ -147,11 +148,11 @@ def find_ancestors(parents: torch.LongTensor, max_depth: int) -> torch.BoolTenso
 
 
 def block_attention_mask(
-    visible: torch.BoolTensor,
-    depths: torch.LongTensor,
+    visible: torch.Tensor,
+    depths: torch.Tensor,
     lengths: Sequence[int],
     dtype: torch.dtype,
-    context_mask: torch.BoolTensor | None = None,
+    context_mask: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
     """

@@ -23,12 +23,12 @@ class AcceptedPath:
         counts (`(B,)`): Number of visited nodes, which is the number of tokens to commit.
     """
 
-    nodes: torch.LongTensor
-    tokens: torch.LongTensor
-    counts: torch.LongTensor
+    nodes: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
 
 
-def walk_tree(tree: DraftTree, choices: torch.LongTensor) -> AcceptedPath:
+def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
     """
     Walks the whole tree at once, for choices that do not depend on the way to a node.
 
@@ -49,9 +49,7 @@ def walk_tree(tree: DraftTree, choices: torch.LongTensor) -> AcceptedPath:
     return AcceptedPath(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
 
 
-def find_child(
-    tree: DraftTree, nodes: torch.LongTensor, tokens: torch.LongTensor
-) -> tuple[torch.LongTensor, torch.BoolTensor]:
+def find_child(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Looks for the children of `nodes` `(B,)` that carry `tokens` `(B,)`.
 
