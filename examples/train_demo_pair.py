@@ -29,8 +29,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from transformers_gumiho import GumihoModel
-from transformers_gumiho.losses import LossWeights, gumiho_loss
+from transformers_gumiho import GumihoModel, losses
+from transformers_gumiho.losses import LossWeights
 
 
 @dataclass
@@ -64,6 +64,7 @@ class DemoPairArguments:
     drafter_learning_rate: float = 2e-3
     generated_share: float = field(default=0.5, metadata={"help": "Share of generated rows in a drafter's epoch."})
     feature_noise: float = field(default=0.2, metadata={"help": "Width of the uniform noise on states at 512 tokens."})
+    compile_loss: bool = field(default=False, metadata={"help": "Faster by half; needs a C++ compiler on a CPU."})
     feature_weight: float = 1.0
     serial_cross_entropy_weight: float = 1.0
     parallel_cross_entropy_weight: float = 1.0
@@ -198,7 +199,7 @@ class DrafterTrainer(Trainer):
             noisy = noisy + (torch.rand_like(noisy) - 0.5) * self.noise * 512 / input_ids.shape[1]
         output = model(input_ids[:, 1:], noisy)
         mask = torch.ones_like(input_ids)
-        loss, _ = gumiho_loss(output, states, self.target.lm_head, mask, self.weights)
+        loss, _ = losses.gumiho_loss(output, states, self.target.lm_head, mask, self.weights)
         return (loss, output) if return_outputs else loss
 
 
@@ -221,6 +222,10 @@ def train_drafter(
     folder = args.output_dir / "gumiho"
     if (folder / "model.safetensors").exists():
         return
+    if args.compile_loss:
+        # The terms alone: the products with the output head are as fast as they get.
+        losses.soft_cross_entropy = torch.compile(losses.soft_cross_entropy, dynamic=True)
+        losses.feature_loss = torch.compile(losses.feature_loss, dynamic=True)
     drafter = GumihoModel.from_target(target)
     drafter.embed_tokens.requires_grad_(False)
     length = args.drafter_sequence_length

@@ -40,10 +40,12 @@ def feature_loss(features: torch.Tensor, targets: torch.Tensor, mask: torch.Tens
     return _masked_mean(F.smooth_l1_loss(features.float(), targets.float(), reduction="none").mean(dim=-1), mask)
 
 
-def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the cross-entropy (nats) of logits `(B, T, V)` to the targets' distributions, averaged over `mask`."""
-    target_probs = target_logits.float().softmax(dim=-1)
-    return _masked_mean(-(target_probs * logits.float().log_softmax(dim=-1)).sum(dim=-1), mask)
+def soft_cross_entropy(logits: torch.Tensor, target_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns the cross-entropy (nats) of logits to the target's distribution `(B, T, V)`, averaged over `mask`."""
+    logits = logits.float()
+    # As the probabilities sum to 1: -sum(p log softmax(z)) = logsumexp(z) - p z, which holds no second `(B, T, V)`.
+    expected_logit = torch.einsum("btv,btv->bt", target_probs, logits)
+    return _masked_mean(logits.logsumexp(dim=-1) - expected_logit, mask)
 
 
 def gumiho_loss(
@@ -71,7 +73,7 @@ def gumiho_loss(
         raise ValueError("The loss needs the features of both the serial and the parallel heads.")
     weights = weights or LossWeights()
     with torch.no_grad():
-        target_logits = lm_head(hidden_states)
+        target_probs = lm_head(hidden_states).float().softmax(dim=-1)
     terms: dict[str, torch.Tensor] = {}
 
     def pair(features: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +81,7 @@ def gumiho_loss(
         features = features[:, : mask.shape[1]]
         return (
             feature_loss(features, hidden_states[:, shift:], mask),
-            soft_cross_entropy(lm_head(features), target_logits[:, shift:], mask),
+            soft_cross_entropy(lm_head(features), target_probs[:, shift:], mask),
         )
 
     terms["serial_feature"], terms["serial_ce"] = pair(serial_features, 1)

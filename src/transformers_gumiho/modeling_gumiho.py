@@ -1,11 +1,12 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
@@ -223,9 +224,23 @@ class GumihoModel(GumihoPreTrainedModel):
         """True: the drafter carries a `generation_config`, which is loaded and saved with it."""
         return True
 
-    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Loads `generation_config.json`, as `from_pretrained` asks of models that carry a generation config."""
-        GenerationMixin.adjust_generation_fn(self, *args, **kwargs)
+    def adjust_generation_fn(
+        self,
+        generation_config: GenerationConfig | None,
+        from_auto_class: bool,
+        from_pipeline: str | None,
+        pretrained_model_name_or_path: Any,
+        trust_remote_code: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Loads `generation_config.json`; `from_pretrained` calls this on models that carry a generation config."""
+        if generation_config is not None:
+            self.generation_config = GenerationConfig.from_dict(generation_config.to_dict())
+        elif pretrained_model_name_or_path is not None:
+            with contextlib.suppress(OSError):  # there is no such file: the defaults stay
+                self.generation_config = GenerationConfig.from_pretrained(
+                    pretrained_model_name_or_path, _from_auto=from_auto_class, _from_pipeline=from_pipeline, **kwargs
+                )
         self._complete_generation_config()
 
     def _complete_generation_config(self) -> None:
