@@ -147,6 +147,7 @@ def train_target(
         eval_dataset=corpus.TokenWindows(held_out[: 64 * args.target_sequence_length], args.target_sequence_length),
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(trainer.args.output_dir))
+    model.config.use_cache = True  # the Trainer switches it off
     model.bfloat16().save_pretrained(folder)
     return LlamaForCausalLM.from_pretrained(folder, dtype="float32")
 

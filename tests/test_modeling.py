@@ -107,7 +107,9 @@ def test_configs_of_the_released_checkpoints_describe_their_tensors(name: str) -
     folder = Path(__file__).parent.parent / "hub_configs" / name
     with torch.device("meta"):
         model = GumihoModel(GumihoConfig.from_pretrained(folder))
-    assert {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()} == reference_shapes(*RELEASED[name])
+    assert {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()} == reference_shapes(
+        *RELEASED[name]
+    )
 
 
 def test_config_given_by_folder_loads_weights_without_one(tmp_path: Path) -> None:
@@ -266,6 +268,17 @@ def test_batched_weights_follow_training_and_loading() -> None:
     model.double()
     after = run_batched_heads(model.mlp.batched_weights(), inputs.double(), 5)
     torch.testing.assert_close(after, model.mlp(inputs.double()))
+
+
+def test_generating_in_inference_mode_leaves_the_drafter_trainable() -> None:
+    target = make_target()
+    drafter = make_drafter(target)
+    with torch.inference_mode():
+        target.generate(**make_prompts([5]), max_new_tokens=8, assistant_model=drafter)
+    prompt = make_prompts([9])["input_ids"]
+    states = target.model(prompt).last_hidden_state.detach()
+    drafter(prompt[:, 1:], states[:, :-1]).parallel_features.sum().backward()
+    assert drafter.mlp[4][5].linear.weight.grad.any()
 
 
 def test_replaced_linear_layers_are_run_as_they_are() -> None:

@@ -14,6 +14,7 @@ from transformers import (
     GPTNeoConfig,
     GPTNeoForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -112,6 +113,23 @@ def test_attention_that_takes_no_mask() -> None:
         )
     )
     refuses(neo, "cuts its local attention windows by cache slot")
+
+
+def test_rotary_embeddings_that_change_on_the_way() -> None:
+    def rotary(**parameters: Any) -> PreTrainedModel:
+        rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 16} | parameters
+        config = LlamaConfig(
+            vocab_size=8, hidden_size=32, num_attention_heads=4, intermediate_size=48, num_hidden_layers=1,
+            max_position_embeddings=16, rope_parameters=rope, eos_token_id=None,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+    longrope = rotary(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4, factor=4.0)
+    dynamic = rotary(rope_type="dynamic", factor=2.0)
+    for target, name in ((longrope, "longrope"), (dynamic, "dynamic")):
+        message = f"has a '{name}' rotary embedding, which changes at 16 tokens, .* may go from 4 to 18"
+        refuses(target, message, max_new_tokens=14)
+        target.generate(**make_prompts([4]), max_new_tokens=12, assistant_model=make_drafter(target))
 
 
 def test_drafter_of_another_target(target: PreTrainedModel) -> None:

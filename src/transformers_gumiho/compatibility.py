@@ -112,6 +112,25 @@ def check_pair(target: PreTrainedModel, assistant: GumihoModel) -> None:
             )
 
 
+def check_positions(target: PreTrainedModel, prompt_length: int, max_length: int) -> None:
+    """
+    Raises `ValueError` where the rotary embedding depends on how far a pass reaches.
+
+    Such embeddings change with the largest position of a pass, and a tree reaches further than plain decoding does.
+    """
+    config = target.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope_type = parameters.get("rope_type")
+    limit = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+    changes = {"dynamic": max_length > limit, "longrope": prompt_length <= limit < max_length}
+    if changes.get(rope_type, False):
+        raise ValueError(
+            f"{type(target).__name__} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, and this "
+            f"generation may go from {prompt_length} to {max_length}. Lower `max_new_tokens` or generate without "
+            f"`assistant_model`."
+        )
+
+
 def check_cache(cache: Any) -> None:
     """Raises `ValueError` for a cache that a draft tree cannot be verified against."""
     if not is_convertible(cache):

@@ -8,27 +8,20 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
     GenerateDecoderOnlyOutput,
     GenerationMixin,
     GenerationMode,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     LogitsProcessorList,
-    MinPLogitsWarper,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from .cache import TreeCache
 from .candidate_generator import GumihoCandidateGenerator
-from .compatibility import check_cache, check_request
+from .compatibility import check_cache, check_positions, check_request
 from .drafting import DraftingSettings
 from .modeling_gumiho import GumihoModel
 from .sequences import CommittedSequences, HiddenStateRecord, StepRecord
@@ -37,19 +30,8 @@ from .tree import DraftTree, bare_root
 from .verification import find_child, walk_tree
 
 
-# Processors that look at nothing but the scores: they may be applied to all nodes of a tree at once.
-_PREFIX_FREE_PROCESSORS = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+# What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
+_PREFIX_FREE_PROCESSORS = (InfNanRemoveLogitsProcessor, LogitNormalization, SuppressTokensLogitsProcessor)
 
 
 @dataclass
@@ -262,6 +244,7 @@ def decode_with_tree(
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
     check_cache(model_kwargs.get("past_key_values"))
+    check_positions(target, input_ids.shape[1], generation_config.max_length)
     settings = DraftingSettings.from_generation_config(
         assistant_model.generation_config,
         assistant_model.config,

@@ -111,6 +111,7 @@ class GumihoParallelHeads(nn.ModuleList):
             return path_inputs.new_zeros(path_inputs.shape[0], 0, path_inputs.shape[1], self.hidden_size)
         return torch.stack(features, dim=1)
 
+    @torch.inference_mode(False)  # or the parameters would become tensors that cannot be trained any more
     @torch.no_grad()
     def batched_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """
