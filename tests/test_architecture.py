@@ -24,9 +24,10 @@ ALLOWED = {
     "compatibility": {"modeling_gumiho", "cache"},
     "target": {"tree", "cache", "compatibility"},
     "sequences": set(),
+    "choosing": {"sequences", "tree", "verification"},
     "generation": {
-        "modeling_gumiho", "drafting", "candidate_generator", "tree", "verification", "cache", "compatibility",
-        "target", "sequences",
+        "modeling_gumiho", "drafting", "candidate_generator", "tree", "cache", "compatibility", "target", "sequences",
+        "choosing",
     },
     "__init__": {
         "configuration_gumiho", "modeling_gumiho", "drafting", "candidate_generator", "generation",

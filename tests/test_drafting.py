@@ -8,11 +8,32 @@ import pytest
 import torch
 from targets import make_drafter, make_prompts, make_target
 from test_tree import paths_of
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel
 from transformers_gumiho.cache import TreeCache
+from transformers_gumiho.target import draft_head
 from transformers_gumiho.tree import DraftTree
+
+
+TINY = {
+    "vocab_size": 8,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.5,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +140,24 @@ def test_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
         expected = alone.get_tree(*slices, [count])
         assert torch.equal(tree.tokens[row], expected.tokens[0])
         assert torch.equal(tree.parents[row], expected.parents[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GraniteConfig(logits_scaling=8.0, **TINY),
+        CohereConfig(logit_scale=0.0625, **TINY),
+        Gemma2Config(final_logit_softcapping=2.0, head_dim=8, **TINY),
+        LlamaConfig(**TINY),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_drafts_are_scored_with_the_logits_of_the_target(config: PreTrainedConfig) -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    ids = make_prompts([6])["input_ids"]
+    logits = draft_head(target)(target.model(ids).last_hidden_state)
+    torch.testing.assert_close(logits, target(ids).logits)
 
 
 def test_branching_factor_one_drafts_a_chain_of_arg_maxes() -> None:

@@ -1,17 +1,20 @@
 """What `generate()` promises holds with a Gumiho assistant: where it ends, what it returns, what it streams."""
 
 import copy
+import gc
 import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from targets import VOCAB_SIZE, WINDOW, make_drafter, make_prompts, make_target
 from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -19,6 +22,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel
+from transformers_gumiho.cache import TreeCache
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +110,15 @@ def test_sampling_leaves_the_random_stream_where_plain_generation_leaves_it(
         {"forced_eos_token_id": 4},
         {"sequence_bias": {(1, 2): 5.0}},
         {"guidance_scale": 1.5},
+        {"renormalize_logits": True, "remove_invalid_values": True},
     ],
     ids=lambda settings: next(iter(settings)),
 )
+@pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
 def test_greedy_with_processors_equals_plain(
-    target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any]
+    target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any], lengths: list[int]
 ) -> None:
-    assert torch.equal(*both(target, drafter, **settings))
+    assert torch.equal(*both(target, drafter, **make_prompts(lengths), **settings))
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -133,6 +139,39 @@ def test_custom_processor_sees_the_true_prefix_of_every_token_once(
         calls.append(processor.prefixes)
     assert torch.equal(*outputs)
     assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("eos_token_id", [None, 3])
+def test_rows_that_may_depend_on_each_other_take_the_same_steps(
+    target: PreTrainedModel, drafter: GumihoModel, do_sample: bool, eos_token_id: int | None
+) -> None:
+    """With a processor of unknown kind a batch is processed as plain decoding does; so the seed's text is the same."""
+    calls, outputs = [], []
+    for assistant in ({}, {"assistant_model": drafter}):
+        processor = RepeatsLastToken()
+        torch.manual_seed(0)
+        outputs.append(
+            target.generate(
+                **make_prompts([5, 2, 4]),
+                max_new_tokens=40,
+                do_sample=do_sample,
+                eos_token_id=eos_token_id,
+                logits_processor=LogitsProcessorList([processor]),
+                **assistant,
+            )
+        )
+        calls.append(processor.prefixes)
+    assert torch.equal(*outputs)
+    assert calls[0] == calls[1]
+
+
+def test_length_criterion_of_the_caller(target: PreTrainedModel, drafter: GumihoModel) -> None:
+    for max_length in (12, 60):
+        criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
+        plain, drafted = both(target, drafter, stopping_criteria=criteria)
+        assert plain.shape[1] == max_length
+        assert torch.equal(plain, drafted)
 
 
 @pytest.mark.parametrize("eos_token_id", [[token] for token in range(VOCAB_SIZE)] + [[1, 5], list(range(8))])
@@ -243,6 +282,41 @@ def test_returned_values_equal_plain_ones(family: str, settings: dict[str, Any])
         torch.testing.assert_close(ours.values, theirs.values)
 
 
+def test_ended_rows_of_a_batch(target: PreTrainedModel, drafter: GumihoModel) -> None:
+    """Values of a row equal plain ones up to its end and are zero after it; its cycles commit what is returned."""
+    plain, drafted = both(target, drafter, **make_prompts([3, 8, 5]), **RETURNS, eos_token_id=3)
+    assert torch.equal(plain.sequences, drafted.sequences)
+    ends = [
+        next((step + 1 for step, token in enumerate(row) if token == 3), len(row))
+        for row in plain.sequences[:, 8:].tolist()
+    ]
+    assert len(set(ends)) > 1
+    for row, end in enumerate(ends):
+        assert sum(drafted.accepted_lengths[row]) == end - 1
+        for step, (ours, theirs) in enumerate(zip(drafted.logits, plain.logits, strict=True)):
+            expected = theirs[row] if step < end else torch.zeros_like(theirs[row])
+            torch.testing.assert_close(ours[row], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("minimum", [6, 9, 11])
+def test_cycles_commit_what_is_returned_where_rows_end_together(
+    target: PreTrainedModel, drafter: GumihoModel, minimum: int
+) -> None:
+    output = target.generate(
+        **make_prompts([5, 2, 4]),
+        max_new_tokens=40,
+        do_sample=False,
+        assistant_model=drafter,
+        stopping_criteria=[StopsAfterPattern(minimum, 1)],
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.shape[1] == minimum
+    assert output.past_key_values.get_seq_length() == minimum - 1
+    for lengths in output.accepted_lengths:
+        assert sum(lengths) == minimum - 5 - 1
+        assert all(length > 0 for length in lengths)
+
+
 def test_batch_returns_values_for_every_step_of_the_longest_row(target: PreTrainedModel, drafter: GumihoModel) -> None:
     plain, drafted = both(target, drafter, **make_prompts([3, 8, 5]), **RETURNS)
     assert torch.equal(plain.sequences, drafted.sequences)
@@ -306,6 +380,33 @@ def test_learned_positions_up_to_the_last_one() -> None:
     assert torch.equal(plain, drafted)
 
 
+def test_learned_positions_that_end_before_the_longest_text_would() -> None:
+    model = make_target("gpt2")
+    criterion = StopsAfterPattern(94, 1)
+    plain, drafted = both(
+        model, make_drafter(model), **make_prompts([20]), max_new_tokens=200, stopping_criteria=[criterion]
+    )
+    assert plain.shape[1] == 94
+    assert torch.equal(plain, drafted)
+
+
+def test_overflow_in_the_drafter_costs_speed_and_nothing_else(target: PreTrainedModel) -> None:
+    for name in ("mlp.2.1.linear.weight", "layers.1.mlp.up_proj.weight"):
+        draft = make_drafter(target)
+        draft.get_parameter(name).data[0, 0] = torch.nan
+        assert torch.equal(*both(target, draft))
+
+
+def test_generation_leaves_no_cache_behind(target: PreTrainedModel, drafter: GumihoModel) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        target.generate(**make_prompts([5]), max_new_tokens=20, assistant_model=drafter)
+        assert not [item for item in gc.get_objects() if isinstance(item, TreeCache)]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("lengths", [[6], [6, 3]])
 def test_bfloat16_commits_only_tokens_the_target_chose(lengths: list[int]) -> None:
     model = make_target("llama").to(torch.bfloat16)
@@ -339,6 +440,43 @@ def test_settings_are_read_at_every_call(target: PreTrainedModel, drafter: Gumih
     assert longest[3] <= 4
 
 
+def test_one_synchronisation_per_cycle(
+    target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 0
+    for name in ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def counting(self: torch.Tensor, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    counts = {}
+    for max_new_tokens in (40, 80):
+        count = 0
+        output = target.generate(
+            **make_prompts([5]),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            assistant_model=drafter,
+            return_dict_in_generate=True,
+        )
+        counts[len(output.accepted_lengths[0])] = count
+    (few, with_few), (many, with_many) = sorted(counts.items())
+    assert with_many - with_few == many - few > 5
+
+
+def test_offloaded_target(drafter: GumihoModel) -> None:
+    model = make_target("llama")
+    plain = model.generate(**make_prompts([5]), max_new_tokens=40, do_sample=False)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert next(model.parameters()).device.type == "meta"
+    drafted = model.generate(**make_prompts([5]), max_new_tokens=40, do_sample=False, assistant_model=drafter)
+    assert torch.equal(drafted, plain)
+
+
 def test_two_threads_share_both_models(target: PreTrainedModel, drafter: GumihoModel) -> None:
     prompts = [make_prompts([length], seed=length) for length in (3, 5, 7, 9)]
     plain = [target.generate(**prompt, max_new_tokens=40, do_sample=False) for prompt in prompts]
@@ -357,6 +495,42 @@ def test_two_threads_share_both_models(target: PreTrainedModel, drafter: GumihoM
         thread.join()
     for index, expected in enumerate(plain):
         assert torch.equal(drafted[index], expected)
+
+
+def test_cache_of_a_batch_after_an_exception_is_a_prefix_of_every_row(
+    target: PreTrainedModel, drafter: GumihoModel
+) -> None:
+    prompts = make_prompts([5, 2, 4])
+    plain = target.generate(**prompts, max_new_tokens=40, do_sample=False)
+    cache = DynamicCache(config=target.config)
+    with pytest.raises(RuntimeError, match="stop here"):
+        target.generate(
+            **prompts,
+            max_new_tokens=40,
+            assistant_model=drafter,
+            streamer=StopsTheStream(),
+            past_key_values=cache,
+        )
+    length = cache.get_seq_length()
+    assert 5 < length < 45
+    mask = torch.cat((prompts["attention_mask"], torch.ones(3, length + 1 - 5, dtype=torch.long)), dim=1)
+    continued = target.generate(
+        plain[:, : length + 1], attention_mask=mask, max_length=45, do_sample=False, past_key_values=cache
+    )
+    assert torch.equal(continued, plain)
+
+
+class StopsTheStream(BaseStreamer):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 12:
+            raise RuntimeError("stop here")
+
+    def end(self) -> None:
+        pass
 
 
 class Interrupts(StoppingCriteria):

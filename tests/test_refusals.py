@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -103,7 +105,15 @@ def test_positions_that_cannot_be_given() -> None:
     refuses(falcon, "ALiBi-style attention")
 
 
-def test_attention_that_takes_no_mask() -> None:
+def test_target_without_a_cache() -> None:
+    gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
+    refuses(gpt, "keeps no key-value cache in a `DynamicCache`")
+
+
+def test_attention_that_takes_no_mask(target: PreTrainedModel) -> None:
+    drafter = make_drafter(target)
+    drafter.config._attn_implementation = "flash_attention_2"
+    refuses(target, "and GumihoModel uses 'flash_attention_2'", drafter)
     target = make_target()
     target.config._attn_implementation = "flex_attention"
     refuses(target, "uses 'flex_attention'. Load it with `attn_implementation='sdpa'`")
@@ -130,6 +140,9 @@ def test_rotary_embeddings_that_change_on_the_way() -> None:
         message = f"has a '{name}' rotary embedding, which changes at 16 tokens, .* may go from 4 to 18"
         refuses(target, message, max_new_tokens=14)
         target.generate(**make_prompts([4]), max_new_tokens=12, assistant_model=make_drafter(target))
+        embeds = target.get_input_embeddings()(make_prompts([4])["input_ids"])
+        with pytest.raises(ValueError, match=message):
+            target.generate(inputs_embeds=embeds, max_new_tokens=14, assistant_model=make_drafter(target))
 
 
 def test_drafter_of_another_target(target: PreTrainedModel) -> None:

@@ -1,10 +1,15 @@
 """A key-value cache for draft trees: rows advance by different lengths, and accepted entries are kept in place."""
 
+import weakref
 from collections import defaultdict
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+# Slots added when a cache outgrows its buffers.
+GROWTH = 4096
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -19,7 +24,16 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def __init__(self, cache: "TreeCache"):
         super().__init__()
-        self.cache = cache
+        # A weak reference, so that the buffers are freed with the cache and not by a garbage collection later.
+        self._cache = weakref.ref(cache)
+
+    @property
+    def cache(self) -> "TreeCache":
+        """The cache that this layer belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError("This layer's TreeCache no longer exists.")
+        return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the buffers for states of these shapes, dtypes and devices."""
@@ -61,7 +75,7 @@ class TreeCache(Cache):
 
     Args:
         batch_size (`int`): Number of rows, `B`.
-        capacity (`int`): Slots to allocate per row. Grows by doubling where that does not suffice.
+        capacity (`int`): Slots to allocate per row. Grows in large steps where that does not suffice.
 
     Attributes:
         lengths (`list[int]`): Committed slots of each row.
@@ -76,6 +90,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         # Buffers (places, B, heads, capacity, head_dim): layers of one shape share one, to be rearranged in one step.
         self._groups: list[tuple[torch.Tensor, list[tuple[TreeCacheLayer, str]]]] = []
+        self._row_starts: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     @property
     def is_uniform(self) -> bool:
@@ -84,7 +99,10 @@ class TreeCache(Cache):
 
     def row_starts(self, device: torch.device) -> torch.Tensor:
         """Returns `(B, 1)`: the slot at which the next `update` writes in each row."""
-        return torch.tensor(self.lengths, device=device)[:, None] + self.num_pending
+        key = device, self.num_pending
+        if key not in self._row_starts:
+            self._row_starts[key] = torch.tensor(self.lengths, device=device)[:, None] + self.num_pending
+        return self._row_starts[key]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -114,8 +132,8 @@ class TreeCache(Cache):
             _assign_views(group, places)
 
     def reserve(self, num_slots: int) -> None:
-        """Grows the buffers to hold at least `num_slots` slots, at least doubling them."""
-        old_capacity, self.capacity = self.capacity, max(num_slots, 2 * self.capacity)
+        """Grows the buffers to hold at least `num_slots` slots, and then some, as this copies them."""
+        old_capacity, self.capacity = self.capacity, num_slots + GROWTH
         for index, (group, places) in enumerate(self._groups):
             grown = group.new_zeros(*group.shape[:3], self.capacity, group.shape[4])
             grown[:, :, :, :old_capacity] = group
@@ -136,8 +154,13 @@ class TreeCache(Cache):
         if nodes is not None and num_kept > 1:
             for group, _ in self._groups:
                 self._compact(group, nodes[:, :num_kept].to(group.device))
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Sets how many slots of each row are committed; what lies behind them is given up."""
+        self.lengths = lengths
         self.num_pending = 0
+        self._row_starts.clear()
 
     def _compact(self, group: torch.Tensor, nodes: torch.Tensor) -> None:
         """Moves the entries at `nodes` `(B, n)` to the first slots behind the committed entries."""
@@ -154,7 +177,7 @@ class TreeCache(Cache):
     @classmethod
     def from_dynamic(cls, cache: DynamicCache, capacity: int) -> "TreeCache":
         """
-        Moves the entries of an ordinary cache here, layer by layer. [`to_dynamic`] moves them back.
+        Moves the entries of an ordinary cache here. [`to_dynamic`] moves them back.
 
         A sliding layer of `cache` has dropped what lies before its window; those slots stay empty, as no later token
         sees them.
@@ -170,7 +193,7 @@ class TreeCache(Cache):
             new.keys[:, :, length - old.keys.shape[2] : length] = old.keys
             new.values[:, :, length - old.values.shape[2] : length] = old.values
             old.keys = old.values = None
-        tree_cache.lengths = [length] * len(tree_cache.lengths)
+        tree_cache.set_lengths([length] * len(tree_cache.lengths))
         return tree_cache
 
     def to_dynamic(self, cache: DynamicCache) -> None:
@@ -182,11 +205,14 @@ class TreeCache(Cache):
         for old, new in zip(cache.layers, self.layers, strict=True):
             if not new.is_initialized:
                 continue
-            old.keys, old.values = new.keys[:, :, :length], new.values[:, :, :length]
+            start = 0
             if isinstance(old, DynamicSlidingWindowLayer):
                 start = max(length - old.sliding_window + 1, 0)
-                old.keys, old.values = old.keys[:, :, start:].clone(), old.values[:, :, start:].clone()
                 old.cumulative_length = length
+            old.keys, old.values = new.keys[:, :, start:length], new.values[:, :, start:length]
+            # A view keeps all of the buffer alive; where most of that is not in use, a copy costs less.
+            if self.capacity > 1.25 * (length - start):
+                old.keys, old.values = old.keys.clone(), old.values.clone()
         self.layers.clear()
         self._groups.clear()
 

@@ -48,11 +48,11 @@ class GumihoCandidateGenerator(CandidateGenerator):
         the tree is on the device of `tokens`.
         """
         tree = self.drafter.draft(
-            tokens.to(self.device, non_blocking=True),
-            hidden_states.to(self.device, non_blocking=True),
-            position_ids.to(self.device, non_blocking=True),
+            tokens.to(self.device),
+            hidden_states.to(self.device),
+            position_ids.to(self.device),
             counts,
-            attention_mask.to(self.device, non_blocking=True) if attention_mask is not None else None,
+            attention_mask.to(self.device) if attention_mask is not None else None,
         )
         return tree.to(tokens.device)
 

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
@@ -86,19 +87,31 @@ def check_target(target: PreTrainedModel) -> None:
             f"{name} cuts its local attention windows by cache slot, not by the attention mask, so it cannot verify a "
             f"draft tree. Generate without `assistant_model`."
         )
-    implementation = config._attn_implementation
-    if implementation not in MASKED_IMPLEMENTATIONS:
+    check_attention(target)
+    takes_cache = "past_key_values" in inspect.signature(target.forward).parameters
+    if not takes_cache or not target._supports_default_dynamic_cache():
         raise ValueError(
-            f"A draft tree needs an attention implementation that takes any mask "
-            f"({' or '.join(MASKED_IMPLEMENTATIONS)}), and {name} uses {implementation!r}. Load it with "
-            f"`attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
+            f"{name} keeps no key-value cache in a `DynamicCache`, against which a draft tree could be verified. "
+            f"Generate without `assistant_model`."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
 
 
+def check_attention(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for a model whose attention implementation does not take any mask."""
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation not in MASKED_IMPLEMENTATIONS:
+        raise ValueError(
+            f"A draft tree needs an attention implementation that takes any mask "
+            f"({' or '.join(MASKED_IMPLEMENTATIONS)}), and {type(model).__name__} uses {implementation!r}. Load it "
+            f"with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
+        )
+
+
 def check_pair(target: PreTrainedModel, assistant: GumihoModel) -> None:
-    """Raises `ValueError` where the sizes of the two models do not fit."""
+    """Raises `ValueError` where the drafter cannot draft for the target."""
+    check_attention(assistant)
     config, draft = target.config.get_text_config(decoder=True), assistant.config.get_text_config()
     hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
     for what, ours, theirs in (
@@ -112,23 +125,35 @@ def check_pair(target: PreTrainedModel, assistant: GumihoModel) -> None:
             )
 
 
-def check_positions(target: PreTrainedModel, prompt_length: int, max_length: int) -> None:
+def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new_tokens: int) -> None:
     """
     Raises `ValueError` where the rotary embedding depends on how far a pass reaches.
 
     Such embeddings change with the largest position of a pass, and a tree reaches further than plain decoding does.
+
+    Args:
+        position_ids: Those of the prompt.
+        max_new_tokens: The most tokens that may follow it.
     """
     config = target.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    rope_type = parameters.get("rope_type")
-    limit = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-    changes = {"dynamic": max_length > limit, "longrope": prompt_length <= limit < max_length}
-    if changes.get(rope_type, False):
-        raise ValueError(
-            f"{type(target).__name__} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, and this "
-            f"generation may go from {prompt_length} to {max_length}. Lower `max_new_tokens` or generate without "
-            f"`assistant_model`."
-        )
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    # Models with two kinds of attention nest one set of parameters per kind.
+    nested = [value for value in parameters.values() if isinstance(value, dict) and "rope_type" in value]
+    for rope in nested or [parameters]:
+        rope_type = rope.get("rope_type")
+        if rope_type not in ("dynamic", "longrope"):
+            continue
+        limit: int = config.max_position_embeddings
+        if rope_type == "longrope":
+            limit = rope.get("original_max_position_embeddings", limit)
+        start = int(position_ids.max()) + 1
+        stop = start + max_new_tokens
+        if stop > limit and (rope_type == "dynamic" or start <= limit):
+            raise ValueError(
+                f"{type(target).__name__} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, and "
+                f"this generation may go from {start} to {stop}. Lower `max_new_tokens` or generate without "
+                f"`assistant_model`."
+            )
 
 
 def check_cache(cache: Any) -> None:

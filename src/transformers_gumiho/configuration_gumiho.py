@@ -137,9 +137,12 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
         "rope_parameters": _rope_parameters(target),
         "tie_word_embeddings": False,
     }
-    for name in ("max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in ("max_position_embeddings", "rms_norm_eps"):
         if getattr(target, name, None) is not None:
             fields[name] = getattr(target, name)
+    # Also where the target has none: both models share a tokenizer.
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields[name] = getattr(target, name, None)
     return fields
 
 

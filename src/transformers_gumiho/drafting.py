@@ -151,10 +151,11 @@ class GumihoDrafter:
         else:
             features = self._read_committed(tokens, hidden_states, position_ids)
         self.cache.commit(counts)
-        last = torch.tensor([max(count - 1, 0) for count in counts], device=features.device)[:, None]
-        feature = _gather_rows(features, last)
-        root_tokens = tokens.gather(1, last).squeeze(1)
-        levels, path_inputs = self._draft_serially(root_tokens, feature, position_ids.gather(1, last))
+        feature, root_tokens, root_positions = (
+            _last_of_rows(tensor, counts) for tensor in (features, tokens, position_ids)
+        )
+        root_tokens = root_tokens.squeeze(1)
+        levels, path_inputs = self._draft_serially(root_tokens, feature, root_positions)
         if self.settings.tree_depth > len(levels):
             levels += self._draft_in_parallel(levels[-1], path_inputs)
         return build_tree(root_tokens.to(levels[0].tokens.device), levels, self.settings.num_assistant_tokens)
@@ -245,8 +246,9 @@ class GumihoDrafter:
         """Returns the best tokens after features `(B, n, H)` and their log-probabilities `(B, n, num_tokens)`."""
         logits = self.lm_head(features).float() / self.settings.draft_temperature
         best = logits.topk(min(num_tokens, logits.shape[-1]))
-        # Rounding must not lift a node above its parent.
-        return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).clamp_(max=0.0)
+        log_probs = best.values - logits.logsumexp(dim=-1, keepdim=True)
+        # Neither rounding nor an overflow in the drafter may lift a node above its parent.
+        return best.indices, log_probs.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def _run_block(
         self,
@@ -283,6 +285,15 @@ def _append_candidates(
     if visible is None or depths is None:
         return itself, own_depths
     return torch.cat((_gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
+
+
+def _last_of_rows(tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Picks place `counts[b] - 1` (place 0 for a count of 0) of each row of `(B, n, ...)`; returns `(B, 1, ...)`."""
+    places = [max(count - 1, 0) for count in counts]
+    if min(places) == max(places):
+        return tensor[:, places[0] : places[0] + 1]
+    index = torch.tensor(places, device=tensor.device).view(-1, 1, *[1] * (tensor.ndim - 2))
+    return tensor.gather(1, index.expand(-1, -1, *tensor.shape[2:]))
 
 
 def _gather_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

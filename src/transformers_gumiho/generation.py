@@ -1,6 +1,7 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit what the target agrees with."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,27 +12,20 @@ from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationMixin,
     GenerationMode,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
     LogitsProcessorList,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from .cache import TreeCache
 from .candidate_generator import GumihoCandidateGenerator
+from .choosing import TokenChooser, pick
 from .compatibility import check_cache, check_positions, check_request
 from .drafting import DraftingSettings
 from .modeling_gumiho import GumihoModel
-from .sequences import CommittedSequences, HiddenStateRecord, StepRecord
-from .target import TargetOutput, TargetRunner
+from .sequences import CommittedSequences, HiddenStateRecord
+from .target import TargetOutput, TargetRunner, draft_head
 from .tree import DraftTree, bare_root
-from .verification import find_child, walk_tree
-
-
-# What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
-_PREFIX_FREE_PROCESSORS = (InfNanRemoveLogitsProcessor, LogitNormalization, SuppressTokensLogitsProcessor)
 
 
 @dataclass
@@ -43,116 +37,12 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
         accepted_lengths (`list[list[int]]`):
             For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. Their
             mean is the acceptance length tau. The first token comes from the prompt pass and counts in no cycle.
+
+    In a batch, `scores`, `logits` and `hidden_states` are zero where a row has ended before the others: the target is
+    not run on padding.
     """
 
     accepted_lengths: list[list[int]] | None = None
-
-
-class TokenChooser:
-    """
-    Chooses the target's next tokens along a draft tree, exactly as plain decoding chooses them, and commits them.
-
-    Args:
-        sequences: The committed text.
-        logits_processor: As prepared by `generate()`.
-        generation_config: As prepared by `generate()`.
-    """
-
-    def __init__(
-        self,
-        sequences: CommittedSequences,
-        logits_processor: LogitsProcessorList,
-        generation_config: GenerationConfig,
-    ):
-        self.sequences = sequences
-        self.logits_processor = logits_processor
-        self.do_sample = generation_config.do_sample
-        self.batch_size = len(sequences.lengths)
-        returns_dict = generation_config.return_dict_in_generate
-        self.scores = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_scores))
-        self.logits = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_logits))
-        self.whole_tree = not self.do_sample and all(
-            type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor
-        )
-
-    def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """
-        Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens.
-
-        Returns:
-            The visited nodes `(B, L)`, and the number of tokens committed in each row, one per visited node.
-        """
-        logits = logits.to(dtype=torch.float32, device=tree.tokens.device)
-        nodes, kept = self._commit_whole_tree(tree, logits) if self.whole_tree else self._commit_stepwise(tree, logits)
-        num_generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
-        self.scores.trim(num_generated)
-        self.logits.trim(num_generated)
-        return nodes, kept
-
-    def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronisation."""
-        scores = logits
-        if len(self.logits_processor) > 0:
-            flat = logits.flatten(0, 1).clone()
-            scores = self.logits_processor(self.sequences.prefix(1).expand(flat.shape[0], -1), flat).view_as(logits)
-        path = walk_tree(tree, scores.argmax(dim=-1))
-        host = torch.cat((path.counts[:, None], path.tokens), dim=1).tolist()
-        counts = [row[0] for row in host]
-        self._record(self.logits, logits, path.nodes, counts)
-        self._record(self.scores, scores, path.nodes, counts)
-        return path.nodes, self.sequences.commit(path.tokens, [row[1:] for row in host], counts, self.scores)
-
-    def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """One token after the other, as plain decoding: the processors see each node's true prefix, once."""
-        node = tree.parents[:, 0]
-        visited: list[torch.Tensor] = []
-        kept = [0] * self.batch_size
-        walking = [self.sequences.is_open(row) for row in range(self.batch_size)]
-        while any(walking):
-            visited.append(node)
-            node_logits = logits.gather(1, node[:, None, None].expand(-1, -1, logits.shape[2])).squeeze(1)
-            scores = self._process(node_logits, walking)
-            if self.do_sample:
-                tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
-            else:
-                tokens = scores.argmax(dim=-1, keepdim=True)
-            node, found = find_child(tree, node, tokens.squeeze(1))
-            host = torch.cat((tokens, found[:, None]), dim=1).tolist()
-            counts = [int(is_walking) for is_walking in walking]
-            self.logits.add(node_logits[:, None], counts)
-            self.scores.add(scores[:, None], counts)
-            new = self.sequences.commit(tokens, [row[:1] for row in host], counts, self.scores)
-            kept = [total + number for total, number in zip(kept, new, strict=True)]
-            walking = [
-                is_walking and bool(host[row][1]) and self.sequences.is_open(row)
-                for row, is_walking in enumerate(walking)
-            ]
-        return torch.stack(visited, dim=1), kept
-
-    def _process(self, logits: torch.Tensor, walking: list[bool]) -> torch.Tensor:
-        """
-        Returns the processed scores `(B, V)` of each walking row's next token.
-
-        Processors take rows of one length, so rows of different lengths take one call for each length; what such a
-        call returns for the other rows is left unused.
-        """
-        lengths = self.sequences.lengths
-        processed: torch.Tensor | None = None
-        for length in sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking}):
-            scores = self.logits_processor(self.sequences.prefix(length), logits.clone())
-            if processed is None:
-                processed = scores
-                continue
-            rows = [row for row, row_length in enumerate(lengths) if row_length == length]
-            processed[rows] = scores[rows]
-        if processed is None:
-            raise RuntimeError("No row takes another token.")
-        return processed
-
-    def _record(self, record: StepRecord, values: torch.Tensor, nodes: torch.Tensor, counts: list[int]) -> None:
-        if record.enabled:
-            nodes = nodes[:, : max(counts)]
-            record.add(values.gather(1, nodes[:, :, None].expand(-1, -1, values.shape[2])), counts)
 
 
 def _validate_generation_mode(
@@ -244,7 +134,6 @@ def decode_with_tree(
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
     check_cache(model_kwargs.get("past_key_values"))
-    check_positions(target, input_ids.shape[1], generation_config.max_length)
     settings = DraftingSettings.from_generation_config(
         assistant_model.generation_config,
         assistant_model.config,
@@ -252,14 +141,16 @@ def decode_with_tree(
     )
     batch_size = input_ids.shape[0]
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    chooser = TokenChooser(sequences, logits_processor, generation_config)
+    max_new_tokens = sequences.max_length - sequences.prompt_length
+    check_positions(target, model_kwargs["position_ids"], max_new_tokens)
+    chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config)
     layers = HiddenStateRecord(
         batch_size, bool(generation_config.return_dict_in_generate and generation_config.output_hidden_states)
     )
     accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
 
     with TargetRunner(target, generation_config, model_kwargs, settings.num_assistant_tokens + 1) as runner:
-        output = runner.read_prompt(input_ids, generation_config.max_length - sequences.prompt_length)
+        output = runner.read_prompt(input_ids, max_new_tokens)
         layers.add_prompt(output.hidden_states)
         chooser.commit(bare_root(input_ids.new_zeros(batch_size)), output.logits)
         sequences.stream()
@@ -276,7 +167,8 @@ def decode_with_tree(
                 lengths.extend([number] if number else [])
             if not sequences.finished:
                 tree = _draft_after_cycle(generator, nodes, kept, sequences, output)
-        runner.truncate([max(length - sequences.final_length, 0) for length in sequences.lengths])
+        num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
+        runner.truncate(num_removed)
 
     if streamer is not None:
         streamer.end()
@@ -289,8 +181,15 @@ def decode_with_tree(
         logits=chooser.logits.until(num_steps),
         hidden_states=layers.until(num_steps),
         past_key_values=runner.prompt_cache,
-        accepted_lengths=accepted_lengths,
+        accepted_lengths=[_without_last(*row) for row in zip(accepted_lengths, num_removed, strict=True)],
     )
+
+
+def _without_last(lengths: list[int], num_tokens: int) -> list[int]:
+    """Takes the last `num_tokens` tokens out of the lengths of the cycles that committed them."""
+    kept = list(itertools.accumulate(lengths))
+    total = (kept[-1] if kept else 0) - num_tokens
+    return [length - max(end - total, 0) for length, end in zip(lengths, kept, strict=True) if end - length < total]
 
 
 def _make_generator(
@@ -300,7 +199,7 @@ def _make_generator(
     runner: TargetRunner,
     prompt: TargetOutput,
 ) -> GumihoCandidateGenerator:
-    head, like = target.get_output_embeddings(), prompt.last_hidden_state
+    head, like = draft_head(target), prompt.last_hidden_state
     batch_size, num_read = like.shape[:2]
     capacity = num_read + runner.cache.capacity - runner.prompt_length + settings.branching_factor
     return GumihoCandidateGenerator(
@@ -337,10 +236,10 @@ def _draft_after_cycle(
 ) -> DraftTree:
     """Drafts the next tree from the states of the nodes that were kept."""
     states = output.last_hidden_state
-    nodes = nodes[:, : max(kept)].to(states.device)
+    nodes = nodes[:, : max(kept)]
     return generator.get_tree(
         sequences.newest(kept),
-        states.gather(1, nodes[:, :, None].expand(-1, -1, states.shape[2])),
+        pick(states, nodes),
         output.position_ids.gather(1, nodes.to(output.position_ids.device)),
         kept,
     )

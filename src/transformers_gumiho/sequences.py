@@ -32,7 +32,11 @@ class CommittedSequences:
         streamer: BaseStreamer | None = None,
     ):
         batch_size, self.prompt_length = input_ids.shape
-        self.max_length: int = generation_config.max_length
+        # A criterion of the caller's takes the place of the one that `generate()` makes from its settings.
+        self.max_length: int = min(
+            (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria),
+            default=generation_config.max_length,
+        )
         pad_token = generation_config._pad_token_tensor
         self.pad_token_id = int(pad_token) if pad_token is not None else 0
         self._buffer = input_ids.new_full((batch_size, self.prompt_length + 64), self.pad_token_id)
@@ -69,10 +73,12 @@ class CommittedSequences:
 
     def prefix(self, length: int) -> torch.Tensor:
         """Returns `(B, length)`: the first tokens of every row. Rows that are shorter end in padding."""
-        return self._buffer[:, :length]
+        return self._buffer[:, :length].contiguous()
 
     def newest(self, counts: Sequence[int]) -> torch.Tensor:
         """Returns `(B, max(counts))`: the newest `counts[b]` tokens of each row, aligned left, then any tokens."""
+        if min(self.lengths) == max(self.lengths) and min(counts) == max(counts):
+            return self._buffer[:, self.lengths[0] - counts[0] : self.lengths[0]]
         starts = torch.tensor(
             [length - count for length, count in zip(self.lengths, counts, strict=True)], device=self._buffer.device
         )
@@ -179,6 +185,7 @@ class StepRecord:
     def __init__(self, batch_size: int, enabled: bool):
         self.enabled = enabled
         self._rows: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+        self._complete: list[torch.Tensor] = []  # the steps that every row has, stacked
 
     def add(self, values: torch.Tensor, counts: Sequence[int]) -> None:
         """Records the first `counts[b]` of `values` `(B, n, ...)` for each row."""
@@ -191,6 +198,7 @@ class StepRecord:
         if self.enabled:
             for steps, count in zip(self._rows, counts, strict=True):
                 del steps[count:]
+            del self._complete[min(counts) :]
 
     def until(self, num_steps: int) -> tuple[torch.Tensor, ...] | None:
         """Returns one tensor `(B, ...)` for each of the first steps; zeros in rows that ended before."""
@@ -198,11 +206,14 @@ class StepRecord:
             return None
         if num_steps == 0:
             return ()
-        like = next(steps[0] for steps in self._rows if steps)
-        return tuple(
-            torch.stack([steps[step] if step < len(steps) else torch.zeros_like(like) for steps in self._rows])
-            for step in range(num_steps)
-        )
+        for step in range(len(self._complete), min(num_steps, *(len(steps) for steps in self._rows))):
+            self._complete.append(torch.stack([steps[step] for steps in self._rows]))
+        zeros = torch.zeros_like(next(steps[0] for steps in self._rows if steps))
+        ragged = [
+            torch.stack([steps[step] if step < len(steps) else zeros for steps in self._rows])
+            for step in range(len(self._complete), num_steps)
+        ]
+        return (*self._complete[:num_steps], *ragged)
 
 
 class HiddenStateRecord:

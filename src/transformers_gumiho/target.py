@@ -1,7 +1,7 @@
 """Running the target: the prompt as plain decoding does, then a draft tree per pass, with its last hidden states."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,10 @@ class TargetRunner:
         self.prompt_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         self.attention_types = attention_types(model)
         config = model.config.get_text_config(decoder=True)
+        # Without a rotary embedding the positions come from a table.
+        self.num_positions: int | None = (
+            None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
+        )
         self.window: int | None = config.sliding_window if "sliding_attention" in self.attention_types else None
 
     def __enter__(self) -> "TargetRunner":
@@ -75,18 +79,29 @@ class TargetRunner:
     def __exit__(self, *exception: Any) -> None:
         self._capture.__exit__(*exception)
         if self._has_tree_cache:
+            if exception[0] is not None:
+                # What every row has committed is all that the caller can tell from padding.
+                self.cache.set_lengths([min(self.cache.lengths)] * len(self.cache.lengths))
             self.cache.to_dynamic(self.prompt_cache)
 
     def read_prompt(self, input_ids: torch.Tensor, max_new_tokens: int) -> TargetOutput:
         """Runs the prompt exactly as plain `generate()` does."""
         self._states.clear()
         self.max_new_tokens = max_new_tokens
-        position_ids = self.model_kwargs["position_ids"].to(self.model.device)
+        position_ids = self.model_kwargs["position_ids"]
         outputs = self.model._prefill(input_ids, self.generation_config, self.model_kwargs)
+        if not self._states:
+            raise RuntimeError(
+                f"{type(self.model).__name__} did not run its decoder as a module, so its last hidden states could "
+                f"not be read. If its forward pass is compiled, pass the model that is not."
+            )
         last_hidden_state = torch.cat(self._states, dim=1)  # one for each chunk of a chunked prefill
         batch_size, num_read = last_hidden_state.shape[:2]
         # A quantised target computes in another dtype than it stores.
         self.mask_dtype = last_hidden_state.dtype
+        # A target split over devices moves its inputs itself; the parameters of an offloaded one are nowhere.
+        self.device = last_hidden_state.device
+        position_ids = position_ids.to(self.device)
 
         reserved = min(max_new_tokens, MAX_RESERVED_TOKENS) + self.num_nodes
         self.cache = TreeCache.from_dynamic(self.prompt_cache, self.prompt_cache.get_seq_length() + reserved)
@@ -94,7 +109,7 @@ class TargetRunner:
         self.prompt_length = self.cache.get_seq_length()
         if self.prompt_mask is not None and bool(self.prompt_mask.all()):
             self.prompt_mask = None
-        self.context_mask = self.prompt_mask.to(self.model.device).bool() if self.prompt_mask is not None else None
+        self.context_mask = self.prompt_mask.to(self.device).bool() if self.prompt_mask is not None else None
         # Multimodal decoders have several positions per token, with the batch in the second dimension.
         self.next_position = position_ids[..., -1:].expand(*position_ids.shape[:-2], batch_size, 1) + 1
         text_positions = position_ids if position_ids.ndim == 2 else position_ids[0]
@@ -108,11 +123,16 @@ class TargetRunner:
     def run_tree(self, tree: DraftTree) -> TargetOutput:
         """Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors."""
         self._states.clear()
-        tree = tree.to(self.model.device)
-        advanced = torch.tensor(self.cache.lengths, device=tree.depths.device)[:, None] - self.prompt_length
+        tree = tree.to(self.device)
+        if self.cache.is_uniform:
+            advanced: int | torch.Tensor = self.cache.lengths[0] - self.prompt_length
+        else:
+            advanced = self.cache.row_starts(self.device) - self.prompt_length
         # Nodes past the last position that plain decoding would run are never committed; a target with a table of
         # positions may have none for them.
         position_ids = self.next_position + (advanced + tree.depths).clamp_(max=self.max_new_tokens - 2)
+        if self.num_positions is not None:
+            position_ids = position_ids.clamp_(max=self.num_positions - 1)
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
@@ -134,7 +154,9 @@ class TargetRunner:
 
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Drops the newest `num_removed[b]` entries of each row from the cache."""
-        self.cache.lengths = [length - number for length, number in zip(self.cache.lengths, num_removed, strict=True)]
+        self.cache.set_lengths(
+            [length - number for length, number in zip(self.cache.lengths, num_removed, strict=True)]
+        )
 
     def _node_kwargs(self, num_nodes: int) -> dict[str, Any]:
         """Returns the arguments of the caller that go to every pass, extended to `num_nodes` nodes where needed."""
@@ -164,6 +186,25 @@ class TargetRunner:
             for kind in self.attention_types
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def draft_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    Returns the function from features to the logits that drafts are scored with: the target's output head, followed
+    by the scaling and capping that some decoders apply to its logits.
+    """
+    head = target.get_output_embeddings()
+    config = target.config.get_text_config(decoder=True)
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def logits_of(features: torch.Tensor) -> torch.Tensor:
+        logits = head(features)
+        if scale != 1:
+            logits = logits * scale
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    return logits_of
 
 
 @contextmanager

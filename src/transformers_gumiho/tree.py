@@ -3,6 +3,7 @@
 Pure functions of fixed-shape tensors with the batch dimension first. `B` batch size, `N` drafted nodes.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,10 +56,10 @@ class DraftTree:
     def to(self, device: torch.device) -> "DraftTree":
         """Returns the tree on `device`."""
         return DraftTree(
-            tokens=self.tokens.to(device, non_blocking=True),
-            parents=self.parents.to(device, non_blocking=True),
-            depths=self.depths.to(device, non_blocking=True),
-            ancestors=self.ancestors.to(device, non_blocking=True),
+            tokens=self.tokens.to(device),
+            parents=self.parents.to(device),
+            depths=self.depths.to(device),
+            ancestors=self.ancestors.to(device),
             max_depth=self.max_depth,
         )
 
@@ -103,7 +104,6 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         levels: The levels from depth 1 down; the parents of level d are nodes of level d - 1.
     """
     scores = torch.cat([level.scores for level in levels], dim=1)
-    sizes = [level.tokens.shape[1] for level in levels]
     order = scores.sort(dim=1, descending=True, stable=True).indices
     num_nodes = min(num_nodes, scores.shape[1])
     chosen = order[:, :num_nodes]
@@ -113,7 +113,7 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         1, order, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order)
     )
     ranks = torch.cat((torch.zeros_like(root_tokens[:, None]), ranks), dim=1)
-    starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    starts = [0, *itertools.accumulate(level.tokens.shape[1] for level in levels)]
     parents = torch.cat(
         [level.parents + (starts[depth - 1] + 1 if depth else 0) for depth, level in enumerate(levels)], dim=1
     )

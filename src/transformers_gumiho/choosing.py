@@ -1,0 +1,197 @@
+"""Choosing the target's tokens along a draft tree, with its processors and criteria, as plain decoding does."""
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from .sequences import CommittedSequences, StepRecord
+from .tree import DraftTree
+from .verification import find_child, walk_tree
+
+
+# What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
+_PREFIX_FREE_PROCESSORS = (InfNanRemoveLogitsProcessor, LogitNormalization, SuppressTokensLogitsProcessor)
+
+# Processors that look at nothing but the scores and the tokens of each row for itself, and remember nothing between
+# calls. The rows of a batch may then be processed one length after the other.
+_ROW_WISE_PROCESSORS = (
+    *_PREFIX_FREE_PROCESSORS,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+_ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+
+
+class TokenChooser:
+    """
+    Chooses the target's next tokens along a draft tree, exactly as plain decoding chooses them, and commits them.
+
+    Args:
+        sequences: The committed text.
+        logits_processor: As prepared by `generate()`.
+        stopping_criteria: As prepared by `generate()`.
+        generation_config: As prepared by `generate()`.
+    """
+
+    def __init__(
+        self,
+        sequences: CommittedSequences,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+    ):
+        self.sequences = sequences
+        self.logits_processor = logits_processor
+        self.do_sample = generation_config.do_sample
+        self.batch_size = len(sequences.lengths)
+        returns_dict = generation_config.return_dict_in_generate
+        self.scores = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_scores))
+        self.logits = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_logits))
+        # Where one row's scores or end may depend on the others, or on earlier calls, all rows take the same steps.
+        self.in_lockstep = self.batch_size > 1 and not (
+            all(type(processor) in _ROW_WISE_PROCESSORS for processor in logits_processor)
+            and all(type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria)
+        )
+        self.whole_tree = (
+            not self.do_sample
+            and not self.in_lockstep
+            and all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
+        )
+
+    def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """
+        Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens.
+
+        Returns:
+            The visited nodes `(B, L)`, and the number of tokens committed in each row, one per visited node.
+        """
+        nodes, kept = self._commit_whole_tree(tree, logits) if self.whole_tree else self._commit_stepwise(tree, logits)
+        num_generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
+        self.scores.trim(num_generated)
+        self.logits.trim(num_generated)
+        return nodes, kept
+
+    def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronisation."""
+        scores = logits
+        if len(self.logits_processor) > 0:
+            flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
+            # These processors look at no token; they are handed a row of the right size for each node.
+            rows = self.sequences.prefix(1).repeat_interleave(logits.shape[1], dim=0).to(flat.device)
+            scores = self.logits_processor(rows, flat).view_as(logits)
+        elif logits.dtype == torch.float64:
+            scores = logits.float()  # plain decoding chooses among values rounded to float32
+        path = walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
+        host = torch.cat((path.counts[:, None], path.tokens), dim=1).tolist()
+        counts = [row[0] for row in host]
+        self._record(self.logits, logits, path.nodes, counts)
+        self._record(self.scores, scores, path.nodes, counts)
+        return path.nodes, self.sequences.commit(path.tokens, [row[1:] for row in host], counts, self.scores)
+
+    def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """One token after the other, as plain decoding: the processors see each node's true prefix, once."""
+        node = tree.parents[:, 0]
+        visited: list[torch.Tensor] = []
+        kept = [0] * self.batch_size
+        walking = [self.sequences.is_open(row) for row in range(self.batch_size)]
+        while any(walking):
+            visited.append(node)
+            node_logits = pick(logits, node[:, None]).squeeze(1).to(dtype=torch.float32, device=node.device)
+            scores = self._process(node_logits, walking)
+            if self.do_sample:
+                # Every row draws, as in plain decoding; what rows that take no token draw from does not matter.
+                idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
+                probs = (scores.masked_fill(idle, 0.0) if not all(walking) else scores).softmax(dim=-1)
+                tokens = torch.multinomial(probs, num_samples=1)
+            else:
+                tokens = scores.argmax(dim=-1, keepdim=True)
+            node, found = find_child(tree, node, tokens.squeeze(1))
+            host = torch.cat((tokens, found[:, None]), dim=1).tolist()
+            counts = [int(is_walking) for is_walking in walking]
+            self.logits.add(node_logits[:, None], counts)
+            self.scores.add(scores[:, None], counts)
+            new = self.sequences.commit(tokens, [row[:1] for row in host], counts, self.scores)
+            kept = [total + number for total, number in zip(kept, new, strict=True)]
+            going_on = [self.sequences.is_open(row) for row in range(self.batch_size)]
+            found_child = [bool(row[1]) for row in host]
+            if self.in_lockstep and not all(
+                found for found, is_open in zip(found_child, going_on, strict=True) if is_open
+            ):
+                break
+            walking = [
+                is_walking and found and is_open
+                for is_walking, found, is_open in zip(walking, found_child, going_on, strict=True)
+            ]
+        return torch.stack(visited, dim=1), kept
+
+    def _process(self, logits: torch.Tensor, walking: list[bool]) -> torch.Tensor:
+        """
+        Returns the processed scores `(B, V)` of each walking row's next token.
+
+        Processors take rows of one length, so rows of different lengths take one call for each length; what such a
+        call returns for the other rows is left unused.
+        """
+        lengths = self.sequences.lengths
+        processed: torch.Tensor | None = None
+        for length in sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking}):
+            scores = self.logits_processor(self.sequences.prefix(length), logits.clone())
+            if processed is None:
+                processed = scores
+                continue
+            rows = [row for row, row_length in enumerate(lengths) if row_length == length]
+            processed[rows] = scores[rows]
+        if processed is None:
+            raise RuntimeError("No row takes another token.")
+        return processed
+
+    def _record(self, record: StepRecord, values: torch.Tensor, nodes: torch.Tensor, counts: list[int]) -> None:
+        if record.enabled:
+            picked = pick(values, nodes[:, : max(counts)])
+            record.add(picked.to(dtype=torch.float32, device=nodes.device), counts)
+
+
+def pick(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """Picks the values `(B, N + 1, width)` of `nodes` `(B, L)`."""
+    return values.gather(1, nodes.to(values.device)[:, :, None].expand(-1, -1, values.shape[2]))
