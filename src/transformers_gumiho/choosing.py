@@ -141,10 +141,11 @@ class TokenChooser:
             node_logits = pick(logits, node[:, None]).squeeze(1).to(dtype=torch.float32, device=node.device)
             scores = self._process(node_logits, walking)
             if self.do_sample:
-                # Every row draws, as in plain decoding; what rows that take no token draw from does not matter.
-                idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
-                probs = (scores.masked_fill(idle, 0.0) if not all(walking) else scores).softmax(dim=-1)
-                tokens = torch.multinomial(probs, num_samples=1)
+                if not all(walking):
+                    # Every row draws, as in plain decoding; rows that take no token may have no distribution.
+                    idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
+                    scores = scores.masked_fill(idle, 0.0)
+                tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
             else:
                 tokens = scores.argmax(dim=-1, keepdim=True)
             node, found = find_child(tree, node, tokens.squeeze(1))
