@@ -13,12 +13,13 @@ ROOT = Path(transformers_gumiho.__file__).parent
 # What each module may import from the package. A module of a room sees the rooms before it, never those after.
 ALLOWED = {
     "configuration_gumiho": set(),
-    "modeling_gumiho": {"configuration_gumiho"},
+    "parallel_heads": {"configuration_gumiho"},
+    "modeling_gumiho": {"configuration_gumiho", "parallel_heads"},
     "tree": set(),
     "verification": {"tree"},
     "cache": set(),
     "losses": {"modeling_gumiho"},
-    "drafting": {"configuration_gumiho", "modeling_gumiho", "tree"},
+    "drafting": {"configuration_gumiho", "modeling_gumiho", "parallel_heads", "tree"},
     "candidate_generator": {"modeling_gumiho", "drafting", "tree"},
     # The generation loop is one room of several files.
     "compatibility": {"modeling_gumiho", "cache"},

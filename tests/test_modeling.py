@@ -13,7 +13,7 @@ from transformers.generation import GenerationMixin
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.modeling_gumiho import run_batched_heads
+from transformers_gumiho.parallel_heads import run_batched_heads
 
 
 HIDDEN_SIZE, VOCAB_SIZE = 32, 50

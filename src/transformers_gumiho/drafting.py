@@ -8,7 +8,8 @@ import torch
 from transformers import GenerationConfig
 
 from .configuration_gumiho import GumihoConfig
-from .modeling_gumiho import DECODING_DEFAULTS, GumihoModel, run_batched_heads
+from .modeling_gumiho import DECODING_DEFAULTS, GumihoModel
+from .parallel_heads import run_batched_heads
 from .tree import DraftLevel, DraftTree, block_attention_mask, build_tree, extend_level, root_level
 
 

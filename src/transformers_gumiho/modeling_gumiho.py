@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gumiho import GumihoConfig
+from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 
 
 # Decoding settings that live in `GumihoModel.generation_config`, with their defaults. `None`: see DraftingSettings.
@@ -55,123 +56,6 @@ class GumihoOutput(ModelOutput):
     past_key_values: Cache | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
-
-
-class GumihoHeadLinear(nn.Linear):
-    """A linear layer whose weights start at zero."""
-
-
-class GumihoHeadBlock(nn.Module):
-    """`SiLU(Linear(x))`, added to `x` where `residual`: such a block starts as the identity."""
-
-    def __init__(self, in_features: int, out_features: int, residual: bool):
-        super().__init__()
-        self.linear = GumihoHeadLinear(in_features, out_features)
-        self.residual = residual
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        update = nn.functional.silu(self.linear(hidden_states))
-        return hidden_states + update if self.residual else update
-
-
-class GumihoParallelHeads(nn.ModuleList):
-    """
-    The parallel heads. Head i drafts token S+1+i of a path from the fused inputs of the path's S serial tokens; the
-    heads share that input and do not see each other.
-
-    Each head is stored as its own modules, under the names of the published checkpoints. For inference
-    [`batched_weights`] lays the heads' parameters behind each other in memory without changing them, so that one
-    product serves all heads.
-    """
-
-    def __init__(self, config: GumihoConfig):
-        hidden_size = config.get_text_config().hidden_size
-        super().__init__(
-            nn.ModuleList(
-                GumihoHeadBlock(
-                    in_features=hidden_size if block else config.num_serial_tokens * hidden_size,
-                    out_features=hidden_size,
-                    residual=block > 0,
-                )
-                for block in range(config.num_residual_blocks + 1)
-            )
-            for _ in range(config.num_parallel_heads)
-        )
-        self.hidden_size = hidden_size
-
-    def forward(self, path_inputs: torch.Tensor) -> torch.Tensor:
-        """Maps `(B, T, S * H)` to the features of all heads, `(B, P, T, H)`."""
-        features = []
-        for head in self:
-            hidden_states = path_inputs
-            for block in head.children():
-                hidden_states = block(hidden_states)
-            features.append(hidden_states)
-        if not features:
-            return path_inputs.new_zeros(path_inputs.shape[0], 0, path_inputs.shape[1], self.hidden_size)
-        return torch.stack(features, dim=1)
-
-    @torch.inference_mode(False)  # or the parameters would become tensors that cannot be trained any more
-    @torch.no_grad()
-    def batched_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """
-        Returns, for each block, the weights `(P, in, out)` and biases `(P, 1, out)` of all heads.
-
-        The tensors are not copies: on the first call the parameters are moved into shared storage and become views of
-        it, so training steps and loaded weights show. Returns `None` where that cannot be done because a linear layer
-        was replaced or wrapped (quantised, offloaded or with an adapter); use `forward` then.
-        """
-        heads = [list(head.children()) for head in self]
-        if not heads or not all(_is_plain_linear(block.linear) for head in heads for block in head):
-            return None
-        blocks = []
-        for heads_of_block in zip(*heads, strict=True):
-            weight = _as_one_tensor([block.linear.weight for block in heads_of_block])
-            bias = _as_one_tensor([block.linear.bias for block in heads_of_block])
-            blocks.append((weight.transpose(1, 2), bias[:, None]))
-        return blocks
-
-
-def run_batched_heads(
-    weights: list[tuple[torch.Tensor, torch.Tensor]], path_inputs: torch.Tensor, num_heads: int
-) -> torch.Tensor:
-    """
-    Runs the first `num_heads` heads as one batched product per block.
-
-    Args:
-        weights: What [`GumihoParallelHeads.batched_weights`] returned.
-        path_inputs (`(B, T, S * H)`): The fused inputs of each path's serial tokens.
-
-    Returns:
-        `(B, num_heads, T, H)`: the features of the heads.
-    """
-    batch_size, num_paths, width = path_inputs.shape
-    hidden_states = path_inputs.reshape(1, -1, width).expand(num_heads, -1, -1)
-    for index, (weight, bias) in enumerate(weights):
-        update = nn.functional.silu(torch.baddbmm(bias[:num_heads], hidden_states, weight[:num_heads]))
-        hidden_states = hidden_states + update if index else update
-    return hidden_states.view(num_heads, batch_size, num_paths, -1).transpose(0, 1)
-
-
-def _is_plain_linear(linear: Any) -> bool:
-    return type(linear) is GumihoHeadLinear and type(linear.weight) is nn.Parameter and not hasattr(linear, "_hf_hook")
-
-
-def _as_one_tensor(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Returns the parameters as one tensor with a new first dimension whose storage they share."""
-    first, size = parameters[0], parameters[0].numel()
-    storage = first.data.untyped_storage().data_ptr()
-    shared = all(
-        parameter.is_contiguous()
-        and parameter.data.untyped_storage().data_ptr() == storage
-        and parameter.storage_offset() == index * size
-        for index, parameter in enumerate(parameters)
-    )
-    if not shared:
-        stacked = torch.stack([parameter.data for parameter in parameters])
-        for parameter, view in zip(parameters, stacked, strict=True):
-            parameter.data = view
-    return torch.as_strided(first.data, (len(parameters), *first.shape), (size, *first.stride()), 0)
 
 
 class GumihoPreTrainedModel(PreTrainedModel):
