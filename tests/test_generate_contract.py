@@ -468,6 +468,17 @@ def test_one_synchronisation_per_cycle(
     assert with_many - with_few == many - few > 5
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("target_device", "drafter_device"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
+def test_drafter_on_another_device(target_device: str, drafter_device: str, lengths: list[int]) -> None:
+    model = make_target("llama").to(target_device)
+    draft = make_drafter(model, num_assistant_tokens=47).to(drafter_device)
+    prompts = {name: value.to(target_device) for name, value in make_prompts(lengths).items()}
+    assert torch.equal(*both(model, draft, **prompts))
+
+
 def test_offloaded_target(drafter: GumihoModel) -> None:
     model = make_target("llama")
     plain = model.generate(**make_prompts([5]), max_new_tokens=40, do_sample=False)
