@@ -28,10 +28,10 @@ class QuickstartArguments:
     max_new_tokens: int = 128
     repeats: int = field(default=3, metadata={"help": "Times that each prompt is decoded in each way."})
     num_assistant_tokens: int | None = field(
-        default=None, metadata={"help": "Drafted tokens per cycle (default: 15 on a CPU, else the drafter's own)."}
+        default=None, metadata={"help": "Drafted tokens per cycle (default: 10 on a CPU, else the drafter's own)."}
     )
     branching_factor: int | None = field(
-        default=None, metadata={"help": "Tokens kept at each serial step (default: 5 on a CPU, else the drafter's)."}
+        default=None, metadata={"help": "Tokens kept at each serial step (default: 2 on a CPU, else the drafter's)."}
     )
     full_tree_attention: bool = field(
         default=True, metadata={"help": "Choose nodes among all recombinations of the heads' tokens."}
@@ -106,8 +106,8 @@ def main() -> None:
     # A CPU pays for every drafted token, so it wants a smaller tree than the default.
     small = device == "cpu"
     settings = gumiho.generation_config
-    settings.num_assistant_tokens = args.num_assistant_tokens or (15 if small else settings.num_assistant_tokens)
-    settings.branching_factor = args.branching_factor or (5 if small else settings.branching_factor)
+    settings.num_assistant_tokens = args.num_assistant_tokens or (10 if small else settings.num_assistant_tokens)
+    settings.branching_factor = args.branching_factor or (2 if small else settings.branching_factor)
     settings.full_tree_attention = args.full_tree_attention
 
     with (args.demo_pair / "prompts.jsonl").open(encoding="utf-8") as file:
