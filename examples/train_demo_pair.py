@@ -49,12 +49,12 @@ class DemoPairArguments:
     num_attention_heads: int = 3
     max_position_embeddings: int = 4096
 
-    target_steps: int = 2500
+    target_steps: int = 2300
     target_batch_size: int = 4
     target_sequence_length: int = 1024
     target_learning_rate: float = 3e-3
 
-    generated_rows: int = field(default=3072, metadata={"help": "Rows of text that the target writes itself."})
+    generated_rows: int = field(default=2048, metadata={"help": "Rows of text that the target writes itself."})
     generated_batch_size: int = 128
     generated_prompt_length: int = 64
 
@@ -64,7 +64,7 @@ class DemoPairArguments:
     drafter_learning_rate: float = 2e-3
     generated_share: float = field(default=0.5, metadata={"help": "Share of generated rows in a drafter's epoch."})
     feature_noise: float = field(default=0.2, metadata={"help": "Width of the uniform noise on states at 512 tokens."})
-    compile_loss: bool = field(default=False, metadata={"help": "Faster by half; needs a C++ compiler on a CPU."})
+    compile_loss: bool = field(default=False, metadata={"help": "Faster; needs a C++ compiler on a CPU."})
     feature_weight: float = 1.0
     serial_cross_entropy_weight: float = 1.0
     parallel_cross_entropy_weight: float = 1.0
