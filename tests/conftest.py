@@ -1,4 +1,3 @@
-import logging
 import os
 
 
@@ -6,7 +5,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_configure() -> None:
-    from transformers.utils import logging as transformers_logging
+    import torch
+    from transformers.utils import logging
 
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    # The models here are tiny: threads only wait for each other, for very long where the machine is busy.
+    torch.set_num_threads(1)
