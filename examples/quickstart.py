@@ -34,7 +34,7 @@ class QuickstartArguments:
         default=None, metadata={"help": "Tokens kept at each serial step (default: 2 on a CPU, else the drafter's)."}
     )
     full_tree_attention: bool = field(
-        default=True, metadata={"help": "Choose nodes among all recombinations of the heads' tokens."}
+        default=True, metadata={"help": "Whether nodes are chosen among all recombinations of the heads' tokens."}
     )
 
 
