@@ -14,11 +14,13 @@ ROOT = Path(transformers_gumiho.__file__).parent
 ALLOWED = {
     "configuration_gumiho": set(),
     "parallel_heads": {"configuration_gumiho"},
-    "modeling_gumiho": {"configuration_gumiho", "parallel_heads"},
+    "unrolling": set(),
+    "modeling_gumiho": {"configuration_gumiho", "parallel_heads", "unrolling"},
+    "output_head": set(),
     "tree": set(),
     "verification": {"tree"},
     "cache": set(),
-    "losses": {"modeling_gumiho"},
+    "losses": {"configuration_gumiho", "modeling_gumiho"},
     "drafting": {"configuration_gumiho", "modeling_gumiho", "parallel_heads", "tree"},
     "candidate_generator": {"modeling_gumiho", "drafting", "tree"},
     # The generation loop is one room of several files.
@@ -28,7 +30,7 @@ ALLOWED = {
     "choosing": {"sequences", "tree", "verification"},
     "generation": {
         "modeling_gumiho", "drafting", "candidate_generator", "tree", "cache", "compatibility", "target", "sequences",
-        "choosing",
+        "choosing", "output_head",
     },
     "__init__": {
         "configuration_gumiho", "modeling_gumiho", "drafting", "candidate_generator", "generation",

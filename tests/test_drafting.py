@@ -20,7 +20,7 @@ from transformers import (
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel
 from transformers_gumiho.cache import TreeCache
-from transformers_gumiho.target import draft_head
+from transformers_gumiho.output_head import output_head
 from transformers_gumiho.tree import DraftTree
 
 
@@ -156,7 +156,7 @@ def test_drafts_are_scored_with_the_logits_of_the_target(config: PreTrainedConfi
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(config).eval()
     ids = make_prompts([6])["input_ids"]
-    logits = draft_head(target)(target.model(ids).last_hidden_state)
+    logits = output_head(target)(target.model(ids).last_hidden_state)
     torch.testing.assert_close(logits, target(ids).logits)
 
 

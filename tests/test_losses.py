@@ -40,8 +40,8 @@ def test_loss_is_the_published_one(masked: bool) -> None:
     assert terms["serial_ce"].item() == pytest.approx(entropy, rel=1e-4)
     for head in range(5):
         distance, entropy = mean_over_positions(output.parallel_features[:, head], 3 + head)
-        assert terms[f"parallel_feature_{head}"].item() == pytest.approx(distance, rel=1e-4)
-        assert terms[f"parallel_ce_{head}"].item() == pytest.approx(entropy, rel=1e-4)
+        assert terms[f"parallel_{head}_feature"].item() == pytest.approx(distance, rel=1e-4)
+        assert terms[f"parallel_{head}_ce"].item() == pytest.approx(entropy, rel=1e-4)
         expected += 0.8 ** (head + 1) / 9 * (0.7 * distance + 0.2 * entropy)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 

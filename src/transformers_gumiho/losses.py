@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from .configuration_gumiho import GumihoConfig
 from .modeling_gumiho import GumihoOutput
 
 
@@ -26,6 +27,8 @@ class LossWeights:
             first two epochs.
         decay: Parallel head i counts `decay ** (i + 1)`.
         parallel: Of the sum over all parallel heads.
+        unrolled: Of each serial token beyond the first that was drafted from the drafter's own feature. The recipe
+            has none; they are there where the drafter's forward pass was asked to `unroll`.
     """
 
     feature: float = 1.0
@@ -33,6 +36,59 @@ class LossWeights:
     parallel_cross_entropy: float = 0.1
     decay: float = 0.8
     parallel: float = 1 / 9
+    unrolled: float = 1.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """
+    One predictor of the drafter: the serial head, an unrolled step of it, or a parallel head.
+
+    Attributes:
+        name: `serial`, `unrolled_j` or `parallel_i`.
+        features (`(B, T', H)`): What it predicts at each position.
+        shift: The feature at t predicts the target's state `t + shift`.
+        feature_weight: Of its smooth-L1 term in the loss.
+        cross_entropy_weight: Of its soft cross-entropy in the loss.
+    """
+
+    name: str
+    features: torch.Tensor
+    shift: int
+    feature_weight: float
+    cross_entropy_weight: float
+
+
+def predictions_of(output: GumihoOutput, weights: LossWeights) -> list[Prediction]:
+    """Returns the predictions in a drafter's output, in the order of [`prediction_shifts`]."""
+    serial, parallel = output.serial_features, output.parallel_features
+    if serial is None or parallel is None:
+        raise ValueError("The loss needs the features of both the serial and the parallel heads.")
+    serial_weights = weights.feature, weights.serial_cross_entropy
+    predictions = [Prediction("serial", serial, 1, *serial_weights)]
+    for step, features in enumerate(output.unrolled_features or (), start=1):
+        scaled = (weights.unrolled * weight for weight in serial_weights)
+        predictions.append(Prediction(f"unrolled_{step}", features, 1 + step, *scaled))
+    num_serial_tokens = serial.shape[1] - parallel.shape[2]
+    for head, features in enumerate(parallel.unbind(dim=1)):
+        weight = weights.parallel * weights.decay ** (head + 1)
+        predictions.append(
+            Prediction(
+                f"parallel_{head}",
+                features,
+                1 + num_serial_tokens + head,
+                weight * weights.feature,
+                weight * weights.parallel_cross_entropy,
+            )
+        )
+    return predictions
+
+
+def prediction_shifts(config: GumihoConfig, unroll: bool) -> list[int]:
+    """Returns the shift of each prediction that a drafter's forward pass makes."""
+    first_of_heads = 1 + config.num_serial_tokens
+    serial = range(1, first_of_heads if unroll else 2)
+    return [*serial, *range(first_of_heads, first_of_heads + config.num_parallel_heads)]
 
 
 def feature_loss(features: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -54,6 +110,7 @@ def gumiho_loss(
     lm_head: Callable[[torch.Tensor], torch.Tensor],
     loss_mask: torch.Tensor,
     weights: LossWeights | None = None,
+    position_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
     Computes the loss of a drafter on a batch of text.
@@ -64,36 +121,29 @@ def gumiho_loss(
         lm_head: The target's output head.
         loss_mask (`(B, L)`): 1 at the states that count as targets.
         weights: See [`LossWeights`].
+        position_ids (`(B, L)`, *optional*): The position of each token in its own text, where a row holds several.
+            No prediction counts across two texts.
 
     Returns:
-        The loss and its unweighted terms: `serial_feature`, `serial_ce`, `parallel_feature_i` and `parallel_ce_i`.
+        The loss and its unweighted terms: `serial_feature`, `serial_ce`, `parallel_i_feature` and so on, each
+        averaged over the positions it has.
     """
-    serial_features, parallel_features = output.serial_features, output.parallel_features
-    if serial_features is None or parallel_features is None:
-        raise ValueError("The loss needs the features of both the serial and the parallel heads.")
-    weights = weights or LossWeights()
     with torch.no_grad():
         target_probs = lm_head(hidden_states).float().softmax(dim=-1)
+    if position_ids is None:
+        position_ids = torch.arange(loss_mask.shape[1], device=loss_mask.device).expand_as(loss_mask)
+    loss = hidden_states.new_zeros((), dtype=torch.float32)
     terms: dict[str, torch.Tensor] = {}
-
-    def pair(features: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = loss_mask[:, shift:]
-        features = features[:, : mask.shape[1]]
-        return (
-            feature_loss(features, hidden_states[:, shift:], mask),
-            soft_cross_entropy(lm_head(features), target_probs[:, shift:], mask),
-        )
-
-    terms["serial_feature"], terms["serial_ce"] = pair(serial_features, 1)
-    loss = weights.feature * terms["serial_feature"] + weights.serial_cross_entropy * terms["serial_ce"]
-    num_heads, num_paths = parallel_features.shape[1:3]
-    num_serial_tokens = serial_features.shape[1] - num_paths
-    for head in range(num_heads):
-        feature, cross_entropy = pair(parallel_features[:, head], 1 + num_serial_tokens + head)
-        terms[f"parallel_feature_{head}"], terms[f"parallel_ce_{head}"] = feature, cross_entropy
-        weight = weights.parallel * weights.decay ** (head + 1)
-        loss = loss + weight * (weights.feature * feature + weights.parallel_cross_entropy * cross_entropy)
-    return loss, {name: term.detach() for name, term in terms.items()}
+    for prediction in predictions_of(output, weights or LossWeights()):
+        shift = prediction.shift
+        # The text must be old enough at a state to hold the position that predicts it.
+        mask = loss_mask[:, shift:].bool() & (position_ids[:, shift:] >= shift)
+        features = prediction.features[:, : mask.shape[1]]
+        feature = feature_loss(features, hidden_states[:, shift:], mask)
+        cross_entropy = soft_cross_entropy(lm_head(features), target_probs[:, shift:], mask)
+        terms[f"{prediction.name}_feature"], terms[f"{prediction.name}_ce"] = feature.detach(), cross_entropy.detach()
+        loss = loss + prediction.feature_weight * feature + prediction.cross_entropy_weight * cross_entropy
+    return loss, terms
 
 
 def _masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gumiho import GumihoConfig
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
+from .unrolling import unrolled_attention_mask
 
 
 # Decoding settings that live in `GumihoModel.generation_config`, with their defaults. `None`: see DraftingSettings.
@@ -42,7 +43,11 @@ class GumihoOutput(ModelOutput):
             distribution of the token after `input_ids[:, t]`.
         parallel_features (`torch.Tensor` of shape `(B, P, max(T - S, 0), H)`):
             For head i at position t, the prediction of the target's hidden state t+1+S+i, made from the tokens
-            `input_ids[:, t + 1 : t + 1 + S]` and the serial features that predict them.
+            `input_ids[:, t + 1 : t + 1 + S]` and the features that predict them: the serial features of the text, or
+            with `unroll=True` those that the drafter itself would have at this point.
+        unrolled_features (`tuple[torch.Tensor]`, *optional*, with `unroll=True`):
+            For each serial token j = 1..S-1 beyond the first, `(B, T - j, H)`: at position t, the prediction of the
+            target's hidden state t+1+j that the serial head makes from its own feature of token j-1.
         past_key_values (`Cache`, *optional*):
             The keys and values of the serial head, with `use_cache=True`.
         hidden_states (`tuple[torch.Tensor]`, *optional*):
@@ -53,6 +58,7 @@ class GumihoOutput(ModelOutput):
 
     serial_features: torch.Tensor | None = None
     parallel_features: torch.Tensor | None = None
+    unrolled_features: tuple[torch.Tensor, ...] | None = None
     past_key_values: Cache | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
@@ -264,6 +270,7 @@ class GumihoModel(GumihoPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        unroll: bool = False,
         **kwargs: Any,
     ) -> GumihoOutput:
         r"""
@@ -282,6 +289,9 @@ class GumihoModel(GumihoPreTrainedModel):
                 The serial head's cache; extended in place.
             use_cache (`bool`, *optional*):
                 Whether to create a cache where none is given. Defaults to `False`.
+            unroll (`bool`, defaults to `False`):
+                Draft every serial token beyond the first from the drafter's own feature instead of the target's
+                state, at every position, as it happens in drafting. For training and evaluation, without a cache.
         """
         hidden_size = self.config.get_text_config().hidden_size
         if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != hidden_size:
@@ -289,13 +299,23 @@ class GumihoModel(GumihoPreTrainedModel):
                 f"`hidden_states` must have shape (batch, tokens, {hidden_size}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
+        if unroll and (past_key_values is not None or use_cache):
+            raise ValueError("`unroll=True` runs whole texts. Leave `past_key_values` and `use_cache` out.")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, hidden_states)
         serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
+        unrolled_features = None
+        if unroll:
+            unrolled_features, path_inputs = self._unroll(
+                input_ids, fused, serial_features, attention_mask, position_ids, **kwargs
+            )
+        else:
+            path_inputs = self._path_inputs(input_ids, serial_features)
         return GumihoOutput(
             serial_features=serial_features,
-            parallel_features=self.mlp(self._path_inputs(input_ids, serial_features)),
+            parallel_features=self.mlp(path_inputs),
+            unrolled_features=unrolled_features,
             past_key_values=past_key_values,
         )
 
@@ -305,6 +325,42 @@ class GumihoModel(GumihoPreTrainedModel):
         num_paths = max(input_ids.shape[1] - serial_tokens, 0)
         fused = self.fuse(input_ids[:, 1:], serial_features[:, :-1])
         return torch.cat([fused[:, offset : offset + num_paths] for offset in range(serial_tokens)], dim=-1)
+
+    def _unroll(
+        self,
+        input_ids: torch.Tensor,
+        fused: torch.Tensor,
+        serial_features: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """
+        Returns the features of the serial tokens beyond the first, and the path inputs `(B, max(T - S, 0), S * H)`.
+
+        Each step runs the inputs of the steps before it again, next to its own, instead of keeping their keys and
+        values: layers under gradient checkpointing take no cache.
+        """
+        num_tokens, serial_tokens = input_ids.shape[1], self.config.num_serial_tokens
+        if position_ids is None:
+            positions = torch.arange(num_tokens, device=fused.device)[None]
+        else:
+            positions = position_ids
+        features, unrolled, inputs = serial_features, [], [fused]
+        for step in range(1, serial_tokens):
+            count = max(num_tokens - step, 0)
+            inputs.append(self.fuse(input_ids[:, step:], features[:, :count]))
+            mask = unrolled_attention_mask(
+                num_tokens, step + 1, fused.dtype, fused.device, attention_mask, position_ids
+            )
+            step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in range(step + 1)], dim=1)
+            whole = self.run_serial_head(torch.cat(inputs, dim=1), mask, step_positions, **kwargs)
+            features = whole[:, whole.shape[1] - count :]
+            unrolled.append(features)
+        num_paths = max(num_tokens - serial_tokens, 0)
+        # The next token read with the last step's feature is an input of the parallel heads alone.
+        inputs.append(self.fuse(input_ids[:, serial_tokens:], features[:, :num_paths]))
+        return tuple(unrolled), torch.cat([fused[:, :num_paths] for fused in inputs[1:]], dim=-1)
 
 
 __all__ = ["DECODING_DEFAULTS", "GumihoModel", "GumihoOutput", "GumihoPreTrainedModel"]

@@ -1,7 +1,7 @@
 """Running the target: the prompt as plain decoding does, then a draft tree per pass, with its last hidden states."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -186,25 +186,6 @@ class TargetRunner:
             for kind in self.attention_types
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def draft_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """
-    Returns the function from features to the logits that drafts are scored with: the target's output head, followed
-    by the scaling and capping that some decoders apply to its logits.
-    """
-    head = target.get_output_embeddings()
-    config = target.config.get_text_config(decoder=True)
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-    cap = getattr(config, "final_logit_softcapping", None)
-
-    def logits_of(features: torch.Tensor) -> torch.Tensor:
-        logits = head(features)
-        if scale != 1:
-            logits = logits * scale
-        return torch.tanh(logits / cap) * cap if cap else logits
-
-    return logits_of
 
 
 @contextmanager

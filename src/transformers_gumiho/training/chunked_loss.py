@@ -1,0 +1,179 @@
+"""The training losses without the logits of a whole batch: `gumiho_loss` in pieces of a few hundred positions.
+
+The output head is frozen, so the gradient that the soft cross-entropy sends into a feature is known as soon as its
+logits are: each piece computes its loss *and* its gradient, `(softmax(z) - p) W`, and lets its logits go. What stays
+is one gradient as large as the features. Nothing is computed twice, and nothing at positions that do not count.
+
+`N` positions that count, `Q` predictions per position, `H` hidden size, `V` vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..losses import LossWeights, Prediction, predictions_of
+from ..modeling_gumiho import GumihoOutput
+
+
+LMHead = Callable[[torch.Tensor], torch.Tensor]
+# Rows of logits held at a time. With a vocabulary of 128k these are 131 MB in float32; fewer would not keep a GPU busy.
+DEFAULT_CHUNK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class SelectedPositions:
+    """
+    The states of a batch that count as targets, and what the drafter predicted for each.
+
+    Attributes:
+        rows (`(N,)`): The row of each in the batch.
+        targets (`(N, H)`): The states.
+        features (`(Q, N, H)`): The prediction of each by each predictor; arbitrary where not `valid`.
+        valid (`(Q, N)`): Whether the predictor has a position in the same text that predicts the state.
+    """
+
+    rows: torch.Tensor
+    targets: torch.Tensor
+    features: torch.Tensor
+    valid: torch.Tensor
+
+
+def select_positions(
+    predictions: list[Prediction],
+    hidden_states: torch.Tensor,
+    loss_mask: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+) -> SelectedPositions:
+    """Gathers the positions that count; arguments as in [`gumiho_loss`]."""
+    rows, columns = loss_mask.nonzero(as_tuple=True)
+    positions = columns if position_ids is None else position_ids[rows, columns]
+    return SelectedPositions(
+        rows=rows,
+        targets=hidden_states[rows, columns].detach(),
+        features=torch.stack([p.features[rows, (columns - p.shift).clamp(min=0)] for p in predictions]),
+        valid=torch.stack([positions >= p.shift for p in predictions]),
+    )
+
+
+def count_positions(
+    loss_mask: torch.Tensor, shifts: list[int], position_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns `(Q,)`: the positions that each prediction of these shifts is averaged over."""
+    if position_ids is None:
+        position_ids = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    return torch.stack([(loss_mask.bool() & (position_ids >= shift)).sum() for shift in shifts])
+
+
+def chunked_gumiho_loss(
+    output: GumihoOutput,
+    hidden_states: torch.Tensor,
+    lm_head: LMHead,
+    loss_mask: torch.Tensor,
+    weights: LossWeights | None = None,
+    position_ids: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """
+    Computes what [`gumiho_loss`] computes, with at most `chunk_size` rows of logits of the drafter, and as many of the
+    target, at a time. Its arguments have the same meaning; a cross-entropy of weight zero is not computed.
+
+    Args:
+        counts (`(Q,)`, *optional*): The number of positions that each term is to be averaged over, where the batch is
+            a part of a larger one. By default those of this batch.
+        chunk_size: Rows of logits held at a time.
+    """
+    predictions = predictions_of(output, weights or LossWeights())
+    selected = select_positions(predictions, hidden_states, loss_mask, position_ids)
+    if counts is None:
+        counts = selected.valid.sum(dim=1)
+    scale = selected.valid / counts.clamp(min=1)[:, None].to(torch.float32)
+    term_weights = [(p.feature_weight, p.cross_entropy_weight) for p in predictions]
+    loss, term_values = _ChunkedLoss.apply(
+        selected.features, selected.targets, scale, term_weights, lm_head, chunk_size
+    )
+    terms = {}
+    for prediction, (feature, cross_entropy) in zip(predictions, term_values.unbind(), strict=True):
+        terms[f"{prediction.name}_feature"] = feature
+        if prediction.cross_entropy_weight:
+            terms[f"{prediction.name}_ce"] = cross_entropy
+    return loss, terms
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Weighted sum of all terms, and `(Q, 2)` unweighted terms; the gradient is computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: torch.Tensor,
+        targets: torch.Tensor,
+        scale: torch.Tensor,
+        term_weights: list[tuple[float, float]],
+        lm_head: LMHead,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # In float32 also for half-precision features: divided by the number of positions they would underflow.
+        gradient = torch.zeros_like(features, dtype=torch.float32)
+        terms = torch.zeros(len(term_weights), 2, dtype=torch.float32, device=features.device)
+        needs_head = any(cross_entropy_weight for _, cross_entropy_weight in term_weights)
+        for piece in _pieces(len(targets), chunk_size):
+            target = targets[piece]
+            target_probs = lm_head(target).float().softmax(dim=-1) if needs_head else None
+            for index, weights in enumerate(term_weights):
+                values, gradient[index, piece] = _piece_loss(
+                    features[index, piece], target, target_probs, scale[index, piece], weights, lm_head
+                )
+                terms[index] += values
+        ctx.save_for_backward(gradient)
+        ctx.dtype = features.dtype
+        ctx.mark_non_differentiable(terms)
+        return (terms * terms.new_tensor(term_weights)).sum(), terms
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_outputs[0]).to(ctx.dtype), None, None, None, None, None
+
+
+def _pieces(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, length, size))
+
+
+def _piece_loss(
+    features: torch.Tensor,
+    targets: torch.Tensor,
+    target_probs: torch.Tensor | None,
+    scale: torch.Tensor,
+    weights: tuple[float, float],
+    lm_head: LMHead,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the two terms of a piece, summed under `scale`, and the gradient `(n, H)` of their weighted sum."""
+    feature_weight, cross_entropy_weight = weights
+    distance = features.float() - targets.float()
+    feature = F.smooth_l1_loss(distance, torch.zeros_like(distance), reduction="none").mean(dim=-1)
+    gradient = distance.clamp_(-1, 1) * (scale * feature_weight / distance.shape[1])[:, None]
+    cross_entropy = torch.zeros_like(feature)
+    if target_probs is not None and cross_entropy_weight:
+        with torch.enable_grad():
+            leaf = features.detach().requires_grad_()
+            logits = lm_head(leaf)
+        cross_entropy, logits_gradient = _cross_entropy_and_gradient(
+            logits.detach().float(), target_probs, scale * cross_entropy_weight
+        )
+        (through_head,) = torch.autograd.grad(logits, leaf, logits_gradient.to(logits.dtype))
+        gradient += through_head
+    return torch.stack([(feature * scale).sum(), (cross_entropy * scale).sum()]), gradient
+
+
+def _cross_entropy_and_gradient(
+    logits: torch.Tensor, target_probs: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the soft cross-entropy `(n,)` of `(n, V)` logits, and the gradient of its sum under `scale`."""
+    log_normalizer = logits.logsumexp(dim=-1)
+    expected_logit = torch.linalg.vecdot(target_probs, logits)
+    gradient = (logits - log_normalizer[:, None]).exp_().sub_(target_probs).mul_(scale[:, None])
+    return log_normalizer - expected_logit, gradient
