@@ -22,7 +22,7 @@ from .candidate_generator import GumihoCandidateGenerator
 from .choosing import TokenChooser, pick
 from .compatibility import check_cache, check_positions, check_request
 from .drafting import DraftingSettings
-from .modeling_gumiho import GumihoModel
+from .modeling_gumiho import GumihoModel, unwrap_drafter
 from .output_head import output_head
 from .sequences import CommittedSequences, HiddenStateRecord
 from .target import TargetOutput, TargetRunner
@@ -54,7 +54,7 @@ def _validate_generation_mode(
     generation_mode_kwargs: dict[str, Any],
 ) -> None:
     """Checks a call of `generate()`; `plain` does so for every other assistant."""
-    assistant = _drafter_in(generation_mode_kwargs.get("assistant_model"))
+    assistant = unwrap_drafter(generation_mode_kwargs.get("assistant_model"))
     if assistant is not None:
         check_request(target, assistant, generation_mode, generation_config, generation_mode_kwargs)
         # What is left to check is what the target would refuse without an assistant, too.
@@ -67,20 +67,12 @@ def _assisted_decoding(
     plain: Callable[..., Any], target: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Decodes with an assistant; `plain` does so with every other one."""
-    assistant = _drafter_in(kwargs.get("assistant_model"))
+    assistant = unwrap_drafter(kwargs.get("assistant_model"))
     if assistant is None:
         return plain(input_ids, *args, **kwargs)
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     return decode_with_tree(target, input_ids, *args, **kwargs | {"assistant_model": assistant})
-
-
-def _drafter_in(assistant: Any) -> GumihoModel | None:
-    """Returns the drafter that `assistant` is or holds (as a `PeftModel` does), `None` for any other assistant."""
-    if hasattr(assistant, "get_base_model"):
-        # Its adapters are inside the layers of the base model.
-        assistant = assistant.get_base_model()
-    return assistant if isinstance(assistant, GumihoModel) else None
 
 
 _DISPATCHERS: dict[str, Callable[..., Any]] = {

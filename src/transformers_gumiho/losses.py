@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from .configuration_gumiho import GumihoConfig
 from .modeling_gumiho import GumihoOutput
 
 
@@ -40,68 +39,78 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Predictor:
     """
     One predictor of the drafter: the serial head, an unrolled step of it, or a parallel head.
 
     Attributes:
         name: `serial`, `unrolled_j` or `parallel_i`.
-        features (`(B, T', H)`): What it predicts at each position.
-        shift: The feature at t predicts the target's state `t + shift`.
+        shift: Its feature at position t predicts the target's state `t + shift`.
         feature_weight: Of its smooth-L1 term in the loss.
         cross_entropy_weight: Of its soft cross-entropy in the loss.
     """
 
     name: str
-    features: torch.Tensor
     shift: int
     feature_weight: float
     cross_entropy_weight: float
 
 
-def predictions_of(output: GumihoOutput, weights: LossWeights) -> list[Prediction]:
-    """Returns the predictions in a drafter's output, in the order of [`prediction_shifts`]."""
-    serial, parallel = output.serial_features, output.parallel_features
-    if serial is None or parallel is None:
-        raise ValueError("The loss needs the features of both the serial and the parallel heads.")
-    serial_weights = weights.feature, weights.serial_cross_entropy
-    predictions = [Prediction("serial", serial, 1, *serial_weights)]
-    for step, features in enumerate(output.unrolled_features or (), start=1):
-        scaled = (weights.unrolled * weight for weight in serial_weights)
-        predictions.append(Prediction(f"unrolled_{step}", features, 1 + step, *scaled))
-    num_serial_tokens = serial.shape[1] - parallel.shape[2]
-    for head, features in enumerate(parallel.unbind(dim=1)):
+def predictors(num_serial_tokens: int, num_parallel_heads: int, unroll: bool, weights: LossWeights) -> list[Predictor]:
+    """Returns the predictors of a drafter. With `unroll` the q-th of them makes the draft at position q + 1."""
+    found = [Predictor("serial", 1, weights.feature, weights.serial_cross_entropy)]
+    for step in range(1, num_serial_tokens if unroll else 1):
+        found.append(
+            Predictor(
+                f"unrolled_{step}",
+                1 + step,
+                weights.unrolled * weights.feature,
+                weights.unrolled * weights.serial_cross_entropy,
+            )
+        )
+    for head in range(num_parallel_heads):
         weight = weights.parallel * weights.decay ** (head + 1)
-        predictions.append(
-            Prediction(
+        found.append(
+            Predictor(
                 f"parallel_{head}",
-                features,
                 1 + num_serial_tokens + head,
                 weight * weights.feature,
                 weight * weights.parallel_cross_entropy,
             )
         )
-    return predictions
+    return found
 
 
-def prediction_shifts(config: GumihoConfig, unroll: bool) -> list[int]:
-    """Returns the shift of each prediction that a drafter's forward pass makes."""
-    first_of_heads = 1 + config.num_serial_tokens
-    serial = range(1, first_of_heads if unroll else 2)
-    return [*serial, *range(first_of_heads, first_of_heads + config.num_parallel_heads)]
+def predictions_of(output: GumihoOutput, weights: LossWeights) -> list[tuple[Predictor, torch.Tensor]]:
+    """Returns each predictor of a drafter's output with its features `(B, T', H)`, in the order of [`predictors`]."""
+    serial, parallel = output.serial_features, output.parallel_features
+    if serial is None or parallel is None:
+        raise ValueError("The loss needs the features of both the serial and the parallel heads.")
+    unrolled = output.unrolled_features
+    found = predictors(serial.shape[1] - parallel.shape[2], parallel.shape[1], unrolled is not None, weights)
+    return list(zip(found, (serial, *(unrolled or ()), *parallel.unbind(dim=1)), strict=True))
+
+
+def feature_distances(features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the smooth-L1 distance of each of `(..., H)` features to its target, averaged over `H`."""
+    return F.smooth_l1_loss(features.float(), targets.float(), reduction="none").mean(dim=-1)
+
+
+def cross_entropies(logits: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+    """Returns the cross-entropy (nats) of each of `(..., V)` logits to the target's distribution."""
+    logits = logits.float()
+    # As the probabilities sum to 1: -sum(p log softmax(z)) = logsumexp(z) - p z, which holds no second `(..., V)`.
+    return logits.logsumexp(dim=-1) - torch.linalg.vecdot(target_probs, logits)
 
 
 def feature_loss(features: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the smooth-L1 distance of features to targets `(B, T, H)`, averaged over `H` and `mask` `(B, T)`."""
-    return _masked_mean(F.smooth_l1_loss(features.float(), targets.float(), reduction="none").mean(dim=-1), mask)
+    """Returns the distance of features to targets `(B, T, H)`, averaged over `mask` `(B, T)`."""
+    return _masked_mean(feature_distances(features, targets), mask)
 
 
 def soft_cross_entropy(logits: torch.Tensor, target_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Returns the cross-entropy (nats) of logits to the target's distribution `(B, T, V)`, averaged over `mask`."""
-    logits = logits.float()
-    # As the probabilities sum to 1: -sum(p log softmax(z)) = logsumexp(z) - p z, which holds no second `(B, T, V)`.
-    expected_logit = torch.einsum("btv,btv->bt", target_probs, logits)
-    return _masked_mean(logits.logsumexp(dim=-1) - expected_logit, mask)
+    return _masked_mean(cross_entropies(logits, target_probs), mask)
 
 
 def gumiho_loss(
@@ -134,15 +143,15 @@ def gumiho_loss(
         position_ids = torch.arange(loss_mask.shape[1], device=loss_mask.device).expand_as(loss_mask)
     loss = hidden_states.new_zeros((), dtype=torch.float32)
     terms: dict[str, torch.Tensor] = {}
-    for prediction in predictions_of(output, weights or LossWeights()):
-        shift = prediction.shift
+    for predictor, features in predictions_of(output, weights or LossWeights()):
+        shift = predictor.shift
         # The text must be old enough at a state to hold the position that predicts it.
         mask = loss_mask[:, shift:].bool() & (position_ids[:, shift:] >= shift)
-        features = prediction.features[:, : mask.shape[1]]
+        features = features[:, : mask.shape[1]]
         feature = feature_loss(features, hidden_states[:, shift:], mask)
         cross_entropy = soft_cross_entropy(lm_head(features), target_probs[:, shift:], mask)
-        terms[f"{prediction.name}_feature"], terms[f"{prediction.name}_ce"] = feature.detach(), cross_entropy.detach()
-        loss = loss + prediction.feature_weight * feature + prediction.cross_entropy_weight * cross_entropy
+        terms[f"{predictor.name}_feature"], terms[f"{predictor.name}_ce"] = feature.detach(), cross_entropy.detach()
+        loss = loss + predictor.feature_weight * feature + predictor.cross_entropy_weight * cross_entropy
     return loss, terms
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
@@ -152,8 +152,21 @@ class GumihoModel(GumihoPreTrainedModel):
             target (`PreTrainedModel`): Any decoder with input and output embeddings.
             **overrides: Passed to [`GumihoConfig.from_target`].
         """
-        config = GumihoConfig.from_target(target.config, **overrides)
-        embedding = target.get_input_embeddings().weight
+        return cls.from_embedding(target.config, target.get_input_embeddings().weight, **overrides)
+
+    @classmethod
+    def from_embedding(
+        cls, target_config: PreTrainedConfig, embedding: torch.Tensor, **overrides: Any
+    ) -> "GumihoModel":
+        """
+        Makes an untrained drafter for a target of which only the config and the token embedding are at hand.
+
+        Args:
+            target_config: The target's.
+            embedding (`(V or more, H)`): The weight of its token embedding; the drafter gets its device and dtype.
+            **overrides: Passed to [`GumihoConfig.from_target`].
+        """
+        config = GumihoConfig.from_target(target_config, **overrides)
         expected = (config.get_text_config().vocab_size, config.get_text_config().hidden_size)
         if embedding.shape[1] != expected[1] or embedding.shape[0] < expected[0]:
             raise ValueError(
@@ -342,10 +355,9 @@ class GumihoModel(GumihoPreTrainedModel):
         values: layers under gradient checkpointing take no cache.
         """
         num_tokens, serial_tokens = input_ids.shape[1], self.config.num_serial_tokens
-        if position_ids is None:
+        positions = position_ids
+        if positions is None:
             positions = torch.arange(num_tokens, device=fused.device)[None]
-        else:
-            positions = position_ids
         features, unrolled, inputs = serial_features, [], [fused]
         for step in range(1, serial_tokens):
             count = max(num_tokens - step, 0)
@@ -363,4 +375,12 @@ class GumihoModel(GumihoPreTrainedModel):
         return tuple(unrolled), torch.cat([fused[:, :num_paths] for fused in inputs[1:]], dim=-1)
 
 
-__all__ = ["DECODING_DEFAULTS", "GumihoModel", "GumihoOutput", "GumihoPreTrainedModel"]
+def unwrap_drafter(model: Any) -> GumihoModel | None:
+    """Returns the drafter that `model` is or holds (as a `PeftModel` does), `None` where it is none."""
+    if hasattr(model, "get_base_model"):
+        # Adapters are inside the layers of the base model.
+        model = model.get_base_model()
+    return model if isinstance(model, GumihoModel) else None
+
+
+__all__ = ["DECODING_DEFAULTS", "GumihoModel", "GumihoOutput", "GumihoPreTrainedModel", "unwrap_drafter"]

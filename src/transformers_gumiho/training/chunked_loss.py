@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from ..losses import LossWeights, Prediction, predictions_of
+from ..losses import LossWeights, Predictor, feature_distances, predictions_of
 from ..modeling_gumiho import GumihoOutput
 
 
 LMHead = Callable[[torch.Tensor], torch.Tensor]
-# Rows of logits held at a time. With a vocabulary of 128k these are 131 MB in float32; fewer would not keep a GPU busy.
+# Rows of logits held at a time: 131 MB in float32 with a vocabulary of 128k. Fewer would not keep a GPU busy.
 DEFAULT_CHUNK_SIZE = 256
 
 
@@ -42,7 +41,7 @@ class SelectedPositions:
 
 
 def select_positions(
-    predictions: list[Prediction],
+    predictions: list[tuple[Predictor, torch.Tensor]],
     hidden_states: torch.Tensor,
     loss_mask: torch.Tensor,
     position_ids: torch.Tensor | None = None,
@@ -53,8 +52,8 @@ def select_positions(
     return SelectedPositions(
         rows=rows,
         targets=hidden_states[rows, columns].detach(),
-        features=torch.stack([p.features[rows, (columns - p.shift).clamp(min=0)] for p in predictions]),
-        valid=torch.stack([positions >= p.shift for p in predictions]),
+        features=torch.stack([features[rows, (columns - p.shift).clamp(min=0)] for p, features in predictions]),
+        valid=torch.stack([positions >= p.shift for p, _ in predictions]),
     )
 
 
@@ -91,15 +90,15 @@ def chunked_gumiho_loss(
     if counts is None:
         counts = selected.valid.sum(dim=1)
     scale = selected.valid / counts.clamp(min=1)[:, None].to(torch.float32)
-    term_weights = [(p.feature_weight, p.cross_entropy_weight) for p in predictions]
+    term_weights = [(p.feature_weight, p.cross_entropy_weight) for p, _ in predictions]
     loss, term_values = _ChunkedLoss.apply(
         selected.features, selected.targets, scale, term_weights, lm_head, chunk_size
     )
     terms = {}
-    for prediction, (feature, cross_entropy) in zip(predictions, term_values.unbind(), strict=True):
-        terms[f"{prediction.name}_feature"] = feature
-        if prediction.cross_entropy_weight:
-            terms[f"{prediction.name}_ce"] = cross_entropy
+    for (predictor, _), (feature, cross_entropy) in zip(predictions, term_values.unbind(), strict=True):
+        terms[f"{predictor.name}_feature"] = feature
+        if predictor.cross_entropy_weight:
+            terms[f"{predictor.name}_ce"] = cross_entropy
     return loss, terms
 
 
@@ -153,9 +152,9 @@ def _piece_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the two terms of a piece, summed under `scale`, and the gradient `(n, H)` of their weighted sum."""
     feature_weight, cross_entropy_weight = weights
-    distance = features.float() - targets.float()
-    feature = F.smooth_l1_loss(distance, torch.zeros_like(distance), reduction="none").mean(dim=-1)
-    gradient = distance.clamp_(-1, 1) * (scale * feature_weight / distance.shape[1])[:, None]
+    feature = feature_distances(features, targets)
+    difference = features.float() - targets.float()
+    gradient = difference.clamp_(-1, 1) * (scale * feature_weight / difference.shape[1])[:, None]
     cross_entropy = torch.zeros_like(feature)
     if target_probs is not None and cross_entropy_weight:
         with torch.enable_grad():

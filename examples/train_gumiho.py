@@ -1,0 +1,148 @@
+"""Trains a Gumiho drafter for any target on any conversations, and leaves it ready for `generate()`.
+
+    python examples/train_gumiho.py --target_model NAME --dataset_name NAME_OR_FILE --output_dir DIR --bf16
+
+The dataset has `messages`, `conversations`, `prompt` and `completion`, or `text`; a file is `.jsonl`, `.json` or
+`.parquet`. All options of `TrainingArguments` are there, too. A run that was stopped goes on from its newest
+checkpoint when it is started again. For several devices: `accelerate launch examples/train_gumiho.py ...`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.training import (
+    CachedFeatures,
+    FeatureDataset,
+    GumihoTrainer,
+    GumihoTrainingArguments,
+    collect_prompts,
+    last_complete_checkpoint,
+    load_conversations,
+    prepare_dataset,
+)
+
+
+@dataclass
+class ScriptArguments:
+    target_model: str | None = field(default=None, metadata={"help": "The target: a folder or a name on the Hub."})
+    target_dtype: str = field(default="auto", metadata={"help": "The target's precision."})
+    target_device_map: str | None = field(
+        default=None, metadata={"help": "`auto` splits the target over all devices; needs a single process."}
+    )
+    drafter: str | None = field(default=None, metadata={"help": "Train this drafter on, instead of a new one."})
+    lora_rank: int = field(default=0, metadata={"help": "Train LoRA adapters of this rank instead of all weights."})
+
+    dataset_name: str | None = field(default=None, metadata={"help": "A file, a folder, or a name on the Hub."})
+    dataset_split: str = "train"
+    streaming: bool = field(default=False, metadata={"help": "Read the data while training; needs `--max_steps`."})
+    features_dir: str | None = field(
+        default=None, metadata={"help": "Train on features that `extract_features.py` wrote, instead of a dataset."}
+    )
+    chat_template: Path | None = field(default=None, metadata={"help": "A file with a template for the tokenizer."})
+    max_length: int = field(default=2048, metadata={"help": "Longest row in tokens."})
+    packing: bool = field(default=True, metadata={"help": "Put several texts into a row, instead of padding."})
+    num_eval_rows: int = field(default=128, metadata={"help": "Rows at the front of the data that are held out."})
+    num_acceptance_prompts: int = field(
+        default=16, metadata={"help": "Held-out prompts on which tau is measured every `--acceptance_steps` steps."}
+    )
+
+
+def load_target(args: ScriptArguments) -> PreTrainedModel:
+    """Loads the target, split over the devices where that is asked for."""
+    if args.target_model is None:
+        raise SystemExit("Give the target with --target_model (or --features_dir, which needs none).")
+    kwargs = {} if args.target_device_map is None else {"device_map": args.target_device_map}
+    return AutoModelForCausalLM.from_pretrained(args.target_model, dtype=args.target_dtype, **kwargs)
+
+
+def cached_data(args: ScriptArguments, target: PreTrainedModel | None) -> dict[str, object]:
+    """Returns the trainer's arguments for training on cached features."""
+    rows = FeatureDataset(args.features_dir, target)
+    num_eval = min(args.num_eval_rows, len(rows) // 10)
+    return {
+        "target": CachedFeatures(args.features_dir),
+        "eval_dataset": torch.utils.data.Subset(rows, range(num_eval)) if num_eval else None,
+        "train_dataset": torch.utils.data.Subset(rows, range(num_eval, len(rows))),
+        "processing_class": AutoTokenizer.from_pretrained(Path(args.features_dir) / "target"),
+    }
+
+
+def online_data(args: ScriptArguments, target: PreTrainedModel, main_process: bool) -> dict[str, object]:
+    """Returns the trainer's arguments for running the target in every step."""
+    tokenizer = AutoTokenizer.from_pretrained(args.target_model)
+    if args.chat_template is not None:
+        tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
+    if args.dataset_name is None:
+        raise SystemExit("Give the data with --dataset_name or --features_dir.")
+    dataset = load_conversations(args.dataset_name, args.dataset_split, args.streaming)
+    if args.streaming:
+        held_out, dataset = dataset.take(args.num_eval_rows), dataset.skip(args.num_eval_rows)
+        num_eval = args.num_eval_rows
+    else:
+        num_eval = min(args.num_eval_rows, len(dataset) // 10)
+        held_out, dataset = dataset.select(range(num_eval)), dataset.select(range(num_eval, len(dataset)))
+    settings = {"max_length": args.max_length, "packing": args.packing}
+    train_dataset, report = prepare_dataset(dataset, tokenizer, target.config, **settings)
+    if main_process:
+        print(f"training data: {report}")
+    return {
+        "target": target,
+        "train_dataset": train_dataset,
+        "eval_dataset": prepare_dataset(held_out, tokenizer, target.config, **settings)[0] if num_eval else None,
+        "acceptance_prompts": collect_prompts(held_out, tokenizer, args.num_acceptance_prompts),
+        "processing_class": tokenizer,
+    }
+
+
+def make_drafter(args: ScriptArguments, source: PreTrainedModel | CachedFeatures) -> torch.nn.Module:
+    """Returns the drafter to train, in float32: mixed precision is the trainer's affair."""
+    if args.drafter is not None:
+        drafter = GumihoModel.from_pretrained(args.drafter, dtype=torch.float32)
+    elif isinstance(source, CachedFeatures):
+        drafter = source.make_drafter().float()
+    else:
+        drafter = GumihoModel.from_target(source).float()
+    if not args.lora_rank:
+        return drafter
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
+    return get_peft_model(drafter, LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=names))
+
+
+def main() -> None:
+    args, training_args = HfArgumentParser((ScriptArguments, GumihoTrainingArguments)).parse_args_into_dataclasses()
+    set_seed(training_args.seed)
+    if not args.packing:
+        training_args.train_sampling_strategy = "group_by_length"
+    main_process = training_args.process_index == 0
+    if args.features_dir is not None:
+        data = cached_data(args, load_target(args) if args.target_model else None)
+    else:
+        with training_args.main_process_first(desc="preparing the data"):
+            data = online_data(args, load_target(args), main_process)
+    drafter = make_drafter(args, data["target"])
+    trainer = GumihoTrainer(drafter, training_args, **data)
+
+    checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
+    if checkpoint and main_process:
+        print(f"going on from {checkpoint}")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if data["eval_dataset"] is not None:
+        trainer.save_metrics("eval", trainer.evaluate())
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        # Trained in float32, used next to the target.
+        drafter.to(getattr(torch, str(data["target"].config.dtype).removeprefix("torch."), torch.float32))
+    trainer.save_model()
+    card = {"finetuned_from": args.target_model, "dataset": args.dataset_name}
+    if training_args.push_to_hub:
+        trainer.push_to_hub(**card)
+    else:
+        trainer.create_model_card(**card)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The settings of a drafter's training."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from ..losses import LossWeights
+from .chunked_loss import DEFAULT_CHUNK_SIZE
+
+
+@dataclass
+class GumihoTrainingArguments(TrainingArguments):
+    """
+    `TrainingArguments` with the settings of a drafter's training. The defaults are the published recipe's (arXiv
+    2503.10135); those of `TrainingArguments` that the recipe sets differently have its values here.
+    """
+
+    learning_rate: float = field(default=2e-4, metadata={"help": "The initial learning rate of AdamW."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
+    warmup_steps: float = field(default=200, metadata={"help": "Steps (or share of all steps) of linear warm-up."})
+    max_grad_norm: float = field(default=0.5, metadata={"help": "Maximum gradient norm."})
+    per_device_train_batch_size: int = field(default=4, metadata={"help": "Rows per device and step."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Leave as it is: every trained parameter has a gradient in every step."}
+    )
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Leave as it is: the loss reads columns that the drafter does not."}
+    )
+
+    feature_weight: float = field(default=1.0, metadata={"help": "Weight of smooth L1 between features and states."})
+    serial_ce_weight: float = field(default=0.1, metadata={"help": "Weight of the serial head's soft cross-entropy."})
+    parallel_ce_weight: float = field(
+        default=0.1, metadata={"help": "Weight of the parallel heads' soft cross-entropy."}
+    )
+    parallel_ce_start_epoch: float = field(
+        default=2.0, metadata={"help": "Epochs before the parallel heads' soft cross-entropy counts."}
+    )
+    parallel_decay: float = field(default=0.8, metadata={"help": "Parallel head i counts this to the power of i+1."})
+    parallel_weight: float = field(default=1 / 9, metadata={"help": "Weight of the sum over the parallel heads."})
+    feature_noise: float = field(
+        default=0.2,
+        metadata={"help": "Width of the uniform noise on the states that the drafter reads, times 512 / row length."},
+    )
+    unroll_serial_head: bool = field(
+        default=False,
+        metadata={"help": "Train serial tokens beyond the first on the drafter's own features, as in drafting."},
+    )
+    unrolled_weight: float = field(default=1.0, metadata={"help": "Weight of those tokens' loss."})
+    loss_chunk_size: int = field(
+        default=DEFAULT_CHUNK_SIZE, metadata={"help": "Rows of tokens x vocabulary logits to hold at a time."}
+    )
+
+    acceptance_steps: int = field(
+        default=0, metadata={"help": "Steps between measurements of tau on held-out prompts; 0 measures never."}
+    )
+    acceptance_max_new_tokens: int = field(
+        default=128, metadata={"help": "Tokens to generate for each of those prompts."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_chunk_size < 1:
+            raise ValueError(f"`loss_chunk_size` must be at least 1, got {self.loss_chunk_size}.")
+        if self.remove_unused_columns:
+            raise ValueError(
+                "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
+                "not. Leave it `False`."
+            )
+
+    def loss_weights(self, epoch: float | None) -> LossWeights:
+        """Returns the weights of the loss terms at `epoch`; `None` stands for the end of the schedule."""
+        started = epoch is None or epoch >= self.parallel_ce_start_epoch
+        return LossWeights(
+            feature=self.feature_weight,
+            serial_cross_entropy=self.serial_ce_weight,
+            parallel_cross_entropy=self.parallel_ce_weight if started else 0.0,
+            decay=self.parallel_decay,
+            parallel=self.parallel_weight,
+            unrolled=self.unrolled_weight,
+        )

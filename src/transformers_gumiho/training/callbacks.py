@@ -1,0 +1,89 @@
+"""Measuring the acceptance length of a drafter while it is trained."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from ..modeling_gumiho import GumihoModel
+
+
+@torch.no_grad()
+def measure_acceptance(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    prompts: Sequence[torch.Tensor],
+    max_new_tokens: int = 128,
+    **generate_kwargs: Any,
+) -> list[list[int]]:
+    """
+    Generates from each prompt, greedily unless told otherwise, with the drafter's own decoding settings.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or a `PeftModel` around one.
+        prompts: Token ids `(T,)` of each prompt.
+        max_new_tokens: Tokens to generate for each.
+        **generate_kwargs: For `generate()`.
+
+    Returns:
+        For each prompt, the tokens that each cycle committed. Tau is their mean.
+    """
+    training = drafter.training
+    drafter.eval()
+    lengths = []
+    for prompt in prompts:
+        output = target.generate(
+            prompt[None].to(target.device),
+            assistant_model=drafter,
+            **{"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+            | generate_kwargs,
+        )
+        lengths.append(output.accepted_lengths[0])
+    drafter.train(training)
+    return lengths
+
+
+class AcceptanceCallback(TrainerCallback):
+    """
+    Measures tau on held-out prompts every `args.acceptance_steps` steps and at the end of training, and logs it as
+    `tau`: the mean of the tokens committed per verification cycle, over all cycles. Processes share the prompts.
+
+    Args:
+        trainer: The drafter's trainer.
+        target: The target.
+        prompts: Token ids `(T,)` of each prompt.
+    """
+
+    def __init__(self, trainer: Trainer, target: PreTrainedModel, prompts: Sequence[torch.Tensor]):
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "Measuring tau needs the whole drafter in each process, and FSDP or DeepSpeed splits it. Set "
+                "`acceptance_steps=0`, and measure a checkpoint afterwards."
+            )
+        self.trainer = trainer
+        self.target = target
+        self.prompts = prompts
+        self._measured_at = -1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measures when it is time."""
+        if args.acceptance_steps and state.global_step % args.acceptance_steps == 0:
+            self._measure()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measures what training ended with."""
+        if state.global_step != self._measured_at:
+            self._measure()
+
+    def _measure(self) -> None:
+        accelerator = self.trainer.accelerator
+        prompts = self.prompts[accelerator.process_index :: accelerator.num_processes]
+        max_new_tokens = self.trainer.args.acceptance_max_new_tokens
+        lengths = measure_acceptance(self.target, self.trainer.drafter, prompts, max_new_tokens)
+        all_lengths = list(chain.from_iterable(gather_object(lengths)))
+        self._measured_at = self.trainer.state.global_step
+        self.trainer.log({"tau": sum(all_lengths) / max(len(all_lengths), 1)})

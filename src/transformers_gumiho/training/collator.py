@@ -1,0 +1,68 @@
+"""Batches of rows for a drafter's training."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+
+@dataclass
+class GumihoDataCollator:
+    """
+    Pads rows on the right into a batch.
+
+    A row holds `input_ids` (`L` token ids), and where it is given, `loss_mask` (1 at the states that count as targets;
+    default: all), `position_ids` (the position of each token in its own text, where several are packed into the row)
+    and `hidden_states` (`(L, H)`, cached features of the target). Attention is causal, so padding on the right needs
+    no attention mask; its positions start at zero, so that a packed batch takes it for a text of its own.
+
+    Args:
+        vocab_size: Where given, token ids from there on are refused.
+        max_length: Where given, longer rows are refused.
+        pad_to_multiple_of: Round the length of a batch up to a multiple of this.
+    """
+
+    vocab_size: int | None = None
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Returns `input_ids` and `loss_mask` `(B, L)`, and the other columns where the rows have them."""
+        if missing := [row for row in rows if "input_ids" not in row]:
+            raise ValueError(
+                f"A row must hold `input_ids`, and one of the batch holds only {sorted(missing[0])}. Prepare "
+                f"conversations with `transformers_gumiho.training.prepare_dataset`."
+            )
+        batch = {"input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows])}
+        self._check(batch["input_ids"])
+        masks = [torch.as_tensor(row.get("loss_mask", [1] * len(row["input_ids"])), dtype=torch.long) for row in rows]
+        batch["loss_mask"] = self._pad(masks)
+        if "position_ids" in rows[0]:
+            positions = [torch.as_tensor(row["position_ids"], dtype=torch.long) for row in rows]
+            length = batch["input_ids"].shape[1]
+            batch["position_ids"] = torch.stack([torch.cat((p, torch.arange(length - len(p)))) for p in positions])
+        if "hidden_states" in rows[0]:
+            batch["hidden_states"] = self._pad([torch.as_tensor(row["hidden_states"]) for row in rows])
+        return batch
+
+    def _pad(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        padded = pad_sequence(tensors, batch_first=True)
+        excess = padded.shape[1] % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        if not excess:
+            return padded
+        shape = list(padded.shape)
+        shape[1] = self.pad_to_multiple_of - excess  # type: ignore[operator]
+        return torch.cat((padded, padded.new_zeros(shape)), dim=1)
+
+    def _check(self, input_ids: torch.Tensor) -> None:
+        if self.vocab_size is not None and int(input_ids.max()) >= self.vocab_size:
+            raise ValueError(
+                f"A row holds the token {int(input_ids.max())}, but target and drafter know {self.vocab_size} tokens. "
+                f"Prepare the dataset with the target's own tokenizer."
+            )
+        if self.max_length is not None and input_ids.shape[1] > self.max_length:
+            raise ValueError(
+                f"A row has {input_ids.shape[1]} tokens, but target and drafter have positions for {self.max_length}. "
+                f"Prepare the dataset with `max_length={self.max_length}` or less."
+            )

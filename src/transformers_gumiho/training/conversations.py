@@ -1,0 +1,150 @@
+"""Reading conversations: where they are loaded from, and the forms in which datasets write them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+
+
+# The column under which the lines of a JSONL file travel until they are parsed: a broken one costs only itself.
+JSON_LINE = "json_line"
+
+# Who speaks, as datasets write it and as chat templates want it.
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+}
+FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
+
+
+class MalformedRowError(ValueError):
+    """A row that cannot be read; its message is the reason it is counted under."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """
+    Messages, each a dict of `role` and `content`. Assistant turns from `first_trained` on are what a drafter learns.
+    """
+
+    messages: list[dict[str, str]]
+    first_trained: int = 0
+
+
+@dataclass(frozen=True)
+class RawText:
+    """Text without a chat template. The drafter learns `completion`; a long one is cut into windows."""
+
+    prompt: str
+    completion: str
+
+
+def load_conversations(
+    name: str, split: str = "train", streaming: bool = False, **kwargs: Any
+) -> Dataset | IterableDataset:
+    """
+    Loads a dataset.
+
+    Args:
+        name: A local `.jsonl`, `.json` or `.parquet` file, a folder (saved by `datasets` or of data files), or the
+            name of a dataset on the Hub.
+        split: The split to load.
+        streaming: Read while training instead of before it.
+        **kwargs: For `datasets.load_dataset`.
+
+    Raises:
+        FileNotFoundError: `name` looks like a file, and there is none.
+    """
+    path = Path(name)
+    builders = {".jsonl": "text", ".json": "json", ".parquet": "parquet"}
+    builder = builders.get(path.suffix)
+    if builder is not None and not path.is_file():
+        raise FileNotFoundError(f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub.")
+    if path.is_dir() and (path / "dataset_info.json").exists() and not streaming:
+        return load_from_disk(name)
+    if builder is None:
+        return load_dataset(name, split=split, streaming=streaming, **kwargs)
+    dataset = load_dataset(builder, data_files=name, split="train", streaming=streaming, **kwargs)
+    return dataset.rename_column("text", JSON_LINE) if builder == "text" else dataset
+
+
+def read_row(row: Mapping[str, Any], has_template: bool) -> Conversation | RawText:
+    """
+    Reads a row in any of the known forms.
+
+    Args:
+        row: `messages` (a list of `role` and `content`), `conversations` (of `from` and `value`), `prompt` and
+            `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these.
+        has_template: Whether the target's tokenizer has a chat template; without one a text prompt is taken as it is.
+
+    Raises:
+        MalformedRowError: It has none of these forms.
+    """
+    if JSON_LINE in row:
+        row = _parse(row[JSON_LINE])
+    if row.get("messages") is not None:
+        return Conversation(_read_messages(row["messages"], "role", "content"))
+    if row.get("conversations") is not None:
+        return Conversation(_read_messages(row["conversations"], "from", "value"))
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        return _read_pair(row["prompt"], row["completion"], has_template)
+    if isinstance(row.get("text"), str) and row["text"]:
+        return RawText("", row["text"])
+    raise MalformedRowError(f"has none of {FORMATS}")
+
+
+def _parse(line: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        raise MalformedRowError("is not JSON") from None
+    if not isinstance(row, dict):
+        raise MalformedRowError("is not a JSON object")
+    return row
+
+
+def _read_messages(turns: Any, role_key: str, content_key: str) -> list[dict[str, str]]:
+    if not isinstance(turns, list) or not turns:
+        raise MalformedRowError("its conversation is not a list of messages, or is empty")
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, Mapping) or role_key not in turn or content_key not in turn:
+            raise MalformedRowError(f"a message has no `{role_key}` or `{content_key}`")
+        role, content = _ROLES.get(str(turn[role_key]).lower()), turn[content_key]
+        if role is None:
+            raise MalformedRowError(f"unknown role {turn[role_key]!r}")
+        if not isinstance(content, str):
+            raise MalformedRowError("the content of a message is not text")
+        messages.append({"role": role, "content": content})
+    if messages[0]["role"] == "assistant":
+        raise MalformedRowError("the assistant speaks first")
+    if all(message["role"] != "assistant" or not message["content"] for message in messages):
+        raise MalformedRowError("the assistant says nothing")
+    return messages
+
+
+def _read_pair(prompt: Any, completion: Any, has_template: bool) -> Conversation | RawText:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise MalformedRowError("the completion is empty")
+        if not has_template:
+            return RawText(prompt, completion)
+        prompt = [{"role": "user", "content": prompt}]
+        completion = [{"role": "assistant", "content": completion}]
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise MalformedRowError("`prompt` and `completion` are neither both text nor both messages")
+    messages = _read_messages(prompt + completion, "role", "content")
+    if all(message["role"] != "assistant" for message in messages[len(prompt) :]):
+        raise MalformedRowError("the assistant says nothing")
+    return Conversation(messages, first_trained=len(prompt))

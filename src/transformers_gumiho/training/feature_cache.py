@@ -1,0 +1,161 @@
+"""The target's features on disk, so that a drafter is trained without running the target, or even having it.
+
+A cache is a folder: `cache.json` says what it was made from, `target/` holds the target's config, tokenizer, token
+embedding and output head, and `shard-*.safetensors` the rows. A shard appears under its name only when it is whole, so
+that a run that is killed goes on from the shards that are there.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..modeling_gumiho import GumihoModel
+from ..output_head import scaled_head
+from .fingerprint import target_fingerprint, tokenizer_fingerprints
+
+
+MANIFEST, TARGET_FOLDER, WEIGHTS = "cache.json", "target", "target.safetensors"
+
+
+@dataclass(frozen=True)
+class CacheManifest:
+    """
+    What a cache was made from, and how it is cut into shards.
+
+    Attributes:
+        fingerprints: Of the `target`, the `tokenizer`, its chat `template` and the `data`.
+        columns: The columns of a row besides `hidden_states`.
+        dtype: Of the features.
+        num_rows: Rows in all shards.
+        num_tokens: Tokens in all rows.
+        rows_per_shard: Rows in each shard but the last.
+    """
+
+    fingerprints: dict[str, str]
+    columns: list[str]
+    dtype: str
+    num_rows: int
+    num_tokens: int
+    rows_per_shard: int
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of a complete cache."""
+        return -(-self.num_rows // self.rows_per_shard)
+
+    @classmethod
+    def load(cls, folder: Path) -> "CacheManifest":
+        """Reads the manifest in `folder`."""
+        path = folder / MANIFEST
+        if not path.exists():
+            raise FileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def check(self, fingerprints: dict[str, str], folder: Path) -> None:
+        """Raises `ValueError` where the cache was made from something else than what these are of."""
+        stale = [name for name, value in fingerprints.items() if self.fingerprints[name] != value]
+        if stale:
+            raise ValueError(
+                f"The feature cache {str(folder)!r} was made from another {' and another '.join(stale)}. Extract "
+                f"features into another folder, or delete this one."
+            )
+
+
+class FeatureDataset(torch.utils.data.Dataset):
+    """
+    The rows of a complete feature cache, with `hidden_states`.
+
+    Args:
+        folder: The cache.
+        target: Where given, the cache must have been made from it.
+        tokenizer: Where given, the cache must have been made with it.
+
+    Raises:
+        ValueError: The cache is not complete, or was made from something else.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        target: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        self.folder = Path(folder)
+        self.manifest = CacheManifest.load(self.folder)
+        fingerprints = {"target": target_fingerprint(target)} if target is not None else {}
+        fingerprints |= tokenizer_fingerprints(tokenizer) if tokenizer is not None else {}
+        self.manifest.check(fingerprints, self.folder)
+        found = sum(shard_path(self.folder, index).exists() for index in range(self.manifest.num_shards))
+        if found < self.manifest.num_shards:
+            raise ValueError(
+                f"The feature cache {str(folder)!r} has {found} of {self.manifest.num_shards} shards. Run the "
+                f"extraction again: it goes on where it was stopped."
+            )
+        self._open: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self.manifest.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        shard, row = divmod(index, self.manifest.rows_per_shard)
+        if shard not in self._open:
+            self._open[shard] = safe_open(shard_path(self.folder, shard), framework="pt")
+        file = self._open[shard]
+        start, stop = file.get_slice("offsets")[row : row + 2].tolist()
+        return {name: file.get_slice(name)[start:stop] for name in [*self.manifest.columns, "hidden_states"]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers of a data loader open the files themselves.
+        return self.__dict__ | {"_open": {}}
+
+
+class CachedFeatures:
+    """
+    What a feature cache knows of its target: pass it to [`GumihoTrainer`] as `target`, with a [`FeatureDataset`].
+
+    Args:
+        folder: The cache.
+    """
+
+    def __init__(self, folder: str | Path):
+        target = Path(folder) / TARGET_FOLDER
+        self.config = AutoConfig.from_pretrained(target)
+        weights = load_file(target / WEIGHTS)
+        self.embedding = weights["embed_tokens.weight"]
+        head = weights["lm_head.weight"]
+        self._linear = nn.Linear(head.shape[1], head.shape[0], bias="lm_head.bias" in weights, device="meta")
+        self._linear.weight = nn.Parameter(head, requires_grad=False)
+        if "lm_head.bias" in weights:
+            self._linear.bias = nn.Parameter(weights["lm_head.bias"], requires_grad=False)
+        self._head = scaled_head(self._linear, self.config)
+
+    def make_drafter(self, **overrides: Any) -> GumihoModel:
+        """Makes an untrained drafter for the target, as [`GumihoModel.from_target`] does."""
+        return GumihoModel.from_embedding(self.config, self.embedding, **overrides)
+
+    def to(self, device: torch.device) -> None:
+        """Moves the output head."""
+        self._linear.to(device)
+
+    def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the cached states of a batch."""
+        if "hidden_states" not in inputs:
+            raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
+        return inputs["hidden_states"]
+
+    def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns the target's output head, taking features of any dtype."""
+        return lambda features: self._head(features.to(self._linear.weight.dtype))
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """Returns where a shard is."""
+    return folder / f"shard-{index:05d}.safetensors"

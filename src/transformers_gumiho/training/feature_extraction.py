@@ -1,0 +1,194 @@
+"""Writing a feature cache: the target runs once over a prepared dataset."""
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .collator import GumihoDataCollator
+from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, shard_path
+from .fingerprint import rows_fingerprint, target_fingerprint, tokenizer_fingerprints
+from .target_features import OnlineFeatures
+
+
+DEFAULT_SHARD_BYTES = 2**29
+
+
+def cache_size(dataset: Dataset, target_config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes that the features of a prepared dataset will take."""
+    config = target_config.get_text_config(decoder=True)
+    hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+    return sum(_row_lengths(dataset)) * (hidden_size * dtype.itemsize + 4 * len(_columns(dataset)))
+
+
+def write_feature_cache(
+    dataset: Dataset,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_size: int = 4,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """
+    Runs the target over a prepared dataset and writes its last hidden states. Called again after it was stopped, it
+    goes on where it was. Several processes (`accelerate launch`) share the shards.
+
+    Args:
+        dataset: From [`prepare_dataset`].
+        target: The target.
+        tokenizer: The target's.
+        folder: Where the cache goes.
+        dtype: Of the features.
+        batch_size: Rows that the target reads at a time.
+        shard_bytes: Size of a shard, at most; a shard has at least one row.
+
+    Raises:
+        ValueError: The folder holds a cache of something else, or the features do not fit into `dtype`.
+        OSError: The disk is too small or full. What is written stays, and is not written again.
+    """
+    folder, state = Path(folder), PartialState()
+    manifest = _make_manifest(dataset, target, tokenizer, dtype, shard_bytes)
+    if (folder / MANIFEST).exists():
+        CacheManifest.load(folder).check(manifest.fingerprints, folder)
+        manifest = CacheManifest.load(folder)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        _check_space(folder, manifest, cache_size(dataset, target.config, dtype))
+        _begin(folder, manifest, target, tokenizer)
+    state.wait_for_everyone()
+    missing = [index for index in range(manifest.num_shards) if not shard_path(folder, index).exists()]
+    features = OnlineFeatures(target)
+    mine = missing[state.process_index :: state.num_processes]
+    for index in tqdm(mine, desc="extracting features", unit="shard", disable=not state.is_local_main_process):
+        rows = range(index * manifest.rows_per_shard, min((index + 1) * manifest.rows_per_shard, manifest.num_rows))
+        tensors = _extract(dataset, rows, features, manifest.columns, getattr(torch, manifest.dtype), batch_size)
+        _save(tensors, shard_path(folder, index))
+    state.wait_for_everyone()
+
+
+def _columns(dataset: Dataset) -> list[str]:
+    return [name for name in ("input_ids", "loss_mask", "position_ids") if name in dataset.column_names]
+
+
+def _row_lengths(dataset: Dataset) -> list[int]:
+    return [len(row["input_ids"]) for row in dataset.select_columns("input_ids").with_format("numpy")]
+
+
+def _make_manifest(
+    dataset: Dataset,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> CacheManifest:
+    lengths, columns = _row_lengths(dataset), _columns(dataset)
+    row_bytes = cache_size(dataset, target.config, dtype) / sum(lengths) * max(lengths)
+    data = rows_fingerprint(dataset.select_columns(columns).with_format("numpy"), columns)
+    return CacheManifest(
+        fingerprints={"target": target_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer),
+        columns=columns,
+        dtype=str(dtype).removeprefix("torch."),
+        num_rows=len(lengths),
+        num_tokens=sum(lengths),
+        rows_per_shard=max(int(shard_bytes // row_bytes), 1),
+    )
+
+
+def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
+    """Raises `OSError` where the shards that are missing will not fit on the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = sum(shard_path(folder, index).exists() for index in range(manifest.num_shards))
+    needed = total * (manifest.num_shards - done) // manifest.num_shards
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"The features need {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free. Use a larger disk, less "
+            f"data, or train with the target running in every step",
+            str(folder),
+        )
+
+
+def _begin(folder: Path, manifest: CacheManifest, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes everything but the shards, the manifest last."""
+    for leftover in folder.glob("*.partial"):
+        leftover.unlink()
+    if (folder / MANIFEST).exists():
+        return
+    target_folder = folder / TARGET_FOLDER
+    target.config.save_pretrained(target_folder)
+    tokenizer.save_pretrained(target_folder)
+    weights = {"embed_tokens.weight": target.get_input_embeddings().weight} | _head_weights(target)
+    _save({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, target_folder / WEIGHTS)
+    partial = folder / f"{MANIFEST}.partial"
+    partial.write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
+    os.replace(partial, folder / MANIFEST)
+
+
+@torch.no_grad()
+def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Returns the weight and bias of the output head; of a wrapped one (adapters, offloading) those it amounts to."""
+    head = target.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight.device.type != "meta":
+        bias = {} if head.bias is None else {"lm_head.bias": head.bias}
+        return {"lm_head.weight": head.weight, **bias}
+    embedding = target.get_input_embeddings().weight
+    width = getattr(head, "in_features", embedding.shape[1])
+    probe = torch.eye(width, dtype=target.dtype, device=target.device)
+    bias = head(torch.zeros_like(probe[:1]))[0]
+    return {"lm_head.weight": (head(probe) - bias).T, "lm_head.bias": bias}
+
+
+def _extract(
+    dataset: Dataset,
+    rows: range,
+    features: OnlineFeatures,
+    columns: list[str],
+    dtype: torch.dtype,
+    batch_size: int,
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a shard: the values of all its rows in one piece, and where each row begins."""
+    collate = GumihoDataCollator()
+    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in [*columns, "hidden_states"]}
+    device = features.target.device
+    for start in range(rows.start, rows.stop, batch_size):
+        chosen = [dataset[index] for index in range(start, min(start + batch_size, rows.stop))]
+        batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
+        states = features.hidden_states(batch).to(dtype).cpu()
+        if not torch.isfinite(states).all():
+            raise ValueError(f"The target's states are too large for {dtype}. Extract them as bfloat16.")
+        for index, row in enumerate(chosen):
+            pieces["hidden_states"].append(states[index, : len(row["input_ids"])])
+            for name in columns:
+                pieces[name].append(torch.tensor(row[name], dtype=torch.int32))
+    lengths = torch.tensor([0] + [len(piece) for piece in pieces["input_ids"]])
+    return {"offsets": lengths.cumsum(0)} | {name: torch.cat(tensors) for name, tensors in pieces.items()}
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a file that is either whole or not there."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        save_file(tensors, partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            f"Could not write {str(path)!r}: {error}. The shards before it are complete. Make room and run this "
+            f"again: it goes on here."
+        ) from error

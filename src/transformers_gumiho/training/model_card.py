@@ -1,0 +1,125 @@
+"""The model card of a trained drafter."""
+
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import Trainer
+from transformers import __version__ as transformers_version
+
+
+_TEXT = """\
+---
+{card_data}
+---
+
+# {name}
+
+A [Gumiho](https://arxiv.org/abs/2503.10135) drafter for [{target}](https://huggingface.co/{target}): it makes
+`generate()` faster without changing what is generated.
+
+```python
+import transformers_gumiho
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained("{target}", device_map="auto")
+gumiho = transformers_gumiho.GumihoModel.from_pretrained("{name}", dtype=target.dtype, device_map=target.device)
+inputs = AutoTokenizer.from_pretrained("{target}")("Speculative decoding is", return_tensors="pt").to(target.device)
+output = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=256)
+```
+
+## Drafter
+
+{drafter}
+
+## Training
+
+{training}
+
+## Evaluation
+
+{evaluation}
+"""
+
+
+def model_card_of(
+    trainer: Trainer,
+    *,
+    language: str | list[str] | None = None,
+    license: str | None = None,
+    tags: str | list[str] | None = None,
+    model_name: str | None = None,
+    finetuned_from: str | None = None,
+    dataset: str | list[str] | None = None,
+    **metadata: Any,
+) -> ModelCard:
+    """
+    Returns the card of the drafter in `trainer`, filled from its settings and its log; arguments as in
+    `Trainer.create_model_card`. The target's name is `finetuned_from`, else that in its config.
+    """
+    target = finetuned_from or trainer.target_features.config.name_or_path or "the target"
+    tags = [tags] if isinstance(tags, str) else list(tags or [])
+    data = ModelCardData(
+        language=language,
+        license=license,
+        library_name="transformers",
+        base_model=None if target == "the target" else target,
+        tags=sorted({*tags, "gumiho", "speculative-decoding"}),
+        datasets=dataset,
+    )
+    return ModelCard(
+        _TEXT.format(
+            card_data=data.to_yaml(),
+            name=model_name or trainer.args.output_dir,
+            target=target,
+            drafter=_table(_drafter_facts(trainer)),
+            training=_table(_training_facts(trainer)),
+            evaluation=_table(_evaluation_facts(trainer)) or "Not evaluated.",
+        )
+    )
+
+
+def _table(facts: dict[str, Any]) -> str:
+    lines = [
+        f"| {name} | {value:.4g} |" if isinstance(value, float) else f"| {name} | {value} |"
+        for name, value in facts.items()
+    ]
+    return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
+
+
+def _drafter_facts(trainer: Trainer) -> dict[str, Any]:
+    config, llama = trainer.drafter.config, trainer.drafter.config.get_text_config()
+    return {
+        "serial tokens": config.num_serial_tokens,
+        "parallel heads": config.num_parallel_heads,
+        "layers of the serial head": llama.num_hidden_layers,
+        "hidden size": llama.hidden_size,
+        "vocabulary": llama.vocab_size,
+    }
+
+
+def _training_facts(trainer: Trainer) -> dict[str, Any]:
+    args = trainer.args
+    names = (
+        "learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta2", "weight_decay", "max_grad_norm",
+        "per_device_train_batch_size", "gradient_accumulation_steps", "seed", "bf16", "fp16", "feature_weight",
+        "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start_epoch", "parallel_decay", "parallel_weight",
+        "feature_noise", "unroll_serial_head", "unrolled_weight",
+    )  # fmt: skip
+    facts = {f"`{name}`": getattr(args, name) for name in names}
+    facts["`lr_scheduler_type`"] = args.lr_scheduler_type.value
+    return {
+        "steps": trainer.state.global_step,
+        "epochs": float(trainer.state.epoch or 0),
+        "processes": args.world_size,
+        **facts,
+        "transformers": transformers_version,
+    }
+
+
+def _evaluation_facts(trainer: Trainer) -> dict[str, Any]:
+    """Returns the newest value of each measurement in the log."""
+    facts: dict[str, Any] = {}
+    for entry in trainer.state.log_history:
+        facts |= {name: value for name, value in entry.items() if name == "tau" or name.startswith("eval_")}
+    hidden = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
+    return {f"`{name}`": value for name, value in facts.items() if name not in hidden}

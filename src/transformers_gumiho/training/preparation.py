@@ -1,0 +1,230 @@
+"""From a dataset of conversations to the rows that a drafter is trained on."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+from datasets import Dataset, Features, IterableDataset, Sequence, Value
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from .conversations import FORMATS, JSON_LINE, MalformedRowError, RawText, read_row
+from .rendering import check_tokenizer, encode, encode_prompt
+
+
+_IDS, _MASK = Sequence(Value("int32")), Sequence(Value("int8"))
+_ENCODED = Features({"input_ids": _IDS, "loss_mask": _MASK, "problem": Value("string"), "num_cut": Value("int64")})
+_ROWS = Features({"input_ids": _IDS, "loss_mask": _MASK})
+_PACKED = Features({"input_ids": _IDS, "loss_mask": _MASK, "position_ids": _IDS})
+# Texts that are packed together come from as many at a time.
+_PACKING_BATCH = 1000
+
+
+@dataclass
+class PreparationReport:
+    """
+    What became of a dataset. For a streamed one it counts what was read so far.
+
+    Attributes:
+        num_texts: Texts kept, a long raw text counting once for each of its windows.
+        problems: How many rows were skipped, by reason.
+        num_truncated: Texts that were cut at the maximum length.
+        num_tokens_cut: Tokens lost by that.
+        num_tokens: Tokens kept.
+        num_loss_tokens: Those among them that the loss counts.
+        num_rows: Rows they were packed into (or the texts, without packing).
+    """
+
+    num_texts: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+    num_truncated: int = 0
+    num_tokens_cut: int = 0
+    num_tokens: int = 0
+    num_loss_tokens: int = 0
+    num_rows: int = 0
+
+    def add(self, row: dict[str, Any]) -> bool:
+        """Counts a row of the encoded dataset; returns whether it is kept."""
+        if row["problem"]:
+            self.problems[str(row["problem"])] += 1
+            return False
+        self.num_texts += 1
+        self.num_truncated += int(row["num_cut"] > 0)
+        self.num_tokens_cut += int(row["num_cut"])
+        self.num_tokens += len(row["input_ids"])
+        self.num_loss_tokens += int(np.sum(row["loss_mask"]))
+        return True
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_texts:,} texts with {self.num_tokens:,} tokens ({self.num_loss_tokens:,} of them count) in "
+            f"{self.num_rows or 'streamed'} rows; {self.num_truncated:,} texts truncated ({self.num_tokens_cut:,} "
+            f"tokens cut); {sum(self.problems.values()):,} skipped"
+        ]
+        lines += [f"  skipped {count:,}: {reason}" for reason, count in self.problems.most_common()]
+        return "\n".join(lines)
+
+
+def prepare_dataset(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    target_config: PreTrainedConfig,
+    *,
+    max_length: int = 2048,
+    packing: bool = True,
+    num_proc: int | None = None,
+) -> tuple[Dataset | IterableDataset, PreparationReport]:
+    """
+    Renders conversations with the target's chat template, encodes them, and packs them into rows.
+
+    Args:
+        dataset: Rows in any of the forms of [`read_row`].
+        tokenizer: The target's.
+        target_config: The target's.
+        max_length: Longest row in tokens. A longer conversation is truncated, a longer raw text cut into windows.
+        packing: Put several texts into a row, each with positions of its own, so that next to no padding is computed.
+            Without it, train with `train_sampling_strategy="group_by_length"`.
+        num_proc: Processes to encode with.
+
+    Returns:
+        Rows of `input_ids`, `loss_mask` (1 at the states that count as targets: those of assistant tokens that another
+        assistant token follows) and, packed, `position_ids`; and what became of the dataset. A malformed row is
+        skipped and counted.
+
+    Raises:
+        ValueError: The tokenizer does not belong to the target, `max_length` exceeds the target's positions, the
+            dataset is empty or has no known form, or no row of it could be used.
+        UnstableTemplateError: The template does not let the assistant's tokens be told from the others.
+    """
+    _check_settings(tokenizer, target_config, max_length)
+    streamed = isinstance(dataset, IterableDataset)
+    columns = dataset.column_names
+    _check_columns(columns, 1 if streamed else len(dataset))
+    report = PreparationReport()
+    encoded = dataset.map(
+        _encode_batch,
+        batched=True,
+        batch_size=100,
+        remove_columns=columns,
+        features=_ENCODED,
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
+        **({} if streamed else {"num_proc": num_proc, "desc": "encoding"}),
+    )
+    if streamed:
+        rows = encoded.filter(report.add).select_columns(list(_ROWS))
+    else:
+        kept = [index for index, row in enumerate(encoded.with_format("numpy")) if report.add(row)]
+        if not kept:
+            raise ValueError(f"No row of the dataset could be used:\n{report}")
+        rows = encoded.select(kept).select_columns(list(_ROWS))
+    if packing:
+        rows = rows.map(
+            _pack_batch,
+            batched=True,
+            batch_size=_PACKING_BATCH,
+            remove_columns=list(_ROWS),
+            features=_PACKED,
+            fn_kwargs={"max_length": max_length},
+            **({} if streamed else {"desc": "packing"}),
+        )
+    if not streamed:
+        report.num_rows = len(rows)
+    return rows, report
+
+
+def collect_prompts(
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    *,
+    max_length: int = 1024,
+    num_text_tokens: int = 64,
+) -> list[torch.Tensor]:
+    """
+    Returns the prompts `(T,)` of the first rows of a dataset, for measuring tau: everything before the first answer,
+    or the first `num_text_tokens` of a raw text. Malformed rows and prompts longer than `max_length` are passed over.
+    """
+    prompts: list[torch.Tensor] = []
+    for row in dataset:
+        if len(prompts) == num_prompts:
+            break
+        try:
+            example = read_row(row, has_template=bool(tokenizer.chat_template))
+            ids = encode_prompt(tokenizer, example, num_text_tokens)
+        except (MalformedRowError, jinja2.TemplateError):
+            continue
+        if 0 < len(ids) <= max_length:
+            prompts.append(torch.tensor(ids))
+    return prompts
+
+
+def _check_settings(tokenizer: PreTrainedTokenizerBase, target_config: PreTrainedConfig, max_length: int) -> None:
+    check_tokenizer(tokenizer)
+    config = target_config.get_text_config(decoder=True)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, and the target "
+            f"{config.vocab_size}. Give the tokenizer that belongs to the target."
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if max_length < 2 or (positions and max_length > positions):
+        raise ValueError(
+            f"`max_length` must be at least 2 and at most the target's {positions} positions, got {max_length}."
+        )
+
+
+def _check_columns(columns: list[str] | None, num_rows: int) -> None:
+    if num_rows == 0:
+        raise ValueError("The dataset is empty. Check its name and split.")
+    known = {"messages", "conversations", "completion", "text", JSON_LINE}
+    if columns is not None and not known & set(columns):
+        raise ValueError(f"The dataset has the columns {columns}, and must have {FORMATS}. Rename or map its columns.")
+
+
+def _encode_batch(
+    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> dict[str, list[Any]]:
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    encoded = [new for row in rows for new in _encode_row(row, tokenizer, max_length)]
+    return {name: [row[name] for row in encoded] for name in _ENCODED}
+
+
+def _encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Iterator[dict[str, Any]]:
+    try:
+        example = read_row(row, has_template=bool(tokenizer.chat_template))
+        ids, assistant = encode(tokenizer, example)
+    except MalformedRowError as error:
+        yield {"input_ids": [], "loss_mask": [], "problem": str(error), "num_cut": 0}
+        return
+    windows = range(0, len(ids), max_length) if isinstance(example, RawText) and not example.prompt else range(1)
+    for start in windows:
+        stop = start + max_length
+        # A state counts where it is the assistant's and its successor, the token it predicts, is so too.
+        mask = [a & b for a, b in zip(assistant[start:stop], assistant[start + 1 : stop + 1] + [0], strict=False)]
+        problem = "" if any(mask[1:]) else "no assistant token within the maximum length"
+        cut = max(len(ids) - stop, 0) if len(windows) == 1 else 0
+        yield {"input_ids": ids[start:stop], "loss_mask": mask[:max_length], "problem": problem, "num_cut": cut}
+
+
+def _pack_batch(batch: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
+    """Packs texts first-fit, the longest first, which leaves few gaps."""
+    lengths = [len(ids) for ids in batch["input_ids"]]
+    rows: list[list[int]] = []
+    space: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = next((row for row, left in enumerate(space) if left >= lengths[index]), None)
+        if fitting is None:
+            rows.append([])
+            space.append(max_length)
+            fitting = len(rows) - 1
+        rows[fitting].append(index)
+        space[fitting] -= lengths[index]
+
+    def joined(name: str) -> list[list[int]]:
+        return [[value for index in row for value in batch[name][index]] for row in rows]
+
+    positions = [[position for index in row for position in range(lengths[index])] for row in rows]
+    return {"input_ids": joined("input_ids"), "loss_mask": joined("loss_mask"), "position_ids": positions}

@@ -1,0 +1,174 @@
+"""Letting the target answer itself: a drafter has to imitate what the target says, not what someone else said."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .conversations import Conversation, MalformedRowError, RawText, read_row
+from .rendering import encode_prompt, render_prompt
+
+
+def regenerate_dataset(
+    dataset: Dataset | IterableDataset,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output_file: str | Path,
+    *,
+    batch_size: int = 16,
+    max_length: int = 2048,
+    num_prompt_tokens: int = 64,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> None:
+    """
+    Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
+    earlier answers, until it ends or the longest text of the batch has `max_length` tokens. Of a raw text, the target
+    continues the first `num_prompt_tokens`, or the prompt where there is one. A row that cannot be answered stays as a
+    line that says why.
+
+    Called again after it was stopped, it goes on after the last whole batch in the file; the result is the same.
+
+    Args:
+        dataset: Rows in any of the forms of [`read_row`].
+        target: The target.
+        tokenizer: The target's.
+        output_file: The new dataset.
+        batch_size: Conversations to answer at a time.
+        max_length: Tokens of a text, at most.
+        num_prompt_tokens: Tokens of a raw text that the target continues.
+        seed: For sampling.
+        **generate_kwargs: For `generate()`. Greedy unless they say otherwise.
+    """
+    path = Path(output_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = _resume(path, batch_size)
+    rows = dataset.select(range(done, len(dataset))) if isinstance(dataset, Dataset) else dataset.skip(done)
+    remaining = iter(rows)
+    writer = _TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
+    total = done + len(rows) if isinstance(rows, Dataset) else None
+    with path.open("a", encoding="utf-8") as file, tqdm(desc="target answers", total=total, initial=done) as progress:
+        while batch := list(islice(remaining, batch_size)):
+            torch.manual_seed(seed + done)
+            texts = writer.rewrite(batch)
+            file.write("".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts))
+            file.flush()
+            done += len(batch)
+            progress.update(len(batch))
+
+
+def _resume(path: Path, batch_size: int) -> int:
+    """Cuts an unfinished batch off the file; returns the number of rows that are left in it."""
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    num_kept = len(lines) - len(lines) % batch_size
+    with path.open("rb+") as file:
+        file.truncate(sum(map(len, lines[:num_kept])))
+    return num_kept
+
+
+@dataclass(frozen=True)
+class _TargetWriter:
+    """Rewrites batches of rows; the fields are the arguments of [`regenerate_dataset`]."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    num_prompt_tokens: int
+    generate_kwargs: dict[str, Any]
+
+    def rewrite(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns each row as the target would have it."""
+        examples = [self._read(row) for row in rows]
+        texts = iter(self._continue_texts([example for example in examples if isinstance(example, RawText)]))
+        answers = iter(self._answer([example for example in examples if isinstance(example, Conversation)]))
+        return [
+            example if isinstance(example, dict) else next(texts if isinstance(example, RawText) else answers)
+            for example in examples
+        ]
+
+    def _read(self, row: Mapping[str, Any]) -> Conversation | RawText | dict[str, Any]:
+        try:
+            return read_row(row, has_template=bool(self.tokenizer.chat_template))
+        except MalformedRowError as error:
+            return {"skipped": str(error)}
+
+    def _continue_texts(self, examples: list[RawText]) -> list[dict[str, Any]]:
+        prompts = []
+        for example in examples:
+            ids = encode_prompt(self.tokenizer, example, self.num_prompt_tokens)
+            prompts.append(ids[: self.max_length // 2])
+        results = []
+        for example, prompt, new in zip(examples, prompts, self._generate(prompts), strict=True):
+            if example.prompt:
+                text = self.tokenizer.decode(new, skip_special_tokens=True)
+                results.append({"prompt": example.prompt, "completion": text})
+            else:
+                results.append({"text": self.tokenizer.decode(prompt + new, skip_special_tokens=True)})
+        return results
+
+    def _answer(self, conversations: list[Conversation]) -> list[dict[str, Any]]:
+        histories = [list(c.messages[: c.first_trained]) for c in conversations]
+        pending = set(range(len(conversations)))
+        while pending:
+            prompts = {}
+            for index in sorted(pending):
+                prompt = self._next_prompt(conversations[index], histories[index])
+                if prompt is None:
+                    pending.discard(index)
+                else:
+                    prompts[index] = prompt
+            for index, new in zip(prompts, self._generate(list(prompts.values())), strict=True):
+                answer = self.tokenizer.decode(new, skip_special_tokens=True)
+                histories[index].append({"role": "assistant", "content": answer})
+        return [
+            {"messages": history} if len(history) > c.first_trained else {"skipped": "no room for an answer"}
+            for history, c in zip(histories, conversations, strict=True)
+        ]
+
+    def _next_prompt(self, conversation: Conversation, history: list[dict[str, str]]) -> list[int] | None:
+        """Adds the messages up to the next answer to the history; returns the prompt, `None` without a next answer."""
+        rest = conversation.messages[len(history) :]
+        turn = next((index for index, message in enumerate(rest) if message["role"] == "assistant"), None)
+        if turn is None:
+            return None
+        asked = history + rest[:turn]
+        prompt = render_prompt(self.tokenizer, asked)
+        if len(prompt) >= self.max_length:
+            return None
+        history[:] = asked
+        return prompt
+
+    @torch.inference_mode()
+    def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Returns what the target says after each prompt, without the padding that follows its end."""
+        if not prompts:
+            return []
+        longest = max(map(len, prompts))
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+        ids = torch.tensor([[pad or 0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        device = self.target.device
+        settings = {"do_sample": False, "max_new_tokens": self.max_length - longest, "pad_token_id": pad}
+        output = self.target.generate(
+            ids.to(device), attention_mask=mask.to(device), **(settings | self.generate_kwargs)
+        )
+        return [_until_end(row, self._end_tokens()) for row in output[:, longest:].tolist()]
+
+    def _end_tokens(self) -> set[int]:
+        ends = self.target.generation_config.eos_token_id
+        return set(ends if isinstance(ends, list) else [ends])
+
+
+def _until_end(ids: list[int], ends: set[int]) -> list[int]:
+    return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))]

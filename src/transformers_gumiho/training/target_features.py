@@ -1,0 +1,78 @@
+"""What the target contributes to a drafter's training: its last hidden states and its output head, both frozen."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..output_head import output_head
+
+
+class TargetFeatures(Protocol):
+    """Where training gets the target's states and logits from."""
+
+    config: PreTrainedConfig
+
+    def to(self, device: torch.device) -> None:
+        """Moves what is not placed on a device already."""
+
+    def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the last hidden states `(B, L, H)` of a batch of [`GumihoDataCollator`], after the final norm."""
+
+    def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns the function from features to logits, for states like `like`."""
+
+
+class OnlineFeatures:
+    """
+    Runs the frozen target in every step.
+
+    Args:
+        target: Any decoder: in any dtype, quantised, split over devices or with adapters. It is set to evaluation mode
+            and its parameters are frozen.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        self.target = target.eval().requires_grad_(False)
+        self.config = target.config
+        self._head = output_head(target)
+        self._packing_is_checked = False
+
+    def to(self, device: torch.device) -> None:
+        """Moves the target, unless it was placed when it was loaded (split, offloaded or quantised)."""
+        placed = getattr(self.target, "hf_device_map", None) or getattr(self.target, "is_quantized", False)
+        if not placed:
+            self.target.to(device)
+
+    @torch.no_grad()
+    def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Runs the target on `input_ids`; with `position_ids`, each row holds several texts."""
+        input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
+        if position_ids is not None and not self._packing_is_checked:
+            self._check_packing(input_ids.device)
+        return self._run(input_ids, position_ids).to(input_ids.device)
+
+    def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns the target's output head, taking features of any dtype and device."""
+        return lambda features: self._head(features.to(like.dtype)).to(like.device)
+
+    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        kwargs: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+        # In its own dtype, not in that of the drafter's training: these are the states that it has in decoding.
+        with torch.autocast(input_ids.device.type, enabled=False):
+            return self.target.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+
+    def _check_packing(self, device: torch.device) -> None:
+        """Raises `ValueError` where the second text of a packed row sees the first."""
+        tokens = torch.arange(1, 13, device=device)[None] % self.config.get_text_config(decoder=True).vocab_size
+        positions = torch.arange(6, device=device)[None]
+        alone = self._run(tokens[:, 6:], positions).float()
+        packed = self._run(tokens, torch.cat((positions, positions), dim=1))[:, 6:].float()
+        difference = float((packed - alone).norm() / alone.norm())
+        if difference > 0.1:  # Rounding in eight bits stays below; another context changes the states by their size.
+            raise ValueError(
+                f"{type(self.target).__name__} does not keep packed texts apart: the states of a text change by "
+                f"{difference:.0%} when another one is before it in the row. Prepare the dataset with `packing=False`."
+            )
+        self._packing_is_checked = True

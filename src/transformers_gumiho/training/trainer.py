@@ -1,0 +1,228 @@
+"""The `Trainer` of a drafter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import EvalPrediction, PreTrainedModel, Trainer
+
+from ..losses import LossWeights, Predictor, predictors
+from ..modeling_gumiho import GumihoModel, unwrap_drafter
+from .agreement import agreement_metrics, score_predictions
+from .arguments import GumihoTrainingArguments
+from .callbacks import AcceptanceCallback
+from .checkpoints import last_complete_checkpoint
+from .chunked_loss import chunked_gumiho_loss, count_positions
+from .collator import GumihoDataCollator
+from .model_card import model_card_of
+from .target_features import OnlineFeatures, TargetFeatures
+
+
+class GumihoTrainer(Trainer):
+    """
+    Trains a drafter to imitate a frozen target.
+
+    Args:
+        model (`GumihoModel`, or a `PeftModel` around one): The drafter. Its token embedding is frozen.
+        args (`GumihoTrainingArguments`): The settings.
+        target (`PreTrainedModel` or `TargetFeatures`): The target, which runs in every step, or its cached features.
+            It is no part of what is trained or saved.
+        acceptance_prompts (`list[torch.Tensor]`, *optional*): Held-out prompts `(T,)` on which tau is measured every
+            `args.acceptance_steps` steps. Needs the target itself.
+        processing_class: The target's tokenizer, which is saved with the drafter.
+        **kwargs: As in `Trainer`. A dataset holds the rows that [`GumihoDataCollator`] describes.
+
+    `evaluate()` reports, besides the loss and its terms, the top-1 `agreement_k` with the target at each draft
+    position k, and the `expected_acceptance_length` that these imply.
+    """
+
+    args: GumihoTrainingArguments
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: GumihoTrainingArguments,
+        *,
+        target: PreTrainedModel | TargetFeatures,
+        acceptance_prompts: Sequence[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ):
+        if not isinstance(args, GumihoTrainingArguments):
+            raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
+        self.target_features = OnlineFeatures(target) if isinstance(target, nn.Module) else target
+        self.drafter = _checked_drafter(model, self.target_features)
+        self.drafter.embed_tokens.requires_grad_(False)
+        # One process drives one device: the target is on one, or split over several that are then all its own.
+        args._n_gpu = min(args.n_gpu, 1)
+        vocab_size = self.drafter.config.get_text_config().vocab_size
+        kwargs.setdefault("data_collator", GumihoDataCollator(vocab_size, self._num_positions()))
+        kwargs.setdefault("compute_metrics", self._compute_metrics)
+        super().__init__(model=model, args=args, **kwargs)
+        # The loss is an average over all positions of a step, however many batches and processes they come in.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        self.target_features.to(args.device)
+        self._term_sums: dict[str, torch.Tensor] = {}
+        self._steps_in_terms = 0
+        if args.acceptance_steps and acceptance_prompts:
+            if not isinstance(target, nn.Module):
+                raise ValueError(
+                    "Measuring tau needs the target itself, and only its cached features were given. Set "
+                    "`acceptance_steps=0`, or add an `AcceptanceCallback` with the target."
+                )
+            self.add_callback(AcceptanceCallback(self, target, acceptance_prompts))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """Returns the loss of a batch; `num_items_in_batch` `(Q,)` holds the positions of the whole step."""
+        states = self.target_features.hidden_states(inputs)
+        unroll = self.args.unroll_serial_head
+        output = self._forward(model, inputs, self._add_noise(states) if model.training else states, unroll)
+        loss, terms = chunked_gumiho_loss(
+            output,
+            states,
+            self.target_features.lm_head(states),
+            inputs["loss_mask"],
+            self.args.loss_weights(self.state.epoch),
+            inputs.get("position_ids"),
+            counts=num_items_in_batch,
+            chunk_size=self.args.loss_chunk_size,
+        )
+        if num_items_in_batch is not None:
+            # Gradients are averaged over the processes, and this is a process's share of one average.
+            loss = loss * self.accelerator.num_processes
+        if model.training:
+            for name, term in terms.items():
+                self._term_sums[name] = self._term_sums.get(name, 0) + term
+        return (loss, output) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Scores a batch: see [`score_predictions`]. `compute_metrics` receives the scores of each row."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            states = self.target_features.hidden_states(inputs)
+            scores = score_predictions(
+                self._forward(model, inputs, states, unroll=True),
+                states,
+                self.target_features.lm_head(states),
+                inputs["loss_mask"],
+                inputs.get("position_ids"),
+                self.args.loss_chunk_size,
+            )
+        if prediction_loss_only:
+            metrics = agreement_metrics(scores.cpu().numpy(), self._predictors(unroll=True))
+            return torch.tensor(metrics["loss"], device=scores.device), None, None
+        return None, scores, scores[:, 0, 0]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """
+        As `Trainer.train`. `resume_from_checkpoint=True` takes the newest checkpoint of `output_dir` that is whole: a
+        run that is killed while it writes one leaves a broken one behind.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"There is no complete checkpoint in {self.args.output_dir!r} to go on from. Train with "
+                    f"`resume_from_checkpoint=None`, or give the folder of one."
+                )
+        self._term_sums, self._steps_in_terms = {}, 0
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `Trainer.log`, with the loss terms averaged over the steps since they were logged last."""
+        if "loss" in logs and self._term_sums:
+            terms = self.accelerator.reduce(torch.stack(list(self._term_sums.values())), "sum")
+            logs = logs | dict(zip(self._term_sums, (terms / self._steps_in_terms).tolist(), strict=True))
+            self._term_sums, self._steps_in_terms = {}, 0
+            if not torch.isfinite(terms).all():
+                raise FloatingPointError(self._divergence(f"the loss terms are {logs}"))
+        super().log(logs, start_time)
+
+    def create_model_card(self, **kwargs: Any) -> None:
+        """Writes the drafter's model card; arguments as in `Trainer.create_model_card`."""
+        if self.is_world_process_zero():
+            model_card_of(self, **kwargs).save(f"{self.args.output_dir}/README.md")
+
+    def _forward(self, model: nn.Module, inputs: dict[str, torch.Tensor], states: torch.Tensor, unroll: bool) -> Any:
+        position_ids = inputs.get("position_ids")
+        return model(
+            input_ids=inputs["input_ids"][:, 1:],
+            hidden_states=states[:, :-1],
+            position_ids=None if position_ids is None else position_ids[:, :-1],
+            unroll=unroll,
+        )
+
+    def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
+        """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""
+        width = self.args.feature_noise * 512 / states.shape[1]
+        return states + (torch.rand_like(states) - 0.5) * width
+
+    def _predictors(self, unroll: bool, weights: LossWeights | None = None) -> list[Predictor]:
+        config = self.drafter.config
+        weights = weights or self.args.loss_weights(epoch=None)
+        return predictors(config.num_serial_tokens, config.num_parallel_heads, unroll, weights)
+
+    def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        return agreement_metrics(prediction.predictions, self._predictors(unroll=True))
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """Returns `(Q,)`: the positions of a step, over its batches and processes, that each term is averaged over."""
+        shifts = [predictor.shift for predictor in self._predictors(self.args.unroll_serial_head)]
+        counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
+        for batch in batch_samples:
+            counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
+        self._steps_in_terms += 1  # this is asked once per step
+        return self.accelerator.reduce(counts, "sum")
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        # Checked here as well as in the log, so that a broken checkpoint never takes the place of a good one.
+        parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
+        broken = torch.stack([~torch.isfinite(parameter.detach()).all() for parameter in parameters]).any()
+        if broken:
+            raise FloatingPointError(self._divergence("the drafter's parameters are not finite"))
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _divergence(self, finding: str) -> str:
+        checkpoint = last_complete_checkpoint(self.args.output_dir)
+        kept = (
+            f"The newest checkpoint, {checkpoint}, is from before that." if checkpoint else "There is no checkpoint."
+        )
+        return (
+            f"Training diverged at or before step {self.state.global_step}: {finding}. {kept} Lower the learning rate "
+            f"or `max_grad_norm`, or train in bf16 instead of fp16."
+        )
+
+    def _num_positions(self) -> int | None:
+        """Returns the tokens that both drafter and target have positions for; `None` without a limit."""
+        configs = (self.drafter.config.get_text_config(), self.target_features.config.get_text_config(decoder=True))
+        limits = [getattr(config, "max_position_embeddings", None) for config in configs]
+        return min((limit for limit in limits if limit), default=None)
+
+
+def _checked_drafter(model: nn.Module, features: TargetFeatures) -> GumihoModel:
+    """Returns the drafter in `model`, and refuses one that was not made for this target."""
+    drafter = unwrap_drafter(model)
+    if drafter is None:
+        raise TypeError(f"`model` must be a GumihoModel, or a PeftModel around one, got {type(model).__name__}.")
+    config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
+    hidden_size = getattr(target_config, "word_embed_proj_dim", None) or target_config.hidden_size
+    if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
+        raise ValueError(
+            f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
+            f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
+            f"`GumihoModel.from_target(target)`."
+        )
+    return drafter
