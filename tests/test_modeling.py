@@ -250,6 +250,56 @@ def test_forward_follows_the_architecture() -> None:
             torch.testing.assert_close(output.parallel_features[:, index, position], hidden)
 
 
+@pytest.mark.parametrize("num_serial_tokens", [1, 2, 3])
+def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int) -> None:
+    """At each position, one run of the serial head over the text up to there, going on from its own features."""
+    model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
+    ids, states = inputs["input_ids"], inputs["hidden_states"]
+    output = model(**inputs, unroll=True)
+    assert [features.shape[1] for features in output.unrolled_features] == [8, 7][: num_serial_tokens - 1]
+    torch.testing.assert_close(output.serial_features, model(**inputs).serial_features)
+    for position in range(9 - num_serial_tokens):
+        fused = model.fuse(ids[:, : position + 1], states[:, : position + 1])
+        path_inputs = []
+        for step in range(1, num_serial_tokens + 1):
+            feature = model.run_serial_head(fused)[:, -1:]
+            if step > 1:
+                unrolled = output.unrolled_features[step - 2]
+                torch.testing.assert_close(unrolled[:, position : position + 1], feature)
+            path_inputs.append(model.fuse(ids[:, position + step : position + step + 1], feature))
+            fused = torch.cat((fused, path_inputs[-1]), dim=1)
+        heads = model.mlp(torch.cat(path_inputs, dim=-1))
+        torch.testing.assert_close(output.parallel_features[:, :, position : position + 1], heads)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_texts_packed_into_a_row_do_not_see_each_other(unroll: bool) -> None:
+    model, inputs = make_model(), make_inputs()
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
+    packed = model(**inputs, position_ids=positions, unroll=unroll)
+    alone = model(inputs["input_ids"][:, 4:], inputs["hidden_states"][:, 4:], unroll=unroll)
+    torch.testing.assert_close(packed.serial_features[:, 4:], alone.serial_features)
+    torch.testing.assert_close(packed.parallel_features[:, :, 4:], alone.parallel_features)
+    for ours, theirs in zip(packed.unrolled_features or (), alone.unrolled_features or (), strict=True):
+        torch.testing.assert_close(ours[:, 4:], theirs)
+
+
+def test_unrolling_leaves_padding_out() -> None:
+    model, inputs = make_model(), make_inputs()
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[:, :3] = 0
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    output = model(**inputs, attention_mask=mask, position_ids=positions, unroll=True)
+    alone = model(inputs["input_ids"][:, 3:], inputs["hidden_states"][:, 3:], unroll=True)
+    torch.testing.assert_close(output.unrolled_features[0][:, 3:], alone.unrolled_features[0])
+    assert torch.isfinite(output.unrolled_features[0]).all()
+
+
+def test_unrolling_refuses_a_cache() -> None:
+    with pytest.raises(ValueError, match="`unroll=True` runs whole texts"):
+        make_model()(**make_inputs(), unroll=True, use_cache=True)
+
+
 def test_batched_heads_equal_the_heads_one_by_one() -> None:
     model = make_model()
     inputs = torch.randn(2, 3, 2 * HIDDEN_SIZE)

@@ -1,0 +1,63 @@
+"""The acceptance length of speculative decoding, as a metric of the `evaluate` library."""
+
+from itertools import chain
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+
+
+_DESCRIPTION = """\
+How far drafts were accepted: the mean acceptance length tau, the acceptance of each draft position, and how many cycles
+were how long. A cycle commits the drafted tokens that the target agrees with and one bonus token.
+"""
+
+_INPUTS = """
+Args:
+    predictions (`list[list[int]]`): For each prompt, the tokens that each verification cycle committed, the bonus token
+        included: what `generate(..., return_dict_in_generate=True).accepted_lengths` holds.
+    max_draft_length (`int`, *optional*): The longest path that could be drafted. By default the longest accepted one.
+
+Returns:
+    tau_micro (`float`): Tokens per cycle, over all cycles.
+    tau_macro (`float`): Tokens per cycle of each prompt, averaged over the prompts.
+    acceptance_per_position (`list[float]`): Share of cycles in which at least 1, 2, ... drafted tokens were accepted.
+    cycle_shares (`list[float]`): Share of cycles that committed exactly 1, 2, ... tokens.
+
+Example:
+
+    >>> import evaluate
+    >>> from transformers_gumiho.metrics import ACCEPTANCE_LENGTH
+    >>> metric = evaluate.load(ACCEPTANCE_LENGTH)
+    >>> metric.compute(predictions=[[1, 3], [4]])["tau_macro"]
+    3.0
+"""
+
+
+class AcceptanceLength(evaluate.Metric):
+    """See the module."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation="",
+            inputs_description=_INPUTS,
+            features=datasets.Features({"predictions": datasets.Sequence(datasets.Value("int64"))}),
+        )
+
+    def _compute(self, predictions: list[list[int]], max_draft_length: int | None = None) -> dict[str, Any]:
+        lengths = np.fromiter(chain.from_iterable(predictions), dtype=np.int64)
+        if not lengths.size:
+            raise ValueError("There are no cycles: every prompt's list of accepted lengths is empty.")
+        if lengths.min() < 1:
+            raise ValueError(f"A cycle commits at least its bonus token, got a length of {lengths.min()}.")
+        longest = int(lengths.max()) - 1 if max_draft_length is None else max_draft_length
+        if lengths.max() > longest + 1:
+            raise ValueError(f"A cycle committed {lengths.max()} tokens, more than {longest} drafted ones and a bonus.")
+        return {
+            "tau_micro": float(lengths.mean()),
+            "tau_macro": float(np.mean([np.mean(prompt) for prompt in predictions if len(prompt)])),
+            "acceptance_per_position": [float((lengths > position).mean()) for position in range(1, longest + 1)],
+            "cycle_shares": [float((lengths == length).mean()) for length in range(1, longest + 2)],
+        }

@@ -1,0 +1,43 @@
+"""The metric that turns accepted lengths into tau."""
+
+import evaluate
+import pytest
+
+from transformers_gumiho.metrics import ACCEPTANCE_LENGTH
+
+
+@pytest.fixture(scope="module")
+def metric() -> evaluate.Metric:
+    return evaluate.load(ACCEPTANCE_LENGTH)
+
+
+def test_counts_cycles_and_prompts(metric: evaluate.Metric) -> None:
+    # Five cycles that commit 3, 1, 1, 2 and 3 tokens.
+    result = metric.compute(predictions=[[3, 1, 1], [], [2, 3]])
+    assert result["tau_micro"] == pytest.approx(10 / 5)
+    assert result["tau_macro"] == pytest.approx((5 / 3 + 5 / 2) / 2)
+    assert result["acceptance_per_position"] == pytest.approx([3 / 5, 2 / 5])
+    assert result["cycle_shares"] == pytest.approx([2 / 5, 1 / 5, 2 / 5])
+    # Every token of a cycle but the bonus token is an accepted draft.
+    assert 1 + sum(result["acceptance_per_position"]) == pytest.approx(result["tau_micro"])
+
+
+def test_reports_positions_that_were_never_accepted(metric: evaluate.Metric) -> None:
+    result = metric.compute(predictions=[[1, 2]], max_draft_length=3)
+    assert result["acceptance_per_position"] == [0.5, 0.0, 0.0]
+    assert result["cycle_shares"] == [0.5, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("predictions", "settings", "message"),
+    [
+        ([[], []], {}, "no cycles"),
+        ([[2, 0]], {}, "at least its bonus token, got a length of 0"),
+        ([[9]], {"max_draft_length": 7}, "committed 9 tokens, more than 7 drafted"),
+    ],
+)
+def test_refuses_what_no_decoding_gives(
+    metric: evaluate.Metric, predictions: list[list[int]], settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        metric.compute(predictions=predictions, **settings)

@@ -1,0 +1,243 @@
+"""From conversations to rows: what is read, which tokens count, what is skipped and reported, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from training_data import CHATML, DEMO_TARGET, FORGETFUL, MARKED, MESSAGES, STRICT, make_tokenizer, write_jsonl
+from transformers import AutoConfig, PreTrainedConfig
+
+from transformers_gumiho.training import (
+    GumihoDataCollator,
+    UnstableTemplateError,
+    collect_prompts,
+    load_conversations,
+    prepare_dataset,
+)
+
+
+SHAREGPT = [
+    {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in MESSAGES
+]
+
+
+@pytest.fixture(scope="module")
+def config() -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(DEMO_TARGET)
+
+
+def prepare(
+    rows: list[dict[str, Any]], config: PreTrainedConfig, template: str | None = CHATML, **settings: Any
+) -> Any:
+    settings = {"max_length": 256, "packing": False} | settings
+    return prepare_dataset(Dataset.from_list(rows), make_tokenizer(template), config, **settings)
+
+
+def texts_that_count(row: dict[str, Any], template: str | None = CHATML) -> list[str]:
+    """Returns the runs of tokens whose states count, each with the token after it, which is the last to be drafted."""
+    tokenizer, runs = make_tokenizer(template), []
+    ids, mask = row["input_ids"], [*row["loss_mask"], 0]
+    start = None
+    for index, counts in enumerate(mask):
+        if counts and start is None:
+            start = index
+        elif not counts and start is not None:
+            runs.append(tokenizer.decode(ids[start : index + 1]))
+            start = None
+    return runs
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("form", ["messages", "conversations", "prompt_completion"])
+def test_exactly_the_assistants_tokens_count(form: str, template: str, config: PreTrainedConfig) -> None:
+    row = {
+        "messages": {"messages": MESSAGES},
+        "conversations": {"conversations": SHAREGPT},
+        "prompt_completion": {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]},
+    }[form]
+    rows, report = prepare([row], config, template)
+    tokenizer = make_tokenizer(CHATML)
+    assert rows[0]["input_ids"] == tokenizer.apply_chat_template(MESSAGES, return_dict=True)["input_ids"]
+    answers = ["import os<|im_end|>\n", "return self.path<|im_end|>\n"]
+    assert texts_that_count(rows[0]) == answers[1:] if form == "prompt_completion" else answers
+    assert (report.num_texts, report.num_rows, report.num_tokens) == (1, 1, len(rows[0]["input_ids"]))
+    assert report.num_loss_tokens == sum(rows[0]["loss_mask"])
+    assert not report.problems
+
+
+def test_text_prompts_take_the_template_where_there_is_one(config: PreTrainedConfig) -> None:
+    row = {"prompt": "def f(self):", "completion": " return self.x"}
+    with_template, _ = prepare([row], config)
+    assert texts_that_count(with_template[0]) == [" return self.x<|im_end|>\n"]
+    without, _ = prepare([row], config, template=None)
+    assert make_tokenizer().decode(without[0]["input_ids"]) == "def f(self): return self.x<|endoftext|>"
+    assert texts_that_count(without[0], None) == [" return self.x<|endoftext|>"]
+
+
+def test_a_long_text_becomes_windows_and_loses_nothing(config: PreTrainedConfig) -> None:
+    text = "".join(f"def f{number}(self): return {number}\n" for number in range(60))
+    rows, report = prepare([{"text": text}], config, max_length=64)
+    assert make_tokenizer().decode([token for row in rows for token in row["input_ids"]]) == text + "<|endoftext|>"
+    assert max(len(row["input_ids"]) for row in rows) == 64
+    assert report.num_texts == len(rows) > 3
+    assert report.num_truncated == 0
+
+
+def test_a_long_conversation_is_truncated_and_reported(config: PreTrainedConfig) -> None:
+    long = [MESSAGES[1], {"role": "assistant", "content": "import os\n" * 100}]
+    unanswered = [{"role": "user", "content": "import os\n" * 100}, MESSAGES[2]]
+    whole = len(make_tokenizer().apply_chat_template(long, return_dict=True)["input_ids"])
+    rows, report = prepare([{"messages": long}, {"messages": unanswered}], config, max_length=64)
+    assert [len(row["input_ids"]) for row in rows] == [64]
+    assert (report.num_truncated, report.num_tokens_cut) == (1, whole - 64)
+    assert report.problems == {"no assistant token within the maximum length": 1}
+
+
+BROKEN = {
+    "not json": "is not JSON",
+    "[1, 2]": "is not a JSON object",
+    '{"messages": "hello"}': "its conversation is not a list",
+    '{"messages": []}': "its conversation is not a list",
+    '{"messages": [{"role": "user"}]}': "a message has no `role` or `content`",
+    '{"messages": [{"role": "user", "content": 5}]}': "the content of a message is not text",
+    '{"messages": [{"role": "wizard", "content": "x"}]}': "unknown role 'wizard'",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "the assistant speaks first",
+    '{"messages": [{"role": "user", "content": "x"}]}': "the assistant says nothing",
+    '{"prompt": "x", "completion": ""}': "the completion is empty",
+    '{"prompt": "x", "completion": [1]}': "neither both text nor both messages",
+    '{"text": ""}': "has none of `messages`",
+    '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}, '
+    '{"role": "assistant", "content": "z"}]}': "the chat template refuses it: roles must alternate",
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_malformed_rows_are_skipped_counted_and_reported(
+    streaming: bool, tmp_path: Path, config: PreTrainedConfig
+) -> None:
+    good = {"messages": MESSAGES[1:]}
+    name = write_jsonl(tmp_path / "data.jsonl", [good, *BROKEN, good])
+    dataset = load_conversations(name, streaming=streaming)
+    rows, report = prepare_dataset(dataset, make_tokenizer(STRICT), config, max_length=256, packing=False)
+    rows = list(rows)
+    assert rows[0] == rows[1]
+    assert len(rows) == report.num_texts == 2
+    assert sum(report.problems.values()) == len(BROKEN)
+    for reason in BROKEN.values():
+        assert any(reason in problem for problem in report.problems)
+        assert reason in str(report)
+
+
+def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConfig) -> None:
+    dataset = Dataset.from_list([{"conversations": SHAREGPT}] * 3)
+    dataset.to_parquet(tmp_path / "data.parquet")
+    dataset.to_json(tmp_path / "data.jsonl")
+    (tmp_path / "data.json").write_text(str([{"conversations": SHAREGPT}] * 3).replace("'", '"'))
+    dataset.save_to_disk(tmp_path / "folder")
+    results = [
+        list(prepare_dataset(load_conversations(str(tmp_path / name)), make_tokenizer(), config, max_length=256)[0])
+        for name in ("data.parquet", "data.jsonl", "data.json", "folder")
+    ]
+    assert all(result == results[0] for result in results)
+    with pytest.raises(FileNotFoundError, match="There is no file"):
+        load_conversations(str(tmp_path / "missing.jsonl"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_packing_keeps_every_text_whole_and_wastes_little(streaming: bool, config: PreTrainedConfig) -> None:
+    texts = [f"x{number} = {number}\n" * (1 + number % 7) for number in range(200)]
+    dataset = Dataset.from_list([{"text": text} for text in texts])
+    dataset = dataset.to_iterable_dataset() if streaming else dataset
+    tokenizer = make_tokenizer()
+    rows = list(prepare_dataset(dataset, tokenizer, config, max_length=128)[0])
+    unpacked = []
+    for row in rows:
+        assert len(row["input_ids"]) == len(row["loss_mask"]) == len(row["position_ids"]) <= 128
+        starts = [index for index, position in enumerate(row["position_ids"]) if position == 0]
+        for start, stop in zip(starts, [*starts[1:], len(row["input_ids"])], strict=True):
+            assert row["position_ids"][start:stop] == list(range(stop - start))
+            # No prediction goes from a text's end into the next one.
+            assert row["loss_mask"][stop - 1] == 0
+            unpacked.append(tokenizer.decode(row["input_ids"][start:stop]).removesuffix("<|endoftext|>"))
+    assert sorted(unpacked) == sorted(texts)
+    assert sum(len(row["input_ids"]) for row in rows) / (128 * len(rows)) > 0.9
+
+
+def test_unstable_template_is_refused(config: PreTrainedConfig) -> None:
+    with pytest.raises(UnstableTemplateError, match="Mark them with {% generation %}"):
+        prepare([{"messages": MESSAGES}], config, FORGETFUL)
+    rows, _ = prepare([{"messages": MESSAGES[:3]}], config, FORGETFUL)
+    assert texts_that_count(rows[0]) == ["import os\n"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([], {}, "The dataset is empty"),
+        ([{"question": "x"}], {}, r"has the columns \['question'\], and must have `messages`"),
+        ([{"text": ""}, {"text": ""}], {}, r"No row of the dataset could be used:\n.*2 skipped"),
+        ([{"messages": MESSAGES}], {"template": None}, "has no chat template"),
+        ([{"text": "x"}], {"max_length": 5000}, "at most the target's 4096 positions, got 5000"),
+    ],
+)
+def test_unusable_data_is_refused(
+    rows: list[dict[str, Any]], settings: dict[str, Any], message: str, config: PreTrainedConfig
+) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        prepare(rows, config, **settings)
+
+
+def test_foreign_tokenizer_is_refused(config: PreTrainedConfig) -> None:
+    small = AutoConfig.from_pretrained(DEMO_TARGET, vocab_size=100)
+    with pytest.raises(ValueError, match="has 4096 tokens, and the target 100"):
+        prepare([{"text": "x"}], small)
+
+
+def test_prompts_are_what_the_target_answers() -> None:
+    dataset = Dataset.from_list([{"messages": MESSAGES}, {"messages": [MESSAGES[2]]}, {"messages": MESSAGES[3:]}])
+    tokenizer = make_tokenizer()
+    prompts = collect_prompts(dataset, tokenizer, num_prompts=5)
+    expected = [MESSAGES[:2], MESSAGES[3:4]]
+    assert [tokenizer.decode(prompt) for prompt in prompts] == [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for messages in expected
+    ]
+    assert len(collect_prompts(dataset, tokenizer, num_prompts=1)) == 1
+    texts = Dataset.from_list([{"text": "import os\n" * 50}])
+    assert len(collect_prompts(texts, make_tokenizer(None), 1, num_text_tokens=7)[0]) == 7
+
+
+def test_batches_are_padded_on_the_right() -> None:
+    rows = [
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "position_ids": [0, 1, 0], "hidden_states": torch.ones(3, 2)},
+        {"input_ids": [8], "loss_mask": [1], "position_ids": [0], "hidden_states": torch.ones(1, 2)},
+    ]
+    batch = GumihoDataCollator(pad_to_multiple_of=4)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]
+    # Padding is a text of its own.
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 0, 1, 2]]
+    assert batch["hidden_states"].sum(dim=-1).tolist() == [[2, 2, 2, 0], [2, 0, 0, 0]]
+    assert GumihoDataCollator()([{"input_ids": [1, 2]}])["loss_mask"].tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": []}, r"holds only \['messages'\]. Prepare conversations with"),
+        ({"input_ids": [3, 10]}, "holds the token 10, but target and drafter know 10 tokens"),
+        ({"input_ids": [1] * 6}, "has 6 tokens, but target and drafter have positions for 5"),
+    ],
+)
+def test_unfit_rows_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GumihoDataCollator(vocab_size=10, max_length=5)([row])
+
+
+def test_streamed_data_stays_a_stream(config: PreTrainedConfig) -> None:
+    stream = Dataset.from_list([{"messages": MESSAGES}]).to_iterable_dataset()
+    rows, report = prepare_dataset(stream, make_tokenizer(), config, max_length=256)
+    assert isinstance(rows, IterableDataset)
+    assert report.num_texts == 0
+    assert len(list(rows)) == report.num_texts == 1
