@@ -63,6 +63,7 @@ class DemoPairArguments:
     drafter_learning_rate: float = 2e-3
     generated_share: float = field(default=0.5, metadata={"help": "Share of generated rows in a drafter's epoch."})
     drafter_ce_weight: float = field(default=1.0, metadata={"help": "Weight of the soft cross-entropies."})
+    drafter_parallel_weight: float = field(default=1 / 9, metadata={"help": "Weight of the parallel heads' loss."})
     unroll_serial_head: bool = field(default=True, metadata={"help": "See GumihoTrainingArguments."})
 
     num_prompts: int = field(default=64, metadata={"help": "Held-out prompts to write for measuring."})
@@ -187,7 +188,7 @@ def mix_rows(args: DemoPairArguments, train: np.ndarray, generated: np.ndarray) 
     generator = np.random.default_rng(args.seed)
     length = args.drafter_sequence_length
     starts = generator.integers(0, train.size - length, num_rows - num_generated)
-    windows = np.stack([train[start : start + length] for start in starts])
+    windows = train[starts[:, None] + np.arange(length)]
     repeated = generated[np.resize(generator.permutation(len(generated)), num_generated)]
     return np.concatenate([windows, repeated])
 
@@ -216,6 +217,7 @@ def train_drafter(
             serial_ce_weight=args.drafter_ce_weight,
             parallel_ce_weight=args.drafter_ce_weight,
             parallel_ce_start_epoch=0,
+            parallel_weight=args.drafter_parallel_weight,
             unroll_serial_head=args.unroll_serial_head,
             acceptance_steps=args.save_steps,
             acceptance_max_new_tokens=96,

@@ -9,14 +9,14 @@ import numpy as np
 
 
 _DESCRIPTION = """\
-How far drafts were accepted: the mean acceptance length tau, the acceptance of each draft position, and how many cycles
-were how long. A cycle commits the drafted tokens that the target agrees with and one bonus token.
+How far drafts were accepted: the mean acceptance length tau, the acceptance of each draft position, and how many
+cycles were how long. A cycle commits the drafted tokens that the target agrees with and one bonus token.
 """
 
 _INPUTS = """
 Args:
-    predictions (`list[list[int]]`): For each prompt, the tokens that each verification cycle committed, the bonus token
-        included: what `generate(..., return_dict_in_generate=True).accepted_lengths` holds.
+    predictions (`list[list[int]]`): For each prompt, the tokens that each verification cycle committed, the bonus
+        token included: what `generate(..., return_dict_in_generate=True).accepted_lengths` holds.
     max_draft_length (`int`, *optional*): The longest path that could be drafted. By default the longest accepted one.
 
 Returns:
@@ -54,7 +54,9 @@ class AcceptanceLength(evaluate.Metric):
             raise ValueError(f"A cycle commits at least its bonus token, got a length of {lengths.min()}.")
         longest = int(lengths.max()) - 1 if max_draft_length is None else max_draft_length
         if lengths.max() > longest + 1:
-            raise ValueError(f"A cycle committed {lengths.max()} tokens, more than {longest} drafted ones and a bonus.")
+            raise ValueError(
+                f"A cycle committed {lengths.max()} tokens, more than {longest} drafted ones and a bonus."
+            )
         return {
             "tau_micro": float(lengths.mean()),
             "tau_macro": float(np.mean([np.mean(prompt) for prompt in predictions if len(prompt)])),

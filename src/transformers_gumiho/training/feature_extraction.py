@@ -132,7 +132,9 @@ def _begin(folder: Path, manifest: CacheManifest, target: PreTrainedModel, token
     target.config.save_pretrained(target_folder)
     tokenizer.save_pretrained(target_folder)
     weights = {"embed_tokens.weight": target.get_input_embeddings().weight} | _head_weights(target)
-    _save({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, target_folder / WEIGHTS)
+    _save(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}, target_folder / WEIGHTS
+    )
     partial = folder / f"{MANIFEST}.partial"
     partial.write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
     os.replace(partial, folder / MANIFEST)

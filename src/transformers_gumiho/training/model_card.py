@@ -64,12 +64,12 @@ def model_card_of(
         library_name="transformers",
         base_model=None if target == "the target" else target,
         tags=sorted({*tags, "gumiho", "speculative-decoding"}),
-        datasets=dataset,
+        datasets=[dataset] if isinstance(dataset, str) else dataset,
     )
     return ModelCard(
         _TEXT.format(
             card_data=data.to_yaml(),
-            name=model_name or trainer.args.output_dir,
+            name=trainer.hub_model_id or model_name or trainer.args.output_dir,
             target=target,
             drafter=_table(_drafter_facts(trainer)),
             training=_table(_training_facts(trainer)),

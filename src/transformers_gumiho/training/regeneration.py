@@ -50,10 +50,9 @@ def regenerate_dataset(
     path = Path(output_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = _resume(path, batch_size)
-    rows = dataset.select(range(done, len(dataset))) if isinstance(dataset, Dataset) else dataset.skip(done)
-    remaining = iter(rows)
+    remaining = islice(iter(dataset), done, None)
     writer = _TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
-    total = done + len(rows) if isinstance(rows, Dataset) else None
+    total = len(dataset) if isinstance(dataset, Dataset) else None
     with path.open("a", encoding="utf-8") as file, tqdm(desc="target answers", total=total, initial=done) as progress:
         while batch := list(islice(remaining, batch_size)):
             torch.manual_seed(seed + done)

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from ..output_head import output_head
 
@@ -58,10 +59,23 @@ class OnlineFeatures:
         return lambda features: self._head(features.to(like.dtype)).to(like.device)
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        kwargs: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+        kwargs: dict[str, Any] = {}
+        if position_ids is not None:
+            kwargs = {"position_ids": position_ids, "attention_mask": self._packed_mask(position_ids)}
         # In its own dtype, not in that of the drafter's training: these are the states that it has in decoding.
         with torch.autocast(input_ids.device.type, enabled=False):
             return self.target.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+
+    def _packed_mask(self, position_ids: torch.Tensor) -> Any:
+        # Made here, because not every decoder looks at the positions when it makes its mask.
+        like = torch.empty(*position_ids.shape, 1, dtype=self.target.dtype, device=position_ids.device)
+        return create_masks_for_generate(
+            config=self.config.get_text_config(decoder=True),
+            inputs_embeds=like,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
 
     def _check_packing(self, device: torch.device) -> None:
         """Raises `ValueError` where the second text of a packed row sees the first."""

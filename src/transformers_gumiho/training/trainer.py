@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import EvalPrediction, PreTrainedModel, Trainer
 
 from ..losses import LossWeights, Predictor, predictors
@@ -189,9 +190,11 @@ class GumihoTrainer(Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         # Checked here as well as in the log, so that a broken checkpoint never takes the place of a good one.
-        parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
-        broken = torch.stack([~torch.isfinite(parameter.detach()).all() for parameter in parameters]).any()
-        if broken:
+        parameters = [parameter.detach() for parameter in self.drafter.parameters() if parameter.requires_grad]
+        # Of a sharded parameter, each process looks at its own part.
+        parts = [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
+        num_broken = torch.stack([(~torch.isfinite(part)).sum() for part in parts]).sum()
+        if self.accelerator.reduce(num_broken, "sum"):
             raise FloatingPointError(self._divergence("the drafter's parameters are not finite"))
         super()._save_checkpoint(*args, **kwargs)
 

@@ -1,0 +1,235 @@
+"""Cached features: the losses of the running target, files that survive a kill, and caches that are refused."""
+
+import errno
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from targets import make_target
+from training_data import make_tokenizer
+from transformers import PreTrainedModel
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.training import (
+    CachedFeatures,
+    FeatureDataset,
+    GumihoDataCollator,
+    GumihoTrainer,
+    GumihoTrainingArguments,
+    cache_size,
+    feature_extraction,
+    write_feature_cache,
+)
+
+
+LENGTHS = [20, 9, 17, 20, 5, 20, 12]
+
+
+def make_rows(seed: int = 0, packed: bool = True) -> Dataset:
+    """Returns seven rows, of two texts each where they are packed."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in LENGTHS:
+        ids = torch.randint(1, 8, (length,), generator=generator).tolist()
+        row = {"input_ids": ids, "loss_mask": [int(token > 2) for token in ids]}
+        rows.append(row | ({"position_ids": [*range(4), *range(length - 4)]} if packed else {}))
+    return Dataset.from_list(rows)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama").float()
+
+
+def write(target: PreTrainedModel, folder: Path, rows: Dataset | None = None, **settings: Any) -> None:
+    # Two rows in a shard.
+    settings = {"dtype": torch.float32, "shard_bytes": 2 * 20 * (32 * 4 + 12), "batch_size": 1} | settings
+    write_feature_cache(rows or make_rows(), target, make_tokenizer(), folder, **settings)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits
+def test_cached_features_give_the_losses_of_the_running_target(tmp_path: Path, family: str, packed: bool) -> None:
+    target = make_target(family).float()
+    rows = make_rows(packed=packed)
+    write(target, tmp_path / "cache", rows)
+    histories = []
+    for features, dataset in (
+        (target, rows),
+        (CachedFeatures(tmp_path / "cache"), FeatureDataset(tmp_path / "cache", target, make_tokenizer())),
+    ):
+        torch.manual_seed(0)
+        drafter = (
+            features.make_drafter() if isinstance(features, CachedFeatures) else GumihoModel.from_target(features)
+        )
+        args = GumihoTrainingArguments(
+            output_dir=tmp_path, max_steps=4, logging_steps=1, per_device_train_batch_size=2, use_cpu=True,
+            report_to="none", parallel_ce_start_epoch=0, save_strategy="no", learning_rate=1e-2, warmup_steps=0,
+        )  # fmt: skip
+        trainer = GumihoTrainer(drafter, args, target=features, train_dataset=dataset, eval_dataset=dataset)
+        trainer.train()
+        numbers = [
+            {k: v for k, v in entry.items() if "_ce" in k or "_feature" in k or k == "loss"}
+            for entry in trainer.state.log_history
+        ]
+        histories.append(
+            [*numbers[:4], {k: v for k, v in trainer.evaluate().items() if "agreement" in k or "loss" in k}]
+        )
+    for online, cached in zip(*histories, strict=True):
+        assert online.keys() == cached.keys()
+        assert cached == pytest.approx(online, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_are_those_of_the_target_in_the_precision_asked_for(
+    target: PreTrainedModel, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    rows = make_rows(packed=False)
+    write(target, tmp_path, rows, dtype=dtype, batch_size=3)
+    dataset = FeatureDataset(tmp_path)
+    assert len(dataset) == len(rows)
+    for index, row in enumerate(rows):
+        cached = dataset[index]
+        states = target.model(torch.tensor([row["input_ids"]])).last_hidden_state[0]
+        assert cached["hidden_states"].dtype == dtype
+        torch.testing.assert_close(cached["hidden_states"].float(), states.detach(), rtol=1e-2, atol=1e-2)
+        assert cached["input_ids"].tolist() == row["input_ids"]
+        assert cached["loss_mask"].tolist() == row["loss_mask"]
+
+
+def test_size_is_estimated_before_extraction(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = make_rows()
+    write(target, tmp_path, rows, dtype=torch.bfloat16)
+    written = sum(path.stat().st_size for path in tmp_path.glob("shard-*"))
+    headers = 1000 * len(list(tmp_path.glob("shard-*")))
+    assert written - headers < cache_size(rows, target.config, torch.bfloat16) == 103 * (32 * 2 + 12) < written
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 100, 3000])
+@pytest.mark.parametrize("killed_at", [0, 1, 3, 4])
+def test_a_killed_extraction_goes_on_where_it_was(
+    target: PreTrainedModel, tmp_path: Path, killed_at: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(target, tmp_path / "whole")
+    killed, saved = tmp_path / "killed", []
+    real = feature_extraction.save_file
+
+    def dying_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        real(tensors, path)
+        if len(saved) == killed_at:
+            path.write_bytes(path.read_bytes()[:num_bytes])
+            raise KeyboardInterrupt
+        saved.append(path)
+
+    monkeypatch.setattr(feature_extraction, "save_file", dying_save)
+    with pytest.raises(KeyboardInterrupt):
+        write(target, killed)
+    if killed_at:  # the first file is the target's head
+        with pytest.raises(ValueError, match=f"has {killed_at - 1} of 4 shards. Run the extraction again"):
+            FeatureDataset(killed)
+    num_saved = len(saved)
+    monkeypatch.setattr(feature_extraction, "save_file", lambda *args: (real(*args), saved.append(args[1])))
+    write(target, killed)
+    assert len(saved) == 5  # nothing that was whole is written again
+    assert num_saved == killed_at
+    assert contents(killed) == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_ends_in_an_error_that_says_what_is_kept(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = feature_extraction.save_file
+
+    def full_disk(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if "shard-00002" in path.name:
+            path.write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(feature_extraction, "save_file", full_disk)
+    with pytest.raises(OSError, match=r"shard-00002.*No space left on device.*run this again: it goes on here"):
+        write(target, tmp_path / "cache")
+    assert sorted(path.name for path in (tmp_path / "cache").glob("shard*")) == [
+        "shard-00000.safetensors",
+        "shard-00001.safetensors",
+    ]
+    monkeypatch.setattr(feature_extraction, "save_file", real)
+    write(target, tmp_path / "cache")
+    write(target, tmp_path / "whole")
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_a_disk_that_is_too_small_is_noticed_at_once(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 10**6 - 1000, 1000))
+    with pytest.raises(OSError, match="The features need 0.0 GB more, and 0.0 GB are free"):
+        write(target, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("part", ["target", "tokenizer", "template", "data"])
+def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part: str) -> None:
+    write(target, tmp_path)
+    before = contents(tmp_path)
+    tokenizer, rows, other = make_tokenizer(), make_rows(), target
+    if part == "target":
+        other = make_target("llama", seed=1).float()
+    elif part == "tokenizer":
+        tokenizer.add_tokens(["<new>"])
+    elif part == "template":
+        tokenizer.chat_template += " "
+    else:
+        rows = make_rows(seed=1)
+    with pytest.raises(ValueError, match=f"was made from another {part}. Extract features into another folder"):
+        write_feature_cache(rows, other, tokenizer, tmp_path, dtype=torch.float32)
+    assert contents(tmp_path) == before
+    if part != "data":
+        with pytest.raises(ValueError, match=f"was made from another {part}"):
+            FeatureDataset(tmp_path, other, tokenizer)
+
+
+def test_states_beyond_float16_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    large = make_target("llama").float()
+    large.model.norm.weight.data.fill_(1e6)
+    with pytest.raises(ValueError, match="too large for torch.float16. Extract them as bfloat16"):
+        write(large, tmp_path, dtype=torch.float16)
+
+
+def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is no feature cache: it has no cache.json"):
+        FeatureDataset(tmp_path)
+    write(target, tmp_path)
+    row = GumihoDataCollator()([{"input_ids": [1, 2]}])
+    with pytest.raises(ValueError, match="The rows hold no `hidden_states`"):
+        CachedFeatures(tmp_path).hidden_states(row)
+
+
+def test_a_head_with_an_adapter_is_cached_as_what_it_computes(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    target = peft.get_peft_model(
+        make_target("llama").float(),
+        peft.LoraConfig(target_modules=["lm_head", "q_proj"], init_lora_weights=False),
+    )
+    write(target, tmp_path)
+    features = torch.randn(5, 32)
+    head = CachedFeatures(tmp_path).lm_head(features)
+    torch.testing.assert_close(head(features), target.get_output_embeddings()(features), rtol=1e-4, atol=1e-4)
+
+
+def test_the_manifest_can_be_read_by_people(target: PreTrainedModel, tmp_path: Path) -> None:
+    write(target, tmp_path)
+    manifest = json.loads((tmp_path / "cache.json").read_text())
+    assert manifest["num_rows"] == 7
+    assert manifest["num_tokens"] == sum(LENGTHS)
+    assert set(manifest["fingerprints"]) == {"target", "tokenizer", "template", "data"}

@@ -1,0 +1,81 @@
+"""A dataset in which the target answers itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from training_data import CHATML, DEMO_TARGET, MESSAGES, make_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from transformers_gumiho.training import regenerate_dataset
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32).eval()
+
+
+def regenerate(
+    rows: list[dict[str, Any]], target: PreTrainedModel, path: Path, template: str | None = CHATML, **settings: Any
+) -> list[dict[str, Any]]:
+    settings = {"max_length": 64, "batch_size": 2} | settings
+    dataset = Dataset.from_list(rows)
+    regenerate_dataset(dataset, target, make_tokenizer(template), path, **settings)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def answer(target: PreTrainedModel, prompt: str, num_tokens: int) -> str:
+    """What the target says to a prompt by itself."""
+    ids = make_tokenizer()(prompt, return_tensors="pt")["input_ids"]
+    output = target.generate(ids, do_sample=False, max_new_tokens=num_tokens)
+    return make_tokenizer().decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_each_answer_is_the_targets_after_its_own_earlier_ones(target: PreTrainedModel, tmp_path: Path) -> None:
+    short = [MESSAGES[1], {"role": "assistant", "content": "ignored"}]
+    rows = regenerate(
+        [{"messages": MESSAGES}, {"messages": short}], target, tmp_path / "out.jsonl", max_new_tokens=8, max_length=200
+    )
+    tokenizer = make_tokenizer()
+    for row, source in zip(rows, (MESSAGES, short), strict=True):
+        messages = row["messages"]
+        assert [m["role"] for m in messages] == [m["role"] for m in source]
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                assert message == source[index]
+                continue
+            prompt = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+            assert message["content"] == answer(target, prompt, 8)
+
+
+def test_texts_are_continued(target: PreTrainedModel, tmp_path: Path) -> None:
+    text = "def __init__(self, name):\n        self.name = name\n"
+    rows = regenerate(
+        [{"text": text, "prompt": None, "completion": None}, {"prompt": "class A:", "completion": "x"}],
+        target, tmp_path / "out.jsonl", None, num_prompt_tokens=6, max_new_tokens=10,
+    )  # fmt: skip
+    tokenizer = make_tokenizer()
+    prompt = tokenizer.decode(tokenizer(text)["input_ids"][:6])
+    assert rows[0] == {"text": prompt + answer(target, prompt, 10)}
+    assert rows[1] == {"prompt": "class A:", "completion": answer(target, "class A:", 10)}
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 400, 10**6])
+def test_a_killed_run_goes_on_to_the_same_result(target: PreTrainedModel, tmp_path: Path, num_bytes: int) -> None:
+    rows = [{"text": f"def f{index}(self):\n    return"} for index in range(5)] + [{"text": None}]
+    sampling = {"do_sample": True, "temperature": 1.0}
+    whole = regenerate(rows, target, tmp_path / "whole.jsonl", None, **sampling)
+    killed = tmp_path / "killed.jsonl"
+    killed.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:num_bytes])
+    assert regenerate(rows, target, killed, None, **sampling) == whole
+    assert len({row["text"] for row in whole[:5]}) == 5
+
+
+def test_rows_without_an_answer_say_why(target: PreTrainedModel, tmp_path: Path) -> None:
+    long = [{"role": "user", "content": "x = 1\n" * 100}, MESSAGES[2]]
+    rows = regenerate([{"messages": None}, {"messages": long}], target, tmp_path / "out.jsonl")
+    assert "has none of" in rows[0]["skipped"]
+    assert rows[1] == {"skipped": "no room for an answer"}
