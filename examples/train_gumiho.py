@@ -7,12 +7,15 @@ The dataset has `messages`, `conversations`, `prompt` and `completion`, or `text
 checkpoint when it is started again. For several devices: `accelerate launch examples/train_gumiho.py ...`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import (
@@ -50,6 +53,18 @@ class ScriptArguments:
     num_acceptance_prompts: int = field(
         default=16, metadata={"help": "Held-out prompts on which tau is measured every `--acceptance_steps` steps."}
     )
+
+
+@contextmanager
+def whole_models(args: GumihoTrainingArguments) -> Iterator[None]:
+    """
+    Keeps DeepSpeed's ZeRO-3 from splitting models as they are made. The trainer splits the drafter; the target, which
+    DeepSpeed does not run, stays whole.
+    """
+    unset_hf_deepspeed_config()
+    yield
+    if args.deepspeed_plugin is not None:
+        args.deepspeed_plugin.set_deepspeed_weakref()
 
 
 def load_target(args: ScriptArguments) -> PreTrainedModel:
@@ -119,12 +134,13 @@ def main() -> None:
     if not args.packing:
         training_args.train_sampling_strategy = "group_by_length"
     main_process = training_args.process_index == 0
-    if args.features_dir is not None:
-        data = cached_data(args, load_target(args) if args.target_model else None)
-    else:
-        with training_args.main_process_first(desc="preparing the data"):
-            data = online_data(args, load_target(args), main_process)
-    drafter = make_drafter(args, data["target"])
+    with whole_models(training_args):
+        if args.features_dir is not None:
+            data = cached_data(args, load_target(args) if args.target_model else None)
+        else:
+            with training_args.main_process_first(desc="preparing the data"):
+                data = online_data(args, load_target(args), main_process)
+        drafter = make_drafter(args, data["target"])
     trainer = GumihoTrainer(drafter, training_args, **data)
 
     checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)

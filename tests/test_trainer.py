@@ -260,6 +260,7 @@ def test_tau_is_measured_while_training(target: PreTrainedModel, tmp_path: Path)
     trainer.train()
     logged = {entry["step"]: entry["tau"] for entry in trainer.state.log_history if "tau" in entry}
     assert list(logged) == [2, 4, 5]
+    assert len(losses_of(trainer)) == 5  # the losses of the same steps are logged all the same
     lengths = [length for row in measure_acceptance(target, trainer.drafter, prompts, 24) for length in row]
     assert logged[5] == pytest.approx(sum(lengths) / len(lengths))
 

@@ -86,4 +86,7 @@ class AcceptanceCallback(TrainerCallback):
         lengths = measure_acceptance(self.target, self.trainer.drafter, prompts, max_new_tokens)
         all_lengths = list(chain.from_iterable(gather_object(lengths)))
         self._measured_at = self.trainer.state.global_step
+        # Logging clears the order to log, which the losses of this step still wait for.
+        should_log = self.trainer.control.should_log
         self.trainer.log({"tau": sum(all_lengths) / max(len(all_lengths), 1)})
+        self.trainer.control.should_log = should_log
