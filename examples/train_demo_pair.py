@@ -53,18 +53,18 @@ class DemoPairArguments:
     target_sequence_length: int = 1024
     target_learning_rate: float = 3e-3
 
-    generated_rows: int = field(default=2048, metadata={"help": "Rows of text that the target writes itself."})
+    generated_rows: int = field(default=4096, metadata={"help": "Rows of text that the target writes itself."})
     generated_batch_size: int = 128
     generated_prompt_length: int = 64
 
-    drafter_steps: int = 1500
+    drafter_steps: int = 2800
     drafter_batch_size: int = 16
     drafter_sequence_length: int = 256
     drafter_learning_rate: float = 2e-3
-    generated_share: float = field(default=0.5, metadata={"help": "Share of generated rows in a drafter's epoch."})
+    generated_share: float = field(default=0.8, metadata={"help": "Share of generated rows in a drafter's epoch."})
     drafter_ce_weight: float = field(default=1.0, metadata={"help": "Weight of the soft cross-entropies."})
     drafter_parallel_weight: float = field(default=1 / 9, metadata={"help": "Weight of the parallel heads' loss."})
-    unroll_serial_head: bool = field(default=True, metadata={"help": "See GumihoTrainingArguments."})
+    unroll_serial_head: bool = field(default=False, metadata={"help": "See GumihoTrainingArguments."})
 
     num_prompts: int = field(default=64, metadata={"help": "Held-out prompts to write for measuring."})
     prompt_length: int = 128

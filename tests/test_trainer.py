@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from huggingface_hub import HfApi
 from safetensors import safe_open
 from targets import make_drafter, make_target
@@ -140,6 +141,19 @@ def test_a_target_in_half_precision_trains_a_drafter_in_full(tmp_path: Path) -> 
     trainer = make_trainer(make_target("llama").bfloat16(), tmp_path, make_drafter(make_target("llama").float()))
     trainer.train()
     assert losses_of(trainer)[-1] < losses_of(trainer)[0]
+
+
+def test_an_offloaded_target_trains_like_a_whole_one(target: PreTrainedModel, tmp_path: Path) -> None:
+    offloaded = make_target("llama").float()
+    cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    curves = []
+    for model in (target, offloaded):
+        trainer = make_trainer(model, tmp_path, make_drafter(target))
+        trainer.train()
+        curves.append(losses_of(trainer))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+    with pytest.raises(ValueError, match="The target's token embedding is offloaded"):
+        GumihoModel.from_target(offloaded)
 
 
 class Killed(Exception):

@@ -166,6 +166,11 @@ class GumihoModel(GumihoPreTrainedModel):
             embedding (`(V or more, H)`): The weight of its token embedding; the drafter gets its device and dtype.
             **overrides: Passed to [`GumihoConfig.from_target`].
         """
+        if embedding.device.type == "meta":
+            raise ValueError(
+                "The target's token embedding is offloaded, so it cannot be copied. Load the target with a "
+                "`device_map` that keeps the embedding on a device."
+            )
         config = GumihoConfig.from_target(target_config, **overrides)
         expected = (config.get_text_config().vocab_size, config.get_text_config().hidden_size)
         if embedding.shape[1] != expected[1] or embedding.shape[0] < expected[0]:

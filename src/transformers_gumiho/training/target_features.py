@@ -42,8 +42,8 @@ class OnlineFeatures:
 
     def to(self, device: torch.device) -> None:
         """Moves the target, unless it was placed when it was loaded (split, offloaded or quantised)."""
-        placed = getattr(self.target, "hf_device_map", None) or getattr(self.target, "is_quantized", False)
-        if not placed:
+        placed = ("hf_device_map", "_hf_hook", "is_quantized")
+        if not any(getattr(self.target, name, None) for name in placed):
             self.target.to(device)
 
     @torch.no_grad()
