@@ -12,7 +12,14 @@ from accelerate import cpu_offload
 from huggingface_hub import HfApi
 from safetensors import safe_open
 from targets import make_drafter, make_target
-from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerCallback
+from training_data import DEMO_TARGET
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    TorchAoConfig,
+    TrainerCallback,
+)
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.losses import gumiho_loss
@@ -154,6 +161,27 @@ def test_an_offloaded_target_trains_like_a_whole_one(target: PreTrainedModel, tm
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
     with pytest.raises(ValueError, match="The target's token embedding is offloaded"):
         GumihoModel.from_target(offloaded)
+
+
+def test_a_quantised_target_is_imitated_as_it_is(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    quantised = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, quantization_config=config, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    rows = [{"input_ids": list(range(100 * row, 100 * row + 40))} for row in range(4)]
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    drafter = GumihoModel.from_target(quantised)
+    losses = []
+    for target in (quantised, whole):
+        states = target.model(ids).last_hidden_state
+        loss, _ = gumiho_loss(drafter(ids[:, 1:], states[:, :-1]), states, target.lm_head, torch.ones_like(ids))
+        losses.append(loss.item())
+    trainer = make_trainer(
+        quantised, tmp_path, drafter, train_dataset=rows, max_steps=1, serial_ce_weight=0.1, parallel_ce_weight=0.1
+    )
+    trainer.train()
+    assert losses_of(trainer)[0] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] != pytest.approx(losses[0], rel=1e-5)
 
 
 class Killed(Exception):
