@@ -64,8 +64,9 @@ ALLOWED = {
         "training.feature_extraction", "training.preparation", "training.regeneration", "training.rendering",
         "training.target_features", "training.trainer",
     },
-    "metrics.__init__": set(),
+    "metrics.acceptance": set(),
     "metrics.acceptance_length": set(),
+    "metrics.__init__": {"metrics.acceptance"},
 }  # fmt: skip
 TORCH_ONLY = ("tree", "verification")
 
@@ -96,6 +97,7 @@ def test_every_module_has_its_room() -> None:
 def test_imports_go_the_way_of_the_picture(module: str) -> None:
     inside, outside = imports_of(ROOT.joinpath(*module.split(".")).with_suffix(".py"))
     assert inside <= ALLOWED[module]
-    assert "transformers_gumiho" not in outside
+    # evaluate copies its metric elsewhere, where a relative import would lead nowhere.
+    assert ("transformers_gumiho" in outside) == (module == "metrics.acceptance_length")
     if module in TORCH_ONLY:
         assert "transformers" not in outside

@@ -1,11 +1,12 @@
 """The acceptance length of speculative decoding, as a metric of the `evaluate` library."""
 
-from itertools import chain
+from dataclasses import asdict
 from typing import Any
 
 import datasets
 import evaluate
-import numpy as np
+
+from transformers_gumiho.metrics.acceptance import acceptance_statistics
 
 
 _DESCRIPTION = """\
@@ -47,19 +48,4 @@ class AcceptanceLength(evaluate.Metric):
         )
 
     def _compute(self, predictions: list[list[int]], max_draft_length: int | None = None) -> dict[str, Any]:
-        lengths = np.fromiter(chain.from_iterable(predictions), dtype=np.int64)
-        if not lengths.size:
-            raise ValueError("There are no cycles: every prompt's list of accepted lengths is empty.")
-        if lengths.min() < 1:
-            raise ValueError(f"A cycle commits at least its bonus token, got a length of {lengths.min()}.")
-        longest = int(lengths.max()) - 1 if max_draft_length is None else max_draft_length
-        if lengths.max() > longest + 1:
-            raise ValueError(
-                f"A cycle committed {lengths.max()} tokens, more than {longest} drafted ones and a bonus."
-            )
-        return {
-            "tau_micro": float(lengths.mean()),
-            "tau_macro": float(np.mean([np.mean(prompt) for prompt in predictions if len(prompt)])),
-            "acceptance_per_position": [float((lengths > position).mean()) for position in range(1, longest + 1)],
-            "cycle_shares": [float((lengths == length).mean()) for length in range(1, longest + 2)],
-        }
+        return asdict(acceptance_statistics(predictions, max_draft_length))
