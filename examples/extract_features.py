@@ -49,6 +49,7 @@ def main() -> None:
     state.print(report)
     state.print(f"the features take {cache_size(dataset, target.config, dtype) / 1e9:.2f} GB in {args.output_dir}")
     write_feature_cache(dataset, target, tokenizer, args.output_dir, dtype=dtype, batch_size=args.batch_size)
+    state.destroy_process_group()
 
 
 if __name__ == "__main__":

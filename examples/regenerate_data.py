@@ -7,6 +7,7 @@ Started again after it was stopped, it goes on where it was.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
@@ -21,6 +22,7 @@ class RegenerationArguments:
     output_file: str = field(metadata={"help": "The new dataset, as JSONL."})
     target_dtype: str = field(default="auto", metadata={"help": "The target's precision."})
     dataset_split: str = "train"
+    chat_template: Path | None = field(default=None, metadata={"help": "A file with a template for the tokenizer."})
     temperature: float = field(default=0.0, metadata={"help": "0 answers greedily, anything above samples."})
     batch_size: int = field(default=16, metadata={"help": "Conversations to answer at a time."})
     max_length: int = field(default=2048, metadata={"help": "Tokens of a conversation, at most."})
@@ -34,10 +36,13 @@ def main() -> None:
         args.target_model, dtype=args.target_dtype, device_map="auto" if torch.cuda.is_available() else None
     )
     sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
+    tokenizer = AutoTokenizer.from_pretrained(args.target_model)
+    if args.chat_template is not None:
+        tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
     regenerate_dataset(
         load_conversations(args.dataset_name, args.dataset_split),
         target,
-        AutoTokenizer.from_pretrained(args.target_model),
+        tokenizer,
         args.output_file,
         batch_size=args.batch_size,
         max_length=args.max_length,

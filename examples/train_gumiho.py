@@ -47,7 +47,8 @@ class ScriptArguments:
         default=None, metadata={"help": "Train on features that `extract_features.py` wrote, instead of a dataset."}
     )
     chat_template: Path | None = field(default=None, metadata={"help": "A file with a template for the tokenizer."})
-    max_length: int = field(default=2048, metadata={"help": "Longest row in tokens."})
+    max_length: int | None = field(default=None, metadata={"help": "Longest row in tokens (default: 2048)."})
+    num_proc: int | None = field(default=None, metadata={"help": "Processes to prepare the data with."})
     packing: bool = field(default=True, metadata={"help": "Put several texts into a row, instead of padding."})
     num_eval_rows: int = field(default=128, metadata={"help": "Rows at the front of the data that are held out."})
     num_acceptance_prompts: int = field(
@@ -67,10 +68,26 @@ def whole_models(args: GumihoTrainingArguments) -> Iterator[None]:
         args.deepspeed_plugin.set_deepspeed_weakref()
 
 
+def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments) -> None:
+    """Refuses options that contradict each other, or that would have no effect."""
+    if args.features_dir is not None:
+        given = {
+            "--dataset_name": args.dataset_name, "--streaming": args.streaming, "--chat_template": args.chat_template,
+            "--max_length": args.max_length, "--acceptance_steps": training_args.acceptance_steps,
+            "--packing false": not args.packing,
+        }  # fmt: skip
+        if useless := [name for name, value in given.items() if value]:
+            raise SystemExit(f"--features_dir holds prepared data and no prompts: leave {', '.join(useless)} out.")
+    elif args.target_model is None or args.dataset_name is None:
+        raise SystemExit("Give the target with --target_model and the data with --dataset_name, or --features_dir.")
+    if args.lora_rank and args.drafter is None:
+        raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
+    if args.target_device_map is not None and training_args.world_size > 1:
+        raise SystemExit("--target_device_map splits the target of one process; start a single one.")
+
+
 def load_target(args: ScriptArguments) -> PreTrainedModel:
     """Loads the target, split over the devices where that is asked for."""
-    if args.target_model is None:
-        raise SystemExit("Give the target with --target_model (or --features_dir, which needs none).")
     kwargs = {} if args.target_device_map is None else {"device_map": args.target_device_map}
     return AutoModelForCausalLM.from_pretrained(args.target_model, dtype=args.target_dtype, **kwargs)
 
@@ -87,13 +104,11 @@ def cached_data(args: ScriptArguments, target: PreTrainedModel | None) -> dict[s
     }
 
 
-def online_data(args: ScriptArguments, target: PreTrainedModel, main_process: bool) -> dict[str, object]:
+def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: GumihoTrainingArguments) -> dict:
     """Returns the trainer's arguments for running the target in every step."""
     tokenizer = AutoTokenizer.from_pretrained(args.target_model)
     if args.chat_template is not None:
         tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
-    if args.dataset_name is None:
-        raise SystemExit("Give the data with --dataset_name or --features_dir.")
     dataset = load_conversations(args.dataset_name, args.dataset_split, args.streaming)
     if args.streaming:
         held_out, dataset = dataset.take(args.num_eval_rows), dataset.skip(args.num_eval_rows)
@@ -101,16 +116,26 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, main_process: bo
     else:
         num_eval = min(args.num_eval_rows, len(dataset) // 10)
         held_out, dataset = dataset.select(range(num_eval)), dataset.select(range(num_eval, len(dataset)))
-    settings = {"max_length": args.max_length, "packing": args.packing}
+    settings = {"max_length": args.max_length or 2048, "packing": args.packing, "num_proc": args.num_proc}
     train_dataset, report = prepare_dataset(dataset, tokenizer, target.config, **settings)
-    if main_process:
+    if args.streaming:
+        train_dataset = train_dataset.shuffle(seed=training_args.seed, buffer_size=1000)
+    elif training_args.process_index == 0:
         print(f"training data: {report}")
+    eval_dataset = None
+    if num_eval:
+        try:
+            eval_dataset, _ = prepare_dataset(held_out, tokenizer, target.config, **settings)
+        except ValueError as error:
+            raise ValueError(f"The {num_eval} rows that are held out (--num_eval_rows): {error}") from error
+    prompts = collect_prompts(held_out, tokenizer, args.num_acceptance_prompts)
     return {
         "target": target,
         "train_dataset": train_dataset,
-        "eval_dataset": prepare_dataset(held_out, tokenizer, target.config, **settings)[0] if num_eval else None,
-        "acceptance_prompts": collect_prompts(held_out, tokenizer, args.num_acceptance_prompts),
+        "eval_dataset": eval_dataset,
+        "acceptance_prompts": prompts if training_args.acceptance_steps else None,
         "processing_class": tokenizer,
+        "report": report,
     }
 
 
@@ -131,22 +156,27 @@ def make_drafter(args: ScriptArguments, source: PreTrainedModel | CachedFeatures
 def main() -> None:
     args, training_args = HfArgumentParser((ScriptArguments, GumihoTrainingArguments)).parse_args_into_dataclasses()
     set_seed(training_args.seed)
-    if not args.packing:
+    check_options(args, training_args)
+    if not args.packing and not args.streaming:
         training_args.train_sampling_strategy = "group_by_length"
     main_process = training_args.process_index == 0
     with whole_models(training_args):
-        if args.features_dir is not None:
-            data = cached_data(args, load_target(args) if args.target_model else None)
+        target = load_target(args) if args.target_model else None
+        if target is None or args.features_dir is not None:
+            data = cached_data(args, target)
         else:
             with training_args.main_process_first(desc="preparing the data"):
-                data = online_data(args, load_target(args), main_process)
+                data = online_data(args, target, training_args)
         drafter = make_drafter(args, data["target"])
+    report = data.pop("report", None)
     trainer = GumihoTrainer(drafter, training_args, **data)
 
     checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
     if checkpoint and main_process:
         print(f"going on from {checkpoint}")
     trainer.train(resume_from_checkpoint=checkpoint)
+    if args.streaming and main_process:
+        print(f"read by this process, in all epochs: {report}")
     if data["eval_dataset"] is not None:
         trainer.save_metrics("eval", trainer.evaluate())
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
@@ -158,6 +188,7 @@ def main() -> None:
         trainer.push_to_hub(**card)
     else:
         trainer.create_model_card(**card)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import DistributedType, PartialState
+from datasets import IterableDataset
 from targets import make_drafter, make_target
 from test_trainer import make_args, make_rows
 from torch.distributed.tensor import DTensor
@@ -28,12 +30,16 @@ def main(folder: Path, batch_size: int, resume: bool) -> None:
     target = make_target("llama").float()
     args = make_args(
         folder, max_steps=6, per_device_train_batch_size=batch_size, per_device_eval_batch_size=3,
-        save_strategy="steps", save_steps=3, unroll_serial_head=True,
+        gradient_accumulation_steps=4 // batch_size // int(os.environ.get("WORLD_SIZE", "1")),
+        save_strategy="steps", save_steps=3, unroll_serial_head=True, train_sampling_strategy="sequential",
     )  # fmt: skip
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         allow_fsdp_on_cpu()
     drafter = make_drafter(target)
-    trainer = GumihoTrainer(drafter, args, target=target, train_dataset=make_rows(), eval_dataset=make_rows(7, seed=1))
+    rows: Any = make_rows()
+    if "stream" in sys.argv:
+        rows = IterableDataset.from_generator(make_rows)
+    trainer = GumihoTrainer(drafter, args, target=target, train_dataset=rows, eval_dataset=make_rows(7, seed=1))
     trainer.train(resume_from_checkpoint=resume or None)
     metrics = trainer.evaluate()
     trainer.save_model(folder / "final")
@@ -47,6 +53,7 @@ def main(folder: Path, batch_size: int, resume: bool) -> None:
             k: v for k, v in metrics.items() if "agreement" in k or "loss" in k or "length" in k
         }
         (folder / "curve.json").write_text(json.dumps([*logs, metrics]))
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ ALLOWED = {
     "training.conversations": set(),
     "training.rendering": {"training.conversations"},
     "training.preparation": {"training.conversations", "training.rendering"},
-    "training.regeneration": {"training.conversations", "training.rendering"},
+    "training.regeneration": {"training.conversations", "training.fingerprint", "training.rendering"},
     "training.fingerprint": set(),
     "training.feature_cache": {"modeling_gumiho", "output_head", "training.fingerprint"},
     "training.feature_extraction": {
@@ -55,8 +55,8 @@ ALLOWED = {
     "training.model_card": set(),
     "training.trainer": {
         "losses", "modeling_gumiho", "training.agreement", "training.arguments", "training.callbacks",
-        "training.checkpoints", "training.chunked_loss", "training.collator", "training.model_card",
-        "training.target_features",
+        "training.checkpoints", "training.chunked_loss", "training.collator", "training.feature_cache",
+        "training.model_card", "training.target_features",
     },
     "training.__init__": {
         "losses", "training.agreement", "training.arguments", "training.callbacks", "training.checkpoints",

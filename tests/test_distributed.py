@@ -48,7 +48,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
 def test_two_processes_train_as_one_does(mode: str, alone: tuple[list[dict[str, Any]], Path], tmp_path: Path) -> None:
     expected, folder = alone
     launch = [*LAUNCH, *MODES[mode]]
-    curve = run(launch, tmp_path, "2")
+    # Batches of one, two of them to a step, in each of two processes.
+    curve = run(launch, tmp_path, "1")
     assert curve[-1].pop("sharded") == (mode == "fsdp")
     for ours, theirs in zip(curve, expected, strict=True):
         assert ours == pytest.approx({k: v for k, v in theirs.items() if k != "sharded"}, rel=1e-4)
@@ -60,6 +61,11 @@ def test_two_processes_train_as_one_does(mode: str, alone: tuple[list[dict[str, 
 
     # A run that ended after its first checkpoint goes on to the same drafter.
     shutil.rmtree(tmp_path / "checkpoint-6")
-    resumed = run(launch, tmp_path, "2", "resume")
+    resumed = run(launch, tmp_path, "1", "resume")
     resumed[-1].pop("sharded")
     assert resumed[-1] == pytest.approx(curve[-1], rel=1e-4)
+
+
+def test_two_processes_share_a_stream(alone: tuple[list[dict[str, Any]], Path], tmp_path: Path) -> None:
+    curve = run([*LAUNCH, *MODES["ddp"]], tmp_path, "2", "stream")
+    assert curve[-1] == pytest.approx(alone[0][-1], rel=1e-4)

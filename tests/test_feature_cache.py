@@ -5,6 +5,7 @@ import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,20 @@ def test_a_killed_extraction_goes_on_where_it_was(
     assert contents(killed) == contents(tmp_path / "whole")
 
 
+def test_processes_share_the_shards(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two processes finds the first one's shards written already, and writes the others."""
+    write(target, tmp_path / "alone")
+    for index in range(2):
+        state = SimpleNamespace(
+            process_index=index, num_processes=2, is_main_process=not index, is_local_main_process=not index,
+            wait_for_everyone=lambda: None,
+        )  # fmt: skip
+        monkeypatch.setattr(feature_extraction, "PartialState", lambda state=state: state)
+        write(target, tmp_path / "shared")
+        assert len(list((tmp_path / "shared").glob("shard*"))) == 2 * (index + 1)
+    assert contents(tmp_path / "shared") == contents(tmp_path / "alone")
+
+
 def test_a_full_disk_ends_in_an_error_that_says_what_is_kept(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,19 +193,24 @@ def test_a_disk_that_is_too_small_is_noticed_at_once(
     assert not list((tmp_path / "cache").iterdir())
 
 
-@pytest.mark.parametrize("part", ["target", "tokenizer", "template", "data"])
+@pytest.mark.parametrize("part", ["target", "config", "tokenizer", "template", "data"])
 def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part: str) -> None:
     write(target, tmp_path)
     before = contents(tmp_path)
     tokenizer, rows, other = make_tokenizer(), make_rows(), target
     if part == "target":
         other = make_target("llama", seed=1).float()
+    elif part == "config":
+        other = make_target("llama").float()
+        other.config.rms_norm_eps = 0.1
     elif part == "tokenizer":
         tokenizer.add_tokens(["<new>"])
     elif part == "template":
         tokenizer.chat_template += " "
     else:
         rows = make_rows(seed=1)
+    tokenizer("used", truncation=True, max_length=4)  # which makes it no other tokenizer
+    part = "target" if part == "config" else part
     with pytest.raises(ValueError, match=f"was made from another {part}. Extract features into another folder"):
         write_feature_cache(rows, other, tokenizer, tmp_path, dtype=torch.float32)
     assert contents(tmp_path) == before
@@ -204,6 +224,31 @@ def test_states_beyond_float16_are_refused(target: PreTrainedModel, tmp_path: Pa
     large.model.norm.weight.data.fill_(1e6)
     with pytest.raises(ValueError, match="too large for torch.float16. Extract them as bfloat16"):
         write(large, tmp_path, dtype=torch.float16)
+
+
+def test_another_precision_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    write(target, tmp_path)
+    with pytest.raises(ValueError, match="holds float32, not bfloat16. Extract features into another folder"):
+        write(target, tmp_path, dtype=torch.bfloat16)
+
+
+def test_features_and_rows_of_two_caches_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    write(target, tmp_path / "a")
+    write(target, tmp_path / "b", make_rows(seed=1))
+    features = CachedFeatures(tmp_path / "a")
+    with pytest.raises(ValueError, match="`FeatureDataset` of the same folder"):
+        GumihoTrainer(
+            features.make_drafter(), GumihoTrainingArguments(output_dir=tmp_path, use_cpu=True), target=features,
+            train_dataset=torch.utils.data.Subset(FeatureDataset(tmp_path / "b"), range(3)),
+        )  # fmt: skip
+
+
+def test_rows_can_be_walked(target: PreTrainedModel, tmp_path: Path) -> None:
+    write(target, tmp_path)
+    dataset = FeatureDataset(tmp_path)
+    assert [len(row["input_ids"]) for row in dataset] == LENGTHS
+    with pytest.raises(IndexError):
+        dataset[-1]
 
 
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:

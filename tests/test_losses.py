@@ -133,6 +133,40 @@ def test_chunked_loss_of_half_precision_features_equals_the_eager_one() -> None:
     torch.testing.assert_close(*gradients, rtol=0.05, atol=1e-3)
 
 
+def test_gradients_of_a_half_precision_head_do_not_underflow() -> None:
+    """A step of 65,536 positions divides each position's gradient by as much; float16 begins at 6e-8."""
+    generator = torch.Generator().manual_seed(2)
+    states, weight = torch.randn(2, 11, 8, generator=generator), torch.randn(4096, 8, generator=generator) / 4
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        head = torch.nn.Linear(8, 4096, bias=False, dtype=dtype)
+        head.weight.data.copy_(weight)
+        output, leaves = random_output()
+        counts = torch.full((7,), 65536)
+        lm_head = lambda features, head=head: head(features.to(head.weight.dtype))  # noqa: E731
+        weights = LossWeights(feature=0)
+        chunked_gumiho_loss(output, states, lm_head, torch.ones(2, 11), weights, counts=counts)[0].backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for exact, half in zip(*gradients, strict=True):
+        assert (half - exact).norm() / exact.norm() < 0.02
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_texts_too_short_for_some_heads_train_the_others(length: int) -> None:
+    target = make_target().float()
+    drafter = make_drafter(target)
+    ids = torch.arange(1, length + 1)[None]
+    states = target.model(ids).last_hidden_state.detach()
+    losses = []
+    for compute in (gumiho_loss, chunked_gumiho_loss):
+        output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+        losses.append(compute(output, states, target.lm_head, torch.ones_like(ids), WEIGHTS)[0])
+    torch.testing.assert_close(*losses)
+    losses[1].backward()
+    # Every head takes part, as processes that train together expect.
+    assert all(parameter.grad is not None for parameter in drafter.mlp.parameters())
+
+
 def test_parts_of_a_batch_add_up_to_the_whole() -> None:
     states = torch.randn(2, 11, 8, generator=torch.Generator().manual_seed(2))
     head, mask = torch.nn.Linear(8, 12, bias=False), torch.ones(2, 11)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training_data import CHATML, DEMO_TARGET, MESSAGES, make_tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from transformers_gumiho.training import regenerate_dataset
+from transformers_gumiho.training import regenerate_dataset, regeneration
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,27 @@ def test_a_killed_run_goes_on_to_the_same_result(target: PreTrainedModel, tmp_pa
     killed.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:num_bytes])
     assert regenerate(rows, target, killed, None, **sampling) == whole
     assert len({row["text"] for row in whole[:5]}) == 5
+
+
+def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"text": "import os"}]
+    regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=4)
+    with pytest.raises(
+        ValueError, match="was begun with another generate_kwargs and another seed. Write into another"
+    ):
+        regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=5, seed=1)
+    with pytest.raises(ValueError, match="was begun with another template"):
+        regenerate(rows, target, tmp_path / "out.jsonl", max_new_tokens=4)
+
+
+def test_the_space_before_an_answer_is_kept() -> None:
+    """Tokenizers that write a space as a part of the next word drop it at the beginning of a text."""
+    words = Tokenizer(models.WordLevel({"▁def": 0, "▁f": 1, "▁return": 2, "<unk>": 3}, unk_token="<unk>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    writer = regeneration._TargetWriter(None, tokenizer, 64, 8, {})
+    assert tokenizer.decode([2]) == "return"
+    assert writer._decode_after([0, 1], [2]) == " return"
 
 
 def test_rows_without_an_answer_say_why(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a user of `Trainer` expects of a drafter's trainer."""
 
 import json
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
+from datasets import IterableDataset
 from huggingface_hub import HfApi
 from safetensors import safe_open
 from targets import make_drafter, make_target
@@ -371,7 +373,81 @@ def test_a_diverged_run_stops_and_keeps_its_checkpoints(target: PreTrainedModel,
     assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
 
 
-def test_packed_rows_train_as_their_texts_do_alone(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_run_that_ends_diverged_is_an_error(target: PreTrainedModel, tmp_path: Path) -> None:
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            model.fc.weight.data[0, 0] = math.nan
+
+    with pytest.raises(FloatingPointError, match="the drafter's parameters are not finite. There is no checkpoint"):
+        make_trainer(target, tmp_path, callbacks=[Poison()], logging_steps=100).train()
+
+
+def stream(rows: list[dict[str, Any]]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def test_a_stream_trains_like_its_rows(target: PreTrainedModel, tmp_path: Path) -> None:
+    """Also when it begins again: eight rows in batches of two, for ten steps."""
+    rows = make_rows(8)
+    settings = {"max_steps": 10, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+    curves = []
+    for dataset in (rows, stream(rows)):
+        trainer = make_trainer(target, tmp_path, train_dataset=dataset, **settings)
+        trainer.train()
+        curves.append(
+            [
+                {k: v for k, v in log.items() if "_" in k and k not in ("grad_norm", "learning_rate")}
+                for log in trainer.state.log_history[:10]
+            ]
+        )
+    for streamed, listed in zip(*curves, strict=True):
+        assert streamed == pytest.approx(listed, rel=1e-4)
+
+
+def test_terms_are_averaged_over_the_steps_that_have_them(target: PreTrainedModel, tmp_path: Path) -> None:
+    """The parallel cross-entropy begins after an epoch of three steps; two of the five logged together have it."""
+    settings = {"train_dataset": make_rows(12), "max_steps": 5, "parallel_ce_start_epoch": 1.0, "learning_rate": 0.0}
+    settings |= {"train_sampling_strategy": "sequential"}
+    single = make_trainer(target, tmp_path, **settings)
+    single.train()
+    together = make_trainer(target, tmp_path, **settings, logging_steps=5)
+    together.train()
+    steps, (log, *_) = single.state.log_history[:5], together.state.log_history
+    assert ["parallel_0_ce" in step for step in steps] == [False, False, False, True, True]
+    assert log["parallel_0_ce"] == pytest.approx((steps[3]["parallel_0_ce"] + steps[4]["parallel_0_ce"]) / 2)
+    assert log["serial_ce"] == pytest.approx(sum(step["serial_ce"] for step in steps) / 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_dataset": stream(make_rows(8)), "max_steps": 1}, "cross-entropy counts from the start"),
+        ({"max_steps": 1}, "never counts: training ends after 0.17 epochs, and `parallel_ce_start_epoch` is 2"),
+    ],
+)
+def test_a_schedule_that_is_never_reached_is_warned_of(
+    settings: dict[str, Any], message: str, target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("transformers_gumiho"), "propagate", True)
+    trainer = make_trainer(target, tmp_path, **settings, parallel_ce_start_epoch=2.0)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    assert message in caplog.text
+    assert ("parallel_0_ce" in trainer.state.log_history[0]) == ("from the start" in message)
+
+
+def test_a_drafter_in_half_precision_is_warned_of(
+    target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        make_trainer(target, tmp_path, make_drafter(target).bfloat16())
+    assert "in which small updates are lost. Train `drafter.float()`" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt", "mistral", "gpt_oss", "mixtral"])
+def test_packed_rows_train_as_their_texts_do_alone(tmp_path: Path, family: str) -> None:
+    target = make_target(family).float()
     texts = [row["input_ids"] for row in make_rows(6)]
     alone = [{"input_ids": text} for text in texts]
     packed = [
@@ -406,15 +482,6 @@ def test_target_that_mixes_packed_texts_up_is_refused(tmp_path: Path) -> None:
         make_trainer(target, tmp_path, train_dataset=rows).train()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "opt", "mistral", "gpt_oss"])
-def test_any_family_trains_packed(tmp_path: Path, family: str) -> None:
-    target = make_target(family).float()
-    rows = [row | {"position_ids": [*range(5), *range(len(row["input_ids"]) - 5)]} for row in make_rows(8)]
-    trainer = make_trainer(target, tmp_path, train_dataset=rows, max_steps=12, unroll_serial_head=True)
-    trainer.train()
-    assert losses_of(trainer)[-1] < losses_of(trainer)[0]
-
-
 def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="must be a GumihoModel, or a PeftModel around one, got LlamaForCausalLM"):
         make_trainer(target, tmp_path, target)
@@ -423,5 +490,11 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_trainer(target, tmp_path, other)
     with pytest.raises(ValueError, match="`remove_unused_columns=True` would drop the loss mask"):
         make_args(tmp_path, remove_unused_columns=True)
+    with pytest.raises(ValueError, match="Measuring tau needs prompts"):
+        make_trainer(target, tmp_path, acceptance_steps=2)
+    flash = make_drafter(target)
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):
+        make_trainer(target, tmp_path, flash)
     with pytest.raises(ValueError, match="`loss_chunk_size` must be at least 1, got 0"):
         make_args(tmp_path, loss_chunk_size=0)

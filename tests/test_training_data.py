@@ -1,5 +1,6 @@
 """From conversations to rows: what is read, which tokens count, what is skipped and reported, what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,11 @@ BROKEN = {
     '{"messages": [{"role": "wizard", "content": "x"}]}': "unknown role 'wizard'",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "the assistant speaks first",
     '{"messages": [{"role": "user", "content": "x"}]}': "the assistant says nothing",
+    '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [{}]}]}': (
+        "the assistant calls tools"
+    ),
+    '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}, '
+    '{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}': "the assistant says nothing",
     '{"prompt": "x", "completion": ""}': "the completion is empty",
     '{"prompt": "x", "completion": [1]}': "neither both text nor both messages",
     '{"text": ""}': "has none of `messages`",
@@ -113,12 +119,21 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_malformed_rows_are_skipped_counted_and_reported(
-    streaming: bool, tmp_path: Path, config: PreTrainedConfig
+    streaming: bool, folder: bool, tmp_path: Path, config: PreTrainedConfig
 ) -> None:
     good = {"messages": MESSAGES[1:]}
-    name = write_jsonl(tmp_path / "data.jsonl", [good, *BROKEN, good])
+    if folder:
+        (tmp_path / "folder").mkdir()
+        write_jsonl(tmp_path / "folder" / "a.jsonl", [good, *BROKEN])
+        name = str(tmp_path / "folder")
+        (tmp_path / "folder" / "b.jsonl").write_bytes(
+            json.dumps(good).encode() + b"\n\n  \n"
+        )  # blank lines are no rows
+    else:
+        name = write_jsonl(tmp_path / "data.jsonl", [good, *BROKEN, good])
     dataset = load_conversations(name, streaming=streaming)
     rows, report = prepare_dataset(dataset, make_tokenizer(STRICT), config, max_length=256, packing=False)
     rows = list(rows)
@@ -128,6 +143,33 @@ def test_malformed_rows_are_skipped_counted_and_reported(
     for reason in BROKEN.values():
         assert any(reason in problem for problem in report.problems)
         assert reason in str(report)
+
+
+def test_bytes_that_are_no_text_cost_their_own_line(tmp_path: Path, config: PreTrainedConfig) -> None:
+    good = json.dumps({"messages": MESSAGES}).encode()
+    (tmp_path / "data.jsonl").write_bytes(b"\xff\xfe{\n" + good + b"\n")
+    dataset = load_conversations(str(tmp_path / "data.jsonl"))
+    rows, report = prepare_dataset(dataset, make_tokenizer(), config, max_length=256)
+    assert len(rows) == 1
+    assert report.problems == {"is not JSON": 1}
+
+
+def test_streams_that_do_not_know_their_columns_are_read(tmp_path: Path, config: PreTrainedConfig) -> None:
+    path = write_jsonl(tmp_path / "data.json", [{"text": "import os\n" * 5}] * 3)
+    rows, _ = prepare_dataset(load_conversations(path, streaming=True), make_tokenizer(), config, max_length=256)
+    assert len(list(rows)) == 1
+    with pytest.raises(ValueError, match=r"No row of the dataset could be used:\n.*3 skipped"):
+        prepare_dataset(
+            load_conversations(write_jsonl(tmp_path / "bad.json", [{"text": ""}] * 3), streaming=True),
+            make_tokenizer(), config, max_length=256,
+        )  # fmt: skip
+
+
+def test_nothing_is_drafted_after_the_end(config: PreTrainedConfig) -> None:
+    """The state at the end-of-text token counts for nothing, though the template goes on after it."""
+    template = CHATML.replace("<|im_end|>", "<|endoftext|>")
+    rows, _ = prepare([{"messages": MESSAGES[:3]}], config, template)
+    assert texts_that_count(rows[0]) == ["import os<|endoftext|>"]
 
 
 def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConfig) -> None:
@@ -226,6 +268,7 @@ def test_batches_are_padded_on_the_right() -> None:
     ("row", "message"),
     [
         ({"messages": []}, r"holds only \['messages'\]. Prepare conversations with"),
+        ({"input_ids": [3, 4], "loss_mask": [1]}, "has 2 tokens, but its `loss_mask` is for 1"),
         ({"input_ids": [3, 10]}, "holds the token 10, but target and drafter know 10 tokens"),
         ({"input_ids": [1] * 6}, "has 6 tokens, but target and drafter have positions for 5"),
     ],

@@ -110,8 +110,10 @@ def test_the_targets_own_answers_are_a_dataset(data: dict[str, Path], tmp_path: 
     ("arguments", "message"),
     [
         (["--dataset_name", "missing.jsonl"], "There is no file 'missing.jsonl'"),
-        ([], "Give the data with --dataset_name or --features_dir"),
+        ([], "Give the target with --target_model and the data with --dataset_name, or --features_dir"),
         (["--features_dir", "."], "is no feature cache"),
+        (["--features_dir", ".", "--dataset_name", "x", "--streaming"], "leave --dataset_name, --streaming out"),
+        (["--dataset_name", "x", "--lora_rank", "4"], "give it with --drafter"),
     ],
 )
 def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ def predictions_of(output: GumihoOutput, weights: LossWeights) -> list[tuple[Pre
     if serial is None or parallel is None:
         raise ValueError("The loss needs the features of both the serial and the parallel heads.")
     unrolled = output.unrolled_features
-    found = predictors(serial.shape[1] - parallel.shape[2], parallel.shape[1], unrolled is not None, weights)
+    # In a text without a single path every count does: no head has a position.
+    num_serial_tokens = serial.shape[1] - parallel.shape[2] if unrolled is None else len(unrolled) + 1
+    found = predictors(num_serial_tokens, parallel.shape[1], unrolled is not None, weights)
     return list(zip(found, (serial, *(unrolled or ()), *parallel.unbind(dim=1)), strict=True))
 
 
@@ -100,7 +102,7 @@ def cross_entropies(logits: torch.Tensor, target_probs: torch.Tensor) -> torch.T
     """Returns the cross-entropy (nats) of each of `(..., V)` logits to the target's distribution."""
     logits = logits.float()
     # As the probabilities sum to 1: -sum(p log softmax(z)) = logsumexp(z) - p z, which holds no second `(..., V)`.
-    return logits.logsumexp(dim=-1) - torch.linalg.vecdot(target_probs, logits)
+    return logits.logsumexp(dim=-1) - (target_probs * logits).sum(dim=-1)
 
 
 def feature_loss(features: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def unrolled_attention_mask(
     """
     counts = [max(num_tokens - step, 0) for step in range(num_steps)]
     base = torch.cat([torch.arange(count, device=device) for count in counts])
-    steps = torch.arange(num_steps, device=device).repeat_interleave(torch.tensor(counts, device=device))
+    steps = torch.cat([torch.full((count,), step, device=device) for step, count in enumerate(counts)])
     of_text = (steps == 0) & (base <= base[:, None])
     of_own_path = (base == base[:, None]) & (steps <= steps[:, None])
     allowed = (of_text | of_own_path)[None]

@@ -34,16 +34,16 @@ def measure_acceptance(
     """
     training = drafter.training
     drafter.eval()
+    settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     lengths = []
-    for prompt in prompts:
-        output = target.generate(
-            prompt[None].to(target.device),
-            assistant_model=drafter,
-            **{"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
-            | generate_kwargs,
-        )
-        lengths.append(output.accepted_lengths[0])
-    drafter.train(training)
+    try:
+        for prompt in prompts:
+            output = target.generate(
+                prompt[None].to(target.device), assistant_model=drafter, **settings | generate_kwargs
+            )
+            lengths.append(output.accepted_lengths[0])
+    finally:
+        drafter.train(training)
     return lengths
 
 

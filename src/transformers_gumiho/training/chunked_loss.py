@@ -52,9 +52,16 @@ def select_positions(
     return SelectedPositions(
         rows=rows,
         targets=hidden_states[rows, columns].detach(),
-        features=torch.stack([features[rows, (columns - p.shift).clamp(min=0)] for p, features in predictions]),
+        features=torch.stack([_features_at(features, rows, columns - p.shift) for p, features in predictions]),
         valid=torch.stack([positions >= p.shift for p, _ in predictions]),
     )
+
+
+def _features_at(features: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Returns `(N, H)`; what is before the beginning of a row is arbitrary."""
+    if features.shape[1] == 0:  # the texts are too short for this predictor, which stays part of the graph
+        features = torch.nn.functional.pad(features, (0, 0, 0, 1))
+    return features[rows, columns.clamp(min=0, max=features.shape[1] - 1)]
 
 
 def count_positions(
@@ -115,9 +122,10 @@ class _ChunkedLoss(torch.autograd.Function):
         lm_head: LMHead,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # In float32 also for half-precision features: divided by the number of positions they would underflow.
+        # In float32 also for half-precision features: divided by the number of positions it would underflow.
         gradient = torch.zeros_like(features, dtype=torch.float32)
         terms = torch.zeros(len(term_weights), 2, dtype=torch.float32, device=features.device)
+        loss = torch.zeros((), dtype=torch.float32, device=features.device)
         needs_head = any(cross_entropy_weight for _, cross_entropy_weight in term_weights)
         for piece in _pieces(len(targets), chunk_size):
             target = targets[piece]
@@ -127,10 +135,11 @@ class _ChunkedLoss(torch.autograd.Function):
                     features[index, piece], target, target_probs, scale[index, piece], weights, lm_head
                 )
                 terms[index] += values
+                loss += values[0] * weights[0] + values[1] * weights[1]
         ctx.save_for_backward(gradient)
         ctx.dtype = features.dtype
         ctx.mark_non_differentiable(terms)
-        return (terms * terms.new_tensor(term_weights)).sum(), terms
+        return loss, terms
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -160,19 +169,16 @@ def _piece_loss(
         with torch.enable_grad():
             leaf = features.detach().requires_grad_()
             logits = lm_head(leaf)
-        cross_entropy, logits_gradient = _cross_entropy_and_gradient(
-            logits.detach().float(), target_probs, scale * cross_entropy_weight
-        )
+        cross_entropy, logits_gradient = _cross_entropy_and_gradient(logits.detach().float(), target_probs)
         (through_head,) = torch.autograd.grad(logits, leaf, logits_gradient.to(logits.dtype))
-        gradient += through_head
+        # Scaled after the head: it computes in its own precision, in which the scaled gradient would underflow.
+        gradient += through_head.float() * (scale * cross_entropy_weight)[:, None]
     return torch.stack([(feature * scale).sum(), (cross_entropy * scale).sum()]), gradient
 
 
-def _cross_entropy_and_gradient(
-    logits: torch.Tensor, target_probs: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the soft cross-entropy `(n,)` of `(n, V)` logits, and the gradient of its sum under `scale`."""
+def _cross_entropy_and_gradient(logits: torch.Tensor, target_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the soft cross-entropy `(n,)` of `(n, V)` logits, and the gradient of its sum."""
     log_normalizer = logits.logsumexp(dim=-1)
-    expected_logit = torch.linalg.vecdot(target_probs, logits)
-    gradient = (logits - log_normalizer[:, None]).exp_().sub_(target_probs).mul_(scale[:, None])
+    expected_logit = (target_probs * logits).sum(dim=-1)
+    gradient = logits.sub_(log_normalizer[:, None]).exp_().sub_(target_probs)
     return log_normalizer - expected_logit, gradient

@@ -36,6 +36,12 @@ class GumihoDataCollator:
             )
         batch = {"input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows])}
         self._check(batch["input_ids"])
+        for row in rows:
+            for name in ("loss_mask", "position_ids", "hidden_states"):
+                if name in row and len(row[name]) != len(row["input_ids"]):
+                    raise ValueError(
+                        f"A row has {len(row['input_ids'])} tokens, but its `{name}` is for {len(row[name])}."
+                    )
         masks = [torch.as_tensor(row.get("loss_mask", [1] * len(row["input_ids"])), dtype=torch.long) for row in rows]
         batch["loss_mask"] = self._pad(masks)
         if "position_ids" in rows[0]:

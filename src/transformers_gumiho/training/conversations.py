@@ -67,16 +67,20 @@ def load_conversations(
         FileNotFoundError: `name` looks like a file, and there is none.
     """
     path = Path(name)
-    builders = {".jsonl": "text", ".json": "json", ".parquet": "parquet"}
-    builder = builders.get(path.suffix)
-    if builder is not None and not path.is_file():
+    lines = sorted(map(str, path.glob("*.jsonl"))) if path.is_dir() else [name] if path.suffix == ".jsonl" else []
+    other = {".json": "json", ".parquet": "parquet"}.get(path.suffix)
+    if (lines == [name] or other) and not path.is_file():
         raise FileNotFoundError(f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub.")
+    if lines:
+        # As text, so that a broken line costs only itself.
+        kwargs = {"encoding_errors": "replace"} | kwargs
+        dataset = load_dataset("text", data_files=lines, split="train", streaming=streaming, **kwargs)
+        return dataset.rename_column("text", JSON_LINE)
     if path.is_dir() and (path / "dataset_info.json").exists() and not streaming:
         return load_from_disk(name)
-    if builder is None:
-        return load_dataset(name, split=split, streaming=streaming, **kwargs)
-    dataset = load_dataset(builder, data_files=name, split="train", streaming=streaming, **kwargs)
-    return dataset.rename_column("text", JSON_LINE) if builder == "text" else dataset
+    if other:
+        return load_dataset(other, data_files=name, split="train", streaming=streaming, **kwargs)
+    return load_dataset(name, split=split, streaming=streaming, **kwargs)
 
 
 def read_row(row: Mapping[str, Any], has_template: bool) -> Conversation | RawText:
@@ -126,10 +130,13 @@ def _read_messages(turns: Any, role_key: str, content_key: str) -> list[dict[str
             raise MalformedRowError(f"unknown role {turn[role_key]!r}")
         if not isinstance(content, str):
             raise MalformedRowError("the content of a message is not text")
+        if turn.get("tool_calls"):
+            raise MalformedRowError("the assistant calls tools")
         messages.append({"role": role, "content": content})
     if messages[0]["role"] == "assistant":
         raise MalformedRowError("the assistant speaks first")
-    if all(message["role"] != "assistant" or not message["content"] for message in messages):
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not all(answers) or not answers:
         raise MalformedRowError("the assistant says nothing")
     return messages
 

@@ -34,6 +34,7 @@ class CacheManifest:
         fingerprints: Of the `target`, the `tokenizer`, its chat `template` and the `data`.
         columns: The columns of a row besides `hidden_states`.
         dtype: Of the features.
+        target_name: What the target was loaded as.
         num_rows: Rows in all shards.
         num_tokens: Tokens in all rows.
         rows_per_shard: Rows in each shard but the last.
@@ -42,6 +43,7 @@ class CacheManifest:
     fingerprints: dict[str, str]
     columns: list[str]
     dtype: str
+    target_name: str
     num_rows: int
     num_tokens: int
     rows_per_shard: int
@@ -59,8 +61,13 @@ class CacheManifest:
             raise FileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
-    def check(self, fingerprints: dict[str, str], folder: Path) -> None:
-        """Raises `ValueError` where the cache was made from something else than what these are of."""
+    def check(self, fingerprints: dict[str, str], folder: Path, dtype: str | None = None) -> None:
+        """Raises `ValueError` where the cache was made from something else than what these are of, or otherwise."""
+        if dtype is not None and dtype != self.dtype:
+            raise ValueError(
+                f"The feature cache {str(folder)!r} holds {self.dtype}, not {dtype}. Extract features into another "
+                f"folder, or delete this one."
+            )
         stale = [name for name, value in fingerprints.items() if self.fingerprints[name] != value]
         if stale:
             raise ValueError(
@@ -105,6 +112,8 @@ class FeatureDataset(torch.utils.data.Dataset):
         return self.manifest.num_rows
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Row {index} of a cache of {len(self)} rows.")
         shard, row = divmod(index, self.manifest.rows_per_shard)
         if shard not in self._open:
             self._open[shard] = safe_open(shard_path(self.folder, shard), framework="pt")
@@ -127,7 +136,9 @@ class CachedFeatures:
 
     def __init__(self, folder: str | Path):
         target = Path(folder) / TARGET_FOLDER
+        self.manifest = CacheManifest.load(Path(folder))
         self.config = AutoConfig.from_pretrained(target)
+        self.config.name_or_path = self.manifest.target_name
         weights = load_file(target / WEIGHTS)
         self.embedding = weights["embed_tokens.weight"]
         head = weights["lm_head.weight"]

@@ -62,17 +62,18 @@ def write_feature_cache(
     folder, state = Path(folder), PartialState()
     manifest = _make_manifest(dataset, target, tokenizer, dtype, shard_bytes)
     if (folder / MANIFEST).exists():
-        CacheManifest.load(folder).check(manifest.fingerprints, folder)
+        CacheManifest.load(folder).check(manifest.fingerprints, folder, manifest.dtype)
         manifest = CacheManifest.load(folder)
     state.wait_for_everyone()
     if state.is_main_process:
         _check_space(folder, manifest, cache_size(dataset, target.config, dtype))
         _begin(folder, manifest, target, tokenizer)
     state.wait_for_everyone()
-    missing = [index for index in range(manifest.num_shards) if not shard_path(folder, index).exists()]
     features = OnlineFeatures(target)
-    mine = missing[state.process_index :: state.num_processes]
-    for index in tqdm(mine, desc="extracting features", unit="shard", disable=not state.is_local_main_process):
+    # Each process has its shards whatever the others have written meanwhile.
+    mine = range(state.process_index, manifest.num_shards, state.num_processes)
+    missing = [index for index in mine if not shard_path(folder, index).exists()]
+    for index in tqdm(missing, desc="extracting features", unit="shard", disable=not state.is_local_main_process):
         rows = range(index * manifest.rows_per_shard, min((index + 1) * manifest.rows_per_shard, manifest.num_rows))
         tensors = _extract(dataset, rows, features, manifest.columns, getattr(torch, manifest.dtype), batch_size)
         _save(tensors, shard_path(folder, index))
@@ -101,6 +102,7 @@ def _make_manifest(
         fingerprints={"target": target_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer),
         columns=columns,
         dtype=str(dtype).removeprefix("torch."),
+        target_name=target.config.name_or_path,
         num_rows=len(lengths),
         num_tokens=sum(lengths),
         rows_per_shard=max(int(shard_bytes // row_bytes), 1),

@@ -1,6 +1,7 @@
 """Fingerprints that tell whether cached features still belong to a target, a tokenizer and a dataset."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Values of each weight that go into a target's fingerprint, evenly spaced.
 _SAMPLES = 64
+# Fields of a config that say nothing about what the target computes.
+_VOLATILE = ("_name_or_path", "transformers_version", "use_cache")
 
 
 @torch.no_grad()
@@ -18,12 +21,16 @@ def target_fingerprint(target: PreTrainedModel) -> str:
     """
     Returns a fingerprint of the target's architecture and weights.
 
-    Of each parameter it reads some dozens of values: training changes them all, and reading all takes minutes.
+    Of each parameter it reads some dozens of values: training changes them all, and reading all takes minutes. Of
+    offloaded ones it reads none.
     """
-    digest = hashlib.sha256(type(target).__name__.encode())
+    config = {name: value for name, value in target.config.to_diff_dict().items() if name not in _VOLATILE}
+    adapters = getattr(target, "active_adapters", None) if hasattr(target, "peft_config") else None
+    digest = hashlib.sha256(f"{type(target).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
+    digest.update(str(adapters).encode())
     for name, parameter in target.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if parameter.device.type != "meta":  # offloaded weights are elsewhere
+        if parameter.device.type != "meta":
             values = parameter.detach().flatten()
             values = values[:: max(values.numel() // _SAMPLES, 1)].cpu()
             digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
@@ -32,8 +39,10 @@ def target_fingerprint(target: PreTrainedModel) -> str:
 
 def tokenizer_fingerprints(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Returns fingerprints of the tokenizer and of its chat template."""
+    # What the tokenizer was asked to do last is no part of it.
+    state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
     return {
-        "tokenizer": _digest(tokenizer.backend_tokenizer.to_str()),
+        "tokenizer": _digest(json.dumps(state, sort_keys=True)),
         "template": _digest(str(tokenizer.chat_template)),
     }
 

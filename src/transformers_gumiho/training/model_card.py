@@ -1,5 +1,7 @@
 """The model card of a trained drafter."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -18,11 +20,10 @@ A [Gumiho](https://arxiv.org/abs/2503.10135) drafter for [{target}](https://hugg
 `generate()` faster without changing what is generated.
 
 ```python
-import transformers_gumiho
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{imports}
 
 target = AutoModelForCausalLM.from_pretrained("{target}", device_map="auto")
-gumiho = transformers_gumiho.GumihoModel.from_pretrained("{name}", dtype=target.dtype, device_map=target.device)
+gumiho = {loading}
 inputs = AutoTokenizer.from_pretrained("{target}")("Speculative decoding is", return_tensors="pt").to(target.device)
 output = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=256)
 ```
@@ -41,6 +42,11 @@ output = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=256)
 """
 
 
+_IMPORTS = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers_gumiho import GumihoModel"""
+
+
 def model_card_of(
     trainer: Trainer,
     *,
@@ -57,25 +63,42 @@ def model_card_of(
     `Trainer.create_model_card`. The target's name is `finetuned_from`, else that in its config.
     """
     target = finetuned_from or trainer.target_features.config.name_or_path or "the target"
+    # Names on the Hub go into the metadata; folders mean nothing to others.
+    datasets = [name for name in ([dataset] if isinstance(dataset, str) else dataset or []) if _is_hub_name(name)]
     tags = [tags] if isinstance(tags, str) else list(tags or [])
     data = ModelCardData(
         language=language,
         license=license,
         library_name="transformers",
-        base_model=None if target == "the target" else target,
+        base_model=target if _is_hub_name(target) else None,
         tags=sorted({*tags, "gumiho", "speculative-decoding"}),
-        datasets=[dataset] if isinstance(dataset, str) else dataset,
+        datasets=datasets or None,
     )
     return ModelCard(
         _TEXT.format(
             card_data=data.to_yaml(),
             name=trainer.hub_model_id or model_name or trainer.args.output_dir,
             target=target,
+            imports=_IMPORTS if trainer.model is trainer.drafter else f"from peft import PeftModel\n{_IMPORTS}",
+            loading=_loading_code(trainer, trainer.hub_model_id or model_name or trainer.args.output_dir),
             drafter=_table(_drafter_facts(trainer)),
             training=_table(_training_facts(trainer)),
             evaluation=_table(_evaluation_facts(trainer)) or "Not evaluated.",
         )
     )
+
+
+def _is_hub_name(name: str) -> bool:
+    return not Path(name).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
+
+
+def _loading_code(trainer: Trainer, name: str) -> str:
+    """Returns the expression that loads the drafter."""
+    kwargs = "dtype=target.dtype, device_map=target.device"
+    if trainer.model is trainer.drafter:
+        return f'GumihoModel.from_pretrained("{name}", {kwargs})'
+    base = trainer.drafter.config.name_or_path
+    return f'PeftModel.from_pretrained(GumihoModel.from_pretrained("{base}", {kwargs}), "{name}")'
 
 
 def _table(facts: dict[str, Any]) -> str:

@@ -19,6 +19,8 @@ _IDS, _MASK = Sequence(Value("int32")), Sequence(Value("int8"))
 _ENCODED = Features({"input_ids": _IDS, "loss_mask": _MASK, "problem": Value("string"), "num_cut": Value("int64")})
 _ROWS = Features({"input_ids": _IDS, "loss_mask": _MASK})
 _PACKED = Features({"input_ids": _IDS, "loss_mask": _MASK, "position_ids": _IDS})
+# Part of what `datasets` keeps results under: raise it whenever the same rows are to be encoded or packed differently.
+_FORMAT = 1
 # Texts that are packed together come from as many at a time.
 _PACKING_BATCH = 1000
 
@@ -101,8 +103,7 @@ def prepare_dataset(
     """
     _check_settings(tokenizer, target_config, max_length)
     streamed = isinstance(dataset, IterableDataset)
-    columns = dataset.column_names
-    _check_columns(columns, 1 if streamed else len(dataset))
+    columns = _column_names(dataset)
     report = PreparationReport()
     encoded = dataset.map(
         _encode_batch,
@@ -110,10 +111,11 @@ def prepare_dataset(
         batch_size=100,
         remove_columns=columns,
         features=_ENCODED,
-        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "format_version": _FORMAT},
         **({} if streamed else {"num_proc": num_proc, "desc": "encoding"}),
     )
     if streamed:
+        _check_beginning(encoded)
         rows = encoded.filter(report.add).select_columns(list(_ROWS))
     else:
         kept = [index for index, row in enumerate(encoded.with_format("numpy")) if report.add(row)]
@@ -127,7 +129,7 @@ def prepare_dataset(
             batch_size=_PACKING_BATCH,
             remove_columns=list(_ROWS),
             features=_PACKED,
-            fn_kwargs={"max_length": max_length},
+            fn_kwargs={"max_length": max_length, "format_version": _FORMAT},
             **({} if streamed else {"desc": "packing"}),
         )
     if not streamed:
@@ -176,16 +178,30 @@ def _check_settings(tokenizer: PreTrainedTokenizerBase, target_config: PreTraine
         )
 
 
-def _check_columns(columns: list[str] | None, num_rows: int) -> None:
-    if num_rows == 0:
+def _column_names(dataset: Dataset | IterableDataset) -> list[str]:
+    """Returns the columns of a dataset that is neither empty nor of an unknown form."""
+    columns = dataset.column_names
+    if isinstance(dataset, IterableDataset) and columns is None:  # some streams do not know them
+        columns = list(next(iter(dataset), {}))
+    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise ValueError("The dataset is empty. Check its name and split.")
     known = {"messages", "conversations", "completion", "text", JSON_LINE}
-    if columns is not None and not known & set(columns):
+    if not known & set(columns):
         raise ValueError(f"The dataset has the columns {columns}, and must have {FORMATS}. Rename or map its columns.")
+    return columns
+
+
+def _check_beginning(encoded: IterableDataset) -> None:
+    """Raises `ValueError` for a stream whose first rows are all unusable."""
+    report = PreparationReport()
+    for row in encoded.take(_PACKING_BATCH):
+        if report.add(row):
+            return
+    raise ValueError(f"No row of the dataset could be used:\n{report}")
 
 
 def _encode_batch(
-    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, max_length: int
+    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, max_length: int, format_version: int
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     encoded = [new for row in rows for new in _encode_row(row, tokenizer, max_length)]
@@ -193,6 +209,8 @@ def _encode_batch(
 
 
 def _encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Iterator[dict[str, Any]]:
+    if not str(row.get(JSON_LINE, "{}")).strip():
+        return  # a blank line is no row
     try:
         example = read_row(row, has_template=bool(tokenizer.chat_template))
         ids, assistant = encode(tokenizer, example)
@@ -202,14 +220,17 @@ def _encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_len
     windows = range(0, len(ids), max_length) if isinstance(example, RawText) and not example.prompt else range(1)
     for start in windows:
         stop = start + max_length
-        # A state counts where it is the assistant's and its successor, the token it predicts, is so too.
-        mask = [a & b for a, b in zip(assistant[start:stop], assistant[start + 1 : stop + 1] + [0], strict=False)]
+        # A state counts where it is the assistant's and its successor, the token it predicts, is so too. After the end
+        # of a text nothing is drafted, whatever the template writes there.
+        drafted = [a and token != tokenizer.eos_token_id for a, token in zip(assistant, ids, strict=True)]
+        following = assistant[start + 1 : stop + 1] + [0]
+        mask = [int(a and b) for a, b in zip(drafted[start:stop], following, strict=False)]
         problem = "" if any(mask[1:]) else "no assistant token within the maximum length"
         cut = max(len(ids) - stop, 0) if len(windows) == 1 else 0
         yield {"input_ids": ids[start:stop], "loss_mask": mask[:max_length], "problem": problem, "num_cut": cut}
 
 
-def _pack_batch(batch: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
+def _pack_batch(batch: dict[str, list[list[int]]], max_length: int, format_version: int) -> dict[str, list[list[int]]]:
     """Packs texts first-fit, the longest first, which leaves few gaps."""
     lengths = [len(ids) for ids in batch["input_ids"]]
     rows: list[list[int]] = []

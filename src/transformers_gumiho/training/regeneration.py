@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .conversations import Conversation, MalformedRowError, RawText, read_row
+from .fingerprint import target_fingerprint, tokenizer_fingerprints
 from .rendering import encode_prompt, render_prompt
 
 
@@ -47,8 +49,17 @@ def regenerate_dataset(
         seed: For sampling.
         **generate_kwargs: For `generate()`. Greedy unless they say otherwise.
     """
+    if PartialState().num_processes > 1:
+        raise ValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")
     path = Path(output_file)
     path.parent.mkdir(parents=True, exist_ok=True)
+    _check_settings(
+        path,
+        {"target": target_fingerprint(target)}
+        | tokenizer_fingerprints(tokenizer)
+        | {"rows": getattr(dataset, "_fingerprint", None), "batch_size": batch_size, "max_length": max_length}
+        | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
+    )
     done = _resume(path, batch_size)
     remaining = islice(iter(dataset), done, None)
     writer = _TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
@@ -61,6 +72,19 @@ def regenerate_dataset(
             file.flush()
             done += len(batch)
             progress.update(len(batch))
+
+
+def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Keeps the settings of a file next to it, and raises `ValueError` where it was begun with others."""
+    beside = path.with_name(path.name + ".settings.json")
+    if path.exists() and beside.exists():
+        before = json.loads(beside.read_text(encoding="utf-8"))
+        if changed := sorted(name for name in settings if before.get(name) != settings[name]):
+            raise ValueError(
+                f"{str(path)!r} was begun with another {' and another '.join(changed)}. Write into another file, or "
+                f"delete this one."
+            )
+    beside.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def _resume(path: Path, batch_size: int) -> int:
@@ -110,11 +134,15 @@ class _TargetWriter:
         results = []
         for example, prompt, new in zip(examples, prompts, self._generate(prompts), strict=True):
             if example.prompt:
-                text = self.tokenizer.decode(new, skip_special_tokens=True)
-                results.append({"prompt": example.prompt, "completion": text})
+                results.append({"prompt": example.prompt, "completion": self._decode_after(prompt, new)})
             else:
                 results.append({"text": self.tokenizer.decode(prompt + new, skip_special_tokens=True)})
         return results
+
+    def _decode_after(self, prompt: list[int], new: list[int]) -> str:
+        """Returns the text of `new`; a tokenizer that drops the first space of a text does not drop this one."""
+        before, whole = self.tokenizer.batch_decode([prompt, prompt + new], skip_special_tokens=True)
+        return whole.removeprefix(before)
 
     def _answer(self, conversations: list[Conversation]) -> list[dict[str, Any]]:
         histories = [list(c.messages[: c.first_trained]) for c in conversations]

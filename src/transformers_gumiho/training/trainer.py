@@ -1,5 +1,7 @@
 """The `Trainer` of a drafter."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers.trainer_utils import has_length
+from transformers.utils import logging
 
 from ..losses import LossWeights, Predictor, predictors
 from ..modeling_gumiho import GumihoModel, unwrap_drafter
@@ -16,8 +20,12 @@ from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .chunked_loss import chunked_gumiho_loss, count_positions
 from .collator import GumihoDataCollator
+from .feature_cache import CachedFeatures, FeatureDataset
 from .model_card import model_card_of
 from .target_features import OnlineFeatures, TargetFeatures
+
+
+logger = logging.get_logger(__name__)
 
 
 class GumihoTrainer(Trainer):
@@ -53,20 +61,29 @@ class GumihoTrainer(Trainer):
             raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
         self.target_features = OnlineFeatures(target) if isinstance(target, nn.Module) else target
         self.drafter = _checked_drafter(model, self.target_features)
+        for name in ("train_dataset", "eval_dataset"):
+            _check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
         # One process drives one device: the target is on one, or split over several that are then all its own.
         args._n_gpu = min(args.n_gpu, 1)
         vocab_size = self.drafter.config.get_text_config().vocab_size
         kwargs.setdefault("data_collator", GumihoDataCollator(vocab_size, self._num_positions()))
         kwargs.setdefault("compute_metrics", self._compute_metrics)
+        if isinstance(kwargs.get("train_dataset"), torch.utils.data.IterableDataset):
+            # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
+            args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, **kwargs)
-        # The loss is an average over all positions of a step, however many batches and processes they come in.
+        # The loss is an average over all positions of a step, however many batches and processes they come in. Older
+        # versions of transformers know only the first of these.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.target_features.to(args.device)
-        self._term_sums: dict[str, torch.Tensor] = {}
-        self._steps_in_terms = 0
-        if args.acceptance_steps and acceptance_prompts:
+        self._terms = _TermAverages()
+        if args.acceptance_steps:
+            if not acceptance_prompts:
+                raise ValueError(
+                    "Measuring tau needs prompts. Give `acceptance_prompts`, or set `acceptance_steps=0`."
+                )
             if not isinstance(target, nn.Module):
                 raise ValueError(
                     "Measuring tau needs the target itself, and only its cached features were given. Set "
@@ -90,7 +107,7 @@ class GumihoTrainer(Trainer):
             states,
             self.target_features.lm_head(states),
             inputs["loss_mask"],
-            self.args.loss_weights(self.state.epoch),
+            self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
             chunk_size=self.args.loss_chunk_size,
@@ -99,8 +116,7 @@ class GumihoTrainer(Trainer):
             # Gradients are averaged over the processes, and this is a process's share of one average.
             loss = loss * self.accelerator.num_processes
         if model.training:
-            for name, term in terms.items():
-                self._term_sums[name] = self._term_sums.get(name, 0) + term
+            self._terms.add(terms)
         return (loss, output) if return_outputs else loss
 
     def prediction_step(
@@ -139,17 +155,23 @@ class GumihoTrainer(Trainer):
                     f"There is no complete checkpoint in {self.args.output_dir!r} to go on from. Train with "
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )
-        self._term_sums, self._steps_in_terms = {}, 0
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._terms = _TermAverages()
+        self._warn_of_schedule()
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._check_parameters()
+        return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As `Trainer.log`, with the loss terms averaged over the steps since they were logged last."""
-        if "loss" in logs and self._term_sums:
-            terms = self.accelerator.reduce(torch.stack(list(self._term_sums.values())), "sum")
-            logs = logs | dict(zip(self._term_sums, (terms / self._steps_in_terms).tolist(), strict=True))
-            self._term_sums, self._steps_in_terms = {}, 0
-            if not torch.isfinite(terms).all():
-                raise FloatingPointError(self._divergence(f"the loss terms are {logs}"))
+        if "loss" in logs and self._terms.sums:
+            sums = self.accelerator.reduce(torch.stack(list(self._terms.sums.values())), "sum").tolist()
+            averages = {
+                name: total / self._terms.steps[name] for name, total in zip(self._terms.sums, sums, strict=True)
+            }
+            self._terms = _TermAverages()
+            logs = logs | averages
+            if not all(map(math.isfinite, sums)):
+                raise FloatingPointError(self._divergence(f"the loss terms are {averages}"))
         super().log(logs, start_time)
 
     def create_model_card(self, **kwargs: Any) -> None:
@@ -169,7 +191,8 @@ class GumihoTrainer(Trainer):
     def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
         """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""
         width = self.args.feature_noise * 512 / states.shape[1]
-        return states + (torch.rand_like(states) - 0.5) * width
+        # In float32, in which the states of a target in half precision do not swallow it.
+        return states.float() + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
     def _predictors(self, unroll: bool, weights: LossWeights | None = None) -> list[Predictor]:
         config = self.drafter.config
@@ -185,18 +208,38 @@ class GumihoTrainer(Trainer):
         counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
         for batch in batch_samples:
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
-        self._steps_in_terms += 1  # this is asked once per step
+        if batch_samples:  # a stream that has ended gives none
+            self._terms.next_step()
         return self.accelerator.reduce(counts, "sum")
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        # Checked here as well as in the log, so that a broken checkpoint never takes the place of a good one.
-        parameters = [parameter.detach() for parameter in self.drafter.parameters() if parameter.requires_grad]
-        # Of a sharded parameter, each process looks at its own part.
-        parts = [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
+        # A broken checkpoint never takes the place of a good one.
+        self._check_parameters()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _check_parameters(self) -> None:
+        """Raises `FloatingPointError` where a trained parameter is not finite."""
+        parts = [_local_part(parameter.detach()) for parameter in self.drafter.parameters() if parameter.requires_grad]
         num_broken = torch.stack([(~torch.isfinite(part)).sum() for part in parts]).sum()
         if self.accelerator.reduce(num_broken, "sum"):
             raise FloatingPointError(self._divergence("the drafter's parameters are not finite"))
-        super()._save_checkpoint(*args, **kwargs)
+
+    def _warn_of_schedule(self) -> None:
+        args, start = self.args, self.args.parallel_ce_start_epoch
+        if not (start and args.parallel_ce_weight):
+            return
+        if not has_length(self.train_dataset):
+            logger.warning("A stream has no epochs to count: the parallel heads' cross-entropy counts from the start.")
+            return
+        num_epochs = args.num_train_epochs
+        if args.max_steps > 0:
+            num_epochs = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
+            num_epochs *= args.world_size / max(len(self.train_dataset), 1)
+        if num_epochs <= start:
+            logger.warning(
+                f"The parallel heads' cross-entropy never counts: training ends after {num_epochs:.2g} epochs, and "
+                f"`parallel_ce_start_epoch` is {start:g}. Lower it, or train longer."
+            )
 
     def _divergence(self, finding: str) -> str:
         checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -215,6 +258,46 @@ class GumihoTrainer(Trainer):
         return min((limit for limit in limits if limit), default=None)
 
 
+class _TermAverages:
+    """Sums of the loss terms, and for each the number of steps it was computed in."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self.steps: Counter[str] = Counter()
+        self._seen: set[str] = set()
+
+    def next_step(self) -> None:
+        self._seen = set()
+
+    def add(self, terms: dict[str, torch.Tensor]) -> None:
+        """Adds a batch's share of the terms of a step."""
+        for name, term in terms.items():
+            self.sums[name] = self.sums.get(name, 0) + term
+            self.steps[name] += name not in self._seen
+            self._seen.add(name)
+
+
+def _check_rows(dataset: Any, features: TargetFeatures) -> None:
+    """Raises `ValueError` where cached rows belong to another cache than the target's features."""
+    rows = getattr(dataset, "dataset", dataset)  # what a `Subset` is of
+    if (
+        isinstance(rows, FeatureDataset)
+        and isinstance(features, CachedFeatures)
+        and rows.manifest != features.manifest
+    ):
+        raise ValueError(
+            f"The rows come from the feature cache {str(rows.folder)!r}, and `target` from another one. Give the "
+            f"`CachedFeatures` and the `FeatureDataset` of the same folder."
+        )
+
+
+def _local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a parameter that this process holds, under FSDP and ZeRO-3, too."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return getattr(parameter, "ds_tensor", parameter)
+
+
 def _checked_drafter(model: nn.Module, features: TargetFeatures) -> GumihoModel:
     """Returns the drafter in `model`, and refuses one that was not made for this target."""
     drafter = unwrap_drafter(model)
@@ -227,5 +310,16 @@ def _checked_drafter(model: nn.Module, features: TargetFeatures) -> GumihoModel:
             f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
             f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
             f"`GumihoModel.from_target(target)`."
+        )
+    implementation = drafter.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"The drafter's attention is {implementation!r}, which takes no mask of the own features that it goes on "
+            f"from in evaluation. Load it with `attn_implementation='sdpa'`."
+        )
+    if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        logger.warning(
+            "The drafter's trained parameters are in half precision, in which small updates are lost. Train "
+            "`drafter.float()`, with `bf16=True` for speed."
         )
     return drafter
