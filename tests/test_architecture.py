@@ -64,6 +64,26 @@ ALLOWED = {
         "training.feature_extraction", "training.preparation", "training.regeneration", "training.rendering",
         "training.target_features", "training.trainer",
     },
+    # The benchmark sees everything, and nothing sees it but the command line.
+    "benchmarking.prompts": {"training.conversations"},
+    "benchmarking.modes": {"modeling_gumiho"},
+    "benchmarking.memory": set(),
+    "benchmarking.stages": {"candidate_generator", "drafting", "modeling_gumiho", "target"},
+    "benchmarking.runner": {
+        "benchmarking.memory", "benchmarking.modes", "benchmarking.prompts", "benchmarking.stages",
+    },
+    "benchmarking.summary": {"benchmarking.modes", "benchmarking.runner", "metrics"},
+    "benchmarking.report": {"benchmarking.modes", "benchmarking.summary"},
+    "benchmarking.plots": {"benchmarking.modes", "benchmarking.summary"},
+    "benchmarking.command": {
+        "modeling_gumiho", "benchmarking.modes", "benchmarking.plots", "benchmarking.prompts", "benchmarking.report",
+        "benchmarking.runner", "benchmarking.summary",
+    },
+    "benchmarking.__init__": {
+        "benchmarking.command", "benchmarking.modes", "benchmarking.prompts", "benchmarking.runner",
+        "benchmarking.summary",
+    },
+    "cli": {"benchmarking", "benchmarking.report"},
     "metrics.acceptance": set(),
     "metrics.acceptance_length": set(),
     "metrics.__init__": {"metrics.acceptance"},
@@ -83,7 +103,9 @@ def imports_of(path: Path) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.Import):
             outside |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level:
-            inside.add(".".join([*folder[: len(folder) + 1 - node.level], node.module]))
+            base = folder[: len(folder) + 1 - node.level]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            inside |= {".".join([*base, name]) for name in names}
         elif isinstance(node, ast.ImportFrom):
             outside.add(node.module.split(".")[0])
     return inside, outside

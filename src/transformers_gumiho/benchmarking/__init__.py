@@ -1,0 +1,22 @@
+"""Comparing ways of decoding on one machine."""
+
+from .command import BenchmarkArguments, benchmark
+from .modes import DecodingMode, decoding_modes
+from .prompts import Question, read_questions
+from .runner import BenchmarkSettings, Sample, run_benchmark
+from .summary import SummaryRow, summarize
+
+
+__all__ = [
+    "BenchmarkArguments",
+    "BenchmarkSettings",
+    "DecodingMode",
+    "Question",
+    "Sample",
+    "SummaryRow",
+    "benchmark",
+    "decoding_modes",
+    "read_questions",
+    "run_benchmark",
+    "summarize",
+]

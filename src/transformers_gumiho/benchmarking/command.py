@@ -1,0 +1,81 @@
+"""`gumiho benchmark`: compares all ways of decoding a target, and writes what it finds."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..modeling_gumiho import GumihoModel
+from .modes import decoding_modes
+from .plots import plot_summary
+from .prompts import read_questions
+from .report import markdown, write_json
+from .runner import BenchmarkSettings, run_benchmark
+from .summary import SummaryRow, summarize
+
+
+@dataclass
+class BenchmarkArguments:
+    """The options of `gumiho benchmark`; [`benchmark`] takes them, too."""
+
+    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
+    assistant: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
+    prompts: str = field(metadata={"help": "A JSONL file with `turns`, `prompt` or `text`, or a dataset."})
+    output_dir: str = field(default="benchmark", metadata={"help": "Receives samples, summary, table and pictures."})
+    column: str | None = field(default=None, metadata={"help": "Take the prompts from this column."})
+    num_prompts: int | None = field(default=None, metadata={"help": "Use only this many (default: all)."})
+    draft_model: str | None = field(
+        default=None, metadata={"help": "A small language model for transformers' own assisted generation."}
+    )
+    temperatures: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "0 is greedy."})
+    batch_sizes: list[int] = field(default_factory=lambda: [1], metadata={"help": "Prompts to decode at once."})
+    tree_sizes: list[int] = field(
+        default_factory=list, metadata={"help": "Also decode with trees of these many drafted tokens."}
+    )
+    max_new_tokens: int = field(default=128, metadata={"help": "Tokens to generate for each prompt."})
+    num_assistant_tokens: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
+    branching_factor: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
+    dtype: str = field(default="auto", metadata={"help": "Precision of all models."})
+    device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})
+    seed: int = 0
+
+
+def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
+    """
+    Decodes the prompts in every mode in turns, and writes `samples.jsonl` (as it goes), `summary.json`, `summary.md`
+    and pictures into `args.output_dir`. Interrupted, it reports what it has.
+
+    Returns:
+        The rows of the summary.
+    """
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype, device_map=args.device_map or device)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=target.device)
+    for name in ("num_assistant_tokens", "branching_factor"):
+        if getattr(args, name) is not None:
+            setattr(drafter.generation_config, name, getattr(args, name))
+    draft_model = None
+    if args.draft_model is not None:
+        draft_model = AutoModelForCausalLM.from_pretrained(
+            args.draft_model, dtype=target.dtype, device_map=target.device
+        )
+    questions = read_questions(args.prompts, column=args.column, num_questions=args.num_prompts)
+    samples = run_benchmark(
+        target,
+        tokenizer,
+        questions,
+        decoding_modes(drafter, draft_model, args.tree_sizes),
+        BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed),
+        folder / "samples.jsonl",
+    )
+    if not samples:
+        raise SystemExit("Stopped before anything was measured.")
+    rows = summarize(samples)
+    write_json(rows, folder / "summary.json", arguments=asdict(args))
+    (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
+    plot_summary(rows, folder)
+    return rows

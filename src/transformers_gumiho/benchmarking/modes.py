@@ -1,0 +1,89 @@
+"""The ways of decoding that a benchmark compares."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..modeling_gumiho import GumihoModel
+
+
+PLAIN = "plain"
+# The setting of transformers' documentation.
+PROMPT_LOOKUP_TOKENS = 10
+_TREE = "tree of "
+
+
+@dataclass(frozen=True)
+class DecodingMode:
+    """
+    One way of decoding.
+
+    Attributes:
+        name: As it stands in reports.
+        generate_kwargs: What it passes to `generate()`.
+        settings: The drafter's decoding settings that it changes.
+        max_batch_size: The largest batch it takes; `None` takes any.
+    """
+
+    name: str
+    generate_kwargs: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    max_batch_size: int | None = None
+
+    @property
+    def drafter(self) -> GumihoModel | None:
+        """The Gumiho drafter it decodes with, if it does."""
+        assistant = self.generate_kwargs.get("assistant_model")
+        return assistant if isinstance(assistant, GumihoModel) else None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Applies its settings to the drafter for as long as it lasts."""
+        if self.drafter is None:
+            yield
+            return
+        config = self.drafter.generation_config
+        before = {name: getattr(config, name, None) for name in self.settings}
+        config.update(**self.settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
+
+
+def decoding_modes(
+    drafter: GumihoModel, draft_model: PreTrainedModel | None = None, tree_sizes: Sequence[int] = ()
+) -> list[DecodingMode]:
+    """
+    Returns all ways of decoding, plain first.
+
+    Args:
+        drafter: The Gumiho drafter, with the settings to compare.
+        draft_model: A small causal language model for transformers' own assisted generation, if there is one.
+        tree_sizes: Drafted tokens of further trees.
+    """
+    config = drafter.config
+    gumiho = {"assistant_model": drafter}
+    modes = [DecodingMode(PLAIN)]
+    modes.append(DecodingMode("prompt lookup", {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}, max_batch_size=1))
+    if draft_model is not None:
+        modes.append(DecodingMode("assisted generation", {"assistant_model": draft_model}, max_batch_size=1))
+    modes.append(DecodingMode("gumiho", gumiho))
+    modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False}))
+    for length in (3, 6):
+        if length <= config.max_draft_depth:
+            chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length}
+            modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
+    modes.append(DecodingMode("serial head only", gumiho, {"tree_depth": config.num_serial_tokens}))
+    modes.append(DecodingMode("one serial token", gumiho, {"tree_depth": 1}))
+    modes += [DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size}) for size in tree_sizes]
+    return modes
+
+
+def tree_size(mode: str) -> int | None:
+    """Returns the drafted tokens of the mode of this name, `None` where it is none of the further trees."""
+    return int(mode.removeprefix(_TREE)) if mode.startswith(_TREE) else None

@@ -1,0 +1,71 @@
+"""Benchmark results for people and for programs."""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import __version__ as transformers_version
+
+from .modes import PLAIN
+from .summary import SummaryRow
+
+
+_HEADER = (
+    "| mode | tokens/s (quartiles) | speed-up (95% interval) | tau micro / macro | draft / verify / rest | "
+    "peak memory | equal to plain |"
+)
+
+
+def environment() -> dict[str, str]:
+    """Returns what the numbers depend on."""
+    device = "CPU"
+    if torch.accelerator.is_available():
+        device = str(torch.accelerator.current_accelerator())
+    return {
+        "device": device,
+        "threads": str(torch.get_num_threads()),
+        "processor": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+    }
+
+
+def write_json(rows: Sequence[SummaryRow], path: Path, **facts: Any) -> None:
+    """Writes the summary and what it depends on."""
+    content = {"environment": environment(), **facts, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def markdown(rows: Sequence[SummaryRow]) -> str:
+    """Returns one table per temperature, batch size and category."""
+    sections = []
+    for section in dict.fromkeys((row.temperature, row.batch_size, row.category) for row in rows):
+        temperature, batch_size, category = section
+        chosen = [row for row in rows if (row.temperature, row.batch_size, row.category) == section]
+        way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
+        sections.append("\n".join([title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen)]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _line(row: SummaryRow) -> str:
+    lower, median, upper = row.tokens_per_second
+    speedup = "1"
+    if row.mode != PLAIN:
+        speedup = f"{row.speedup:.2f} ({row.speedup_interval[0]:.2f}-{row.speedup_interval[1]:.2f})"
+        if row.speedup < 1:
+            speedup += " **slower than plain**"
+    tau = f"{row.tau_micro:.2f} / {row.tau_macro:.2f}" if row.tau_micro is not None else ""
+    shares = ""
+    if row.shares is not None:
+        shares = " / ".join(f"{row.shares[name]:.0%}" for name in ("draft", "verify", "rest"))
+    memory = f"{row.peak_bytes / 1e6:.0f} MB" if row.peak_bytes is not None else ""
+    cells = [
+        row.mode, f"{median:.1f} ({lower:.1f}-{upper:.1f})", speedup, tau, shares, memory,
+        f"{row.num_equal} of {row.num_samples}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"

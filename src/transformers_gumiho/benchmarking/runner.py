@@ -1,0 +1,254 @@
+"""Running a benchmark: every mode decodes every prompt, in turns, so that a machine that drifts hurts all alike."""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .memory import peak_memory
+from .modes import PLAIN, DecodingMode
+from .prompts import Question, encode_turn
+from .stages import stage_timer, synchronize
+
+
+@dataclass(frozen=True)
+class Sample:
+    """
+    One batch of prompts, decoded in one mode.
+
+    Attributes:
+        mode: The name of the mode.
+        temperature: 0 is greedy.
+        batch_size: Prompts decoded at once; the last batch of a category may have fewer.
+        category: Of the questions.
+        questions: Their names.
+        turn: Which turn of theirs, from 0.
+        seconds: For decoding the batch, prompt included.
+        num_tokens: New tokens of all prompts, without padding.
+        equal: Whether every text is that of plain decoding.
+        peak_bytes: The most memory at one time, beyond what there was before; `None` where it cannot be told.
+        accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
+        stages: Seconds of each stage, of a run of its own; see [`StageSeconds`].
+    """
+
+    mode: str
+    temperature: float
+    batch_size: int
+    category: str
+    questions: list[str]
+    turn: int
+    seconds: float
+    num_tokens: int
+    equal: bool
+    peak_bytes: int | None
+    accepted_lengths: list[list[int]] | None
+    stages: dict[str, float] | None
+
+
+@dataclass(frozen=True)
+class BenchmarkSettings:
+    """
+    What a benchmark runs.
+
+    Attributes:
+        temperatures: 0 is greedy.
+        batch_sizes: Prompts decoded at once.
+        max_new_tokens: For each prompt.
+        seed: For sampling; the same before each mode.
+    """
+
+    temperatures: tuple[float, ...] = (0.0,)
+    batch_sizes: tuple[int, ...] = (1,)
+    max_new_tokens: int = 128
+    seed: int = 0
+
+
+@dataclass
+class _Batch:
+    temperature: float
+    batch_size: int
+    questions: list[Question]
+    inputs: dict[str, torch.Tensor]
+    turn: int
+
+
+@torch.inference_mode()
+def run_benchmark(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    modes: Sequence[DecodingMode],
+    settings: BenchmarkSettings,
+    output_file: str | Path | None = None,
+) -> list[Sample]:
+    """
+    Decodes every question in every mode.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        questions: What to answer.
+        modes: Ways of decoding, the first of them plain.
+        settings: See [`BenchmarkSettings`].
+        output_file: JSONL that receives each sample as soon as it is measured, so that a run that is stopped keeps
+            what it has.
+
+    Returns:
+        The samples.
+    """
+    runner = _Runner(target, tokenizer, modes, settings)
+    samples: list[Sample] = []
+    total = len(settings.temperatures) * sum(
+        -(-len(group) // size) * max(len(q.turns) for q in group)
+        for size in settings.batch_sizes
+        for group in _by_category(questions)
+    )
+    with ExitStack() as stack:
+        file = stack.enter_context(Path(output_file).open("w", encoding="utf-8")) if output_file is not None else None
+        # Interrupted, it reports what it has measured.
+        stack.enter_context(suppress(KeyboardInterrupt))
+        for index, measured in enumerate(tqdm(runner.run(questions), total=total, desc="decoding", unit="batch")):
+            samples += measured
+            if file is not None:
+                file.writelines(json.dumps({"batch": index} | asdict(sample)) + "\n" for sample in measured)
+                file.flush()
+    return samples
+
+
+class _Runner:
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        modes: Sequence[DecodingMode],
+        settings: BenchmarkSettings,
+    ):
+        if not modes or modes[0].name != PLAIN:
+            raise ValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
+        self.target = target
+        self.tokenizer = tokenizer
+        self.modes = modes
+        self.settings = settings
+        self.num_batches = 0
+
+    def run(self, questions: Sequence[Question]) -> Iterator[list[Sample]]:
+        """Yields the samples of all modes for one batch after the other."""
+        for temperature in self.settings.temperatures:
+            for batch_size in self.settings.batch_sizes:
+                for group in _by_category(questions):
+                    for start in range(0, len(group), batch_size):
+                        chosen = group[start : start + batch_size]
+                        yield from self._run_conversations(chosen, temperature, batch_size)
+
+    def _run_conversations(
+        self, questions: list[Question], temperature: float, batch_size: int
+    ) -> Iterator[list[Sample]]:
+        answers: list[list[str]] = [[] for _ in questions]
+        for turn in range(max(len(question.turns) for question in questions)):
+            asked = [index for index, question in enumerate(questions) if turn < len(question.turns)]
+            prompts = [encode_turn(self.tokenizer, questions[i].turns[: turn + 1], answers[i]) for i in asked]
+            batch = _Batch(temperature, batch_size, [questions[i] for i in asked], self._pad(prompts), turn)
+            if self.num_batches == 0:
+                for mode in self._modes_for(batch):
+                    self._decode(mode, batch)  # warm-up
+            samples, texts = self._compare(batch)
+            yield samples
+            for index, text in zip(asked, texts, strict=True):
+                answers[index].append(text)
+
+    def _compare(self, batch: _Batch) -> tuple[list[Sample], list[str]]:
+        """Decodes a batch in every mode; returns the samples and plain decoding's answers."""
+        modes = self._modes_for(batch)
+        # Each mode comes first in its turn: whoever follows a long pause or a hot processor is not always the same.
+        shift = self.num_batches % len(modes)
+        self.num_batches += 1
+        results = {mode.name: self._measure(mode, batch) for mode in [*modes[shift:], *modes[:shift]]}
+        plain = results[PLAIN][0]
+        samples = []
+        for mode in modes:
+            output, seconds, peak = results[mode.name]
+            samples.append(
+                Sample(
+                    mode=mode.name,
+                    temperature=batch.temperature,
+                    batch_size=batch.batch_size,
+                    category=batch.questions[0].category,
+                    questions=[question.name for question in batch.questions],
+                    turn=batch.turn,
+                    seconds=seconds,
+                    num_tokens=sum(map(len, self._answers(output, batch))),
+                    equal=torch.equal(output.sequences, plain.sequences),
+                    peak_bytes=peak,
+                    accepted_lengths=getattr(output, "accepted_lengths", None),
+                    stages=self._profile(mode, batch),
+                )
+            )
+        return samples, self.tokenizer.batch_decode(self._answers(plain, batch), skip_special_tokens=True)
+
+    def _measure(self, mode: DecodingMode, batch: _Batch) -> tuple[Any, float, int | None]:
+        device = self.target.device
+        with peak_memory(device) as peak:
+            synchronize(device)
+            begin = time.perf_counter()
+            output = self._decode(mode, batch)
+            synchronize(device)
+            seconds = time.perf_counter() - begin
+        return output, seconds, peak.num_bytes
+
+    def _profile(self, mode: DecodingMode, batch: _Batch) -> dict[str, float] | None:
+        if mode.drafter is None:
+            return None
+        with stage_timer(self.target.device) as seconds:
+            self._decode(mode, batch)
+        return asdict(seconds) | {"rest": seconds.rest}
+
+    def _decode(self, mode: DecodingMode, batch: _Batch) -> Any:
+        torch.manual_seed(self.settings.seed + batch.turn)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if batch.temperature:
+            sampling = {"do_sample": True, "temperature": batch.temperature, "top_k": 0, "top_p": 1.0}
+        with mode.active():
+            return self.target.generate(
+                **batch.inputs,
+                max_new_tokens=self.settings.max_new_tokens,
+                return_dict_in_generate=True,
+                **sampling,
+                **mode.generate_kwargs,
+            )
+
+    def _modes_for(self, batch: _Batch) -> list[DecodingMode]:
+        limits = ((mode, mode.max_batch_size) for mode in self.modes)
+        return [mode for mode, limit in limits if limit is None or batch.batch_size <= limit]
+
+    def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
+        longest = max(map(len, prompts))
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        rows = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        tensors = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+        return {name: tensor.to(self.target.device) for name, tensor in tensors.items()}
+
+    def _answers(self, output: Any, batch: _Batch) -> list[list[int]]:
+        """Returns the new tokens of each row, up to its end."""
+        ends = self.target.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        answers = []
+        for row in output.sequences[:, batch.inputs["input_ids"].shape[1] :].tolist():
+            stop = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+            answers.append(row[:stop])
+        return answers
+
+
+def _by_category(questions: Sequence[Question]) -> list[list[Question]]:
+    groups = defaultdict(list)
+    for question in questions:
+        groups[question.category].append(question)
+    return list(groups.values())

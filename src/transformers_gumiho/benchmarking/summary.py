@@ -1,0 +1,115 @@
+"""From samples to the numbers that are reported."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..metrics import acceptance_statistics
+from .modes import PLAIN
+from .runner import Sample
+
+
+OVERALL = "overall"
+_BOOTSTRAP_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """
+    One mode in one category.
+
+    Attributes:
+        mode: Its name.
+        category: Its name, or `overall`.
+        temperature: 0 is greedy.
+        batch_size: Prompts decoded at once.
+        num_samples: Batches of prompts measured.
+        num_equal: Those among them whose texts are all those of plain decoding.
+        tokens_per_second: Lower quartile, median and upper quartile over the batches.
+        speedup: Median over the batches of the speed divided by plain's on the same batch.
+        speedup_interval: Its 95% bootstrap interval.
+        tau_micro: Tokens per cycle, over all cycles; `None` without cycles.
+        tau_macro: Tokens per cycle of each prompt, averaged over the prompts.
+        acceptance_per_position: Share of cycles in which at least 1, 2, ... drafted tokens were accepted.
+        shares: Of the time of a cycle: `verify`, `draft` and `rest`.
+        seconds_per_cycle: Mean time of a cycle.
+        peak_bytes: Median over the batches.
+    """
+
+    mode: str
+    category: str
+    temperature: float
+    batch_size: int
+    num_samples: int
+    num_equal: int
+    tokens_per_second: tuple[float, float, float]
+    speedup: float
+    speedup_interval: tuple[float, float]
+    tau_micro: float | None
+    tau_macro: float | None
+    acceptance_per_position: list[float] | None
+    shares: dict[str, float] | None
+    seconds_per_cycle: float | None
+    peak_bytes: float | None
+
+
+def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
+    """Returns a row for each mode, category, temperature and batch size, and one over all categories."""
+    settings = list(dict.fromkeys((sample.temperature, sample.batch_size) for sample in samples))
+    rows = []
+    for temperature, batch_size in settings:
+        chosen = [s for s in samples if (s.temperature, s.batch_size) == (temperature, batch_size)]
+        categories = list(dict.fromkeys(sample.category for sample in chosen))
+        for category in [OVERALL, *(categories if len(categories) > 1 else [])]:
+            group = [sample for sample in chosen if category in (OVERALL, sample.category)]
+            plain = {_key(sample): _speed(sample) for sample in group if sample.mode == PLAIN}
+            for mode in dict.fromkeys(sample.mode for sample in group):
+                rows.append(_summarize_mode([s for s in group if s.mode == mode], category, plain))
+    return rows
+
+
+def _summarize_mode(samples: list[Sample], category: str, plain: dict[tuple, float]) -> SummaryRow:
+    first, speeds = samples[0], [_speed(sample) for sample in samples]
+    speedups = np.array([speed / plain[_key(sample)] for speed, sample in zip(speeds, samples, strict=True)])
+    lengths = [row for sample in samples for row in sample.accepted_lengths or []]
+    acceptance = acceptance_statistics(lengths) if any(lengths) else None
+    stages = [sample.stages for sample in samples if sample.stages and sample.stages["num_cycles"]]
+    seconds = {name: sum(stage[name] for stage in stages) for name in ("verify", "draft", "rest")}
+    num_cycles = sum(stage["num_cycles"] for stage in stages)
+    peaks = [sample.peak_bytes for sample in samples if sample.peak_bytes is not None]
+    lower, median, upper = np.percentile(speeds, [25, 50, 75])
+    return SummaryRow(
+        mode=first.mode,
+        category=category,
+        temperature=first.temperature,
+        batch_size=first.batch_size,
+        num_samples=len(samples),
+        num_equal=sum(sample.equal for sample in samples),
+        tokens_per_second=(float(lower), float(median), float(upper)),
+        speedup=float(np.median(speedups)),
+        speedup_interval=bootstrap_interval(speedups),
+        tau_micro=acceptance.tau_micro if acceptance else None,
+        tau_macro=acceptance.tau_macro if acceptance else None,
+        acceptance_per_position=acceptance.acceptance_per_position if acceptance else None,
+        shares={name: value / sum(seconds.values()) for name, value in seconds.items()} if stages else None,
+        seconds_per_cycle=sum(seconds.values()) / num_cycles if stages else None,
+        peak_bytes=float(np.median(peaks)) if peaks else None,
+    )
+
+
+def bootstrap_interval(values: np.ndarray, share: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Returns the bootstrap interval of the median of `values` that holds `share` of the resampled medians."""
+    generator = np.random.default_rng(seed)
+    resampled = generator.choice(values, size=(_BOOTSTRAP_SAMPLES, len(values)))
+    lower, upper = np.quantile(np.median(resampled, axis=1), [(1 - share) / 2, (1 + share) / 2])
+    return float(lower), float(upper)
+
+
+def _speed(sample: Sample) -> float:
+    return sample.num_tokens / sample.seconds
+
+
+def _key(sample: Sample) -> tuple:
+    """What a sample of one mode shares with those of the others on the same prompts."""
+    return (sample.temperature, sample.batch_size, tuple(sample.questions), sample.turn)
