@@ -7,27 +7,44 @@ from transformers.utils import logging
 
 
 _USAGE = """\
-usage: gumiho benchmark --target T --assistant G --prompts FILE ...
+usage: gumiho COMMAND ...
 
   benchmark   compare all ways of decoding a target on this machine
+  tune        find the draft trees that decode fastest on this machine, and keep them with the drafter
 
-`gumiho benchmark --help` lists the options.
+`gumiho COMMAND --help` lists a command's options.
 """
 
 
 def main() -> None:
-    """Runs the subcommand that the command line names."""
-    if len(sys.argv) < 2 or sys.argv[1] not in ("benchmark",):
+    """Runs the command that the command line names."""
+    commands = {"benchmark": run_benchmark_command, "tune": run_tune_command}
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in commands:
         sys.stderr.write(_USAGE)
-        raise SystemExit(0 if {"-h", "--help"} & set(sys.argv[1:2]) else 2)
+        raise SystemExit(0 if name in ("-h", "--help") else 2)
     logging.disable_progress_bar()
+    commands[name](sys.argv[2:])
+
+
+def run_benchmark_command(arguments: list[str]) -> None:
+    """`gumiho benchmark`."""
     from .benchmarking import BenchmarkArguments, benchmark
     from .benchmarking.report import markdown
 
     parser = HfArgumentParser(BenchmarkArguments, prog="gumiho benchmark", description=benchmark.__doc__)
-    (args,) = parser.parse_args_into_dataclasses(sys.argv[2:])
+    (args,) = parser.parse_args_into_dataclasses(arguments)
     rows = benchmark(args)
     sys.stdout.write(f"\n{markdown(rows)}\neverything is in {args.output_dir}\n")
+
+
+def run_tune_command(arguments: list[str]) -> None:
+    """`gumiho tune`."""
+    from .tuning import TuningArguments, describe, tune
+
+    parser = HfArgumentParser(TuningArguments, prog="gumiho tune", description=tune.__doc__)
+    (args,) = parser.parse_args_into_dataclasses(arguments)
+    sys.stdout.write(f"\n{describe(tune(args))}\n")
 
 
 if __name__ == "__main__":

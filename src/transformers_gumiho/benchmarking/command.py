@@ -3,10 +3,9 @@
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from ..modeling_gumiho import GumihoModel
+from .loading import load_pair
 from .modes import decoding_modes
 from .plots import plot_summary
 from .prompts import read_questions
@@ -51,10 +50,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     """
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype, device_map=args.device_map or device)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=target.device)
+    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
     for name in ("num_assistant_tokens", "branching_factor"):
         if getattr(args, name) is not None:
             setattr(drafter.generation_config, name, getattr(args, name))

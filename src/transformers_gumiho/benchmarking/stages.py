@@ -38,6 +38,11 @@ class StageSeconds:
         """Seconds outside of any model's arithmetic."""
         return self.total - self.prompt - self.verify - self.draft
 
+    @property
+    def outside(self) -> float:
+        """Seconds of the cycles outside of the target's passes."""
+        return self.draft + self.rest
+
 
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done what it was given."""
@@ -91,8 +96,8 @@ def stage_timer(device: torch.device) -> Iterator[StageSeconds]:
     )
     with ExitStack() as stack:
         for owner, name, stage in stages:
-            _replace(stack, owner, name, timed(stage, getattr(owner, name)))
-        _replace(stack, GumihoCandidateGenerator, "get_tree", get_tree)
+            replace_until_left(stack, owner, name, timed(stage, getattr(owner, name)))
+        replace_until_left(stack, GumihoCandidateGenerator, "get_tree", get_tree)
         synchronize(device)
         begin = time.perf_counter()
         yield seconds
@@ -100,7 +105,7 @@ def stage_timer(device: torch.device) -> Iterator[StageSeconds]:
         seconds.total += time.perf_counter() - begin
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
+def replace_until_left(stack: ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
     """Puts `function` in the place of an attribute until the stack is left."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, function)
