@@ -24,7 +24,10 @@ def main() -> None:
         sys.stderr.write(_USAGE)
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     logging.disable_progress_bar()
-    commands[name](sys.argv[2:])
+    try:
+        commands[name](sys.argv[2:])
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}. Install it with `pip install 'transformers-gumiho[benchmark]'`.") from error
 
 
 def run_benchmark_command(arguments: list[str]) -> None:

@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from .loading import load_pair
 from .modes import decoding_modes
-from .plots import plot_summary
 from .prompts import read_questions
 from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
@@ -48,6 +47,9 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     Returns:
         The rows of the summary.
     """
+    # Not needed by those who only tune.
+    from .plots import plot_summary
+
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
