@@ -225,7 +225,7 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     assert len(lines) == 2 * len(summary["rows"])
     usage = subprocess.run([sys.executable, "-m", "transformers_gumiho.cli"], capture_output=True, text=True)
     assert usage.returncode == 2
-    assert "usage: gumiho benchmark" in usage.stderr
+    assert "usage: gumiho COMMAND" in usage.stderr
 
 
 def test_an_interrupted_benchmark_keeps_what_it_has(
