@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -50,7 +49,10 @@ class ScriptArguments:
     max_length: int | None = field(default=None, metadata={"help": "Longest row in tokens (default: 2048)."})
     num_proc: int | None = field(default=None, metadata={"help": "Processes to prepare the data with."})
     packing: bool = field(default=True, metadata={"help": "Put several texts into a row, instead of padding."})
-    num_eval_rows: int = field(default=128, metadata={"help": "Rows at the front of the data that are held out."})
+    num_eval_rows: int = field(
+        default=128,
+        metadata={"help": "Rows at the front of the data that are held out; of a file, at most a tenth of it."},
+    )
     num_acceptance_prompts: int = field(
         default=16, metadata={"help": "Held-out prompts on which tau is measured every `--acceptance_steps` steps."}
     )
@@ -70,6 +72,10 @@ def whole_models(args: GumihoTrainingArguments) -> Iterator[None]:
 
 def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments) -> None:
     """Refuses options that contradict each other, or that would have no effect."""
+    if args.streaming and training_args.max_steps <= 0:
+        raise SystemExit("--streaming needs --max_steps: a stream does not say how long it is.")
+    if args.num_eval_rows < 0 or args.lora_rank < 0:
+        raise SystemExit("--num_eval_rows and --lora_rank must not be negative.")
     if args.features_dir is not None:
         given = {
             "--dataset_name": args.dataset_name, "--streaming": args.streaming, "--chat_template": args.chat_template,
@@ -116,8 +122,12 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: G
     else:
         num_eval = min(args.num_eval_rows, len(dataset) // 10)
         held_out, dataset = dataset.select(range(num_eval)), dataset.select(range(num_eval, len(dataset)))
-    settings = {"max_length": args.max_length or 2048, "packing": args.packing, "num_proc": args.num_proc}
-    train_dataset, report = prepare_dataset(dataset, tokenizer, target.config, **settings)
+    max_length = 2048 if args.max_length is None else args.max_length
+    settings = {"max_length": max_length, "packing": args.packing, "num_proc": args.num_proc}
+    try:
+        train_dataset, report = prepare_dataset(dataset, tokenizer, target.config, **settings)
+    except ValueError as error:
+        raise ValueError(f"The data after the {num_eval} rows held out (--num_eval_rows): {error}") from error
     if args.streaming:
         train_dataset = train_dataset.shuffle(seed=training_args.seed, buffer_size=1000)
     elif training_args.process_index == 0:
@@ -125,10 +135,14 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: G
     eval_dataset = None
     if num_eval:
         try:
-            eval_dataset, _ = prepare_dataset(held_out, tokenizer, target.config, **settings)
+            eval_dataset, eval_report = prepare_dataset(held_out, tokenizer, target.config, **settings)
         except ValueError as error:
             raise ValueError(f"The {num_eval} rows that are held out (--num_eval_rows): {error}") from error
+        if not args.streaming and training_args.process_index == 0:
+            print(f"held out: {eval_report}")
     prompts = collect_prompts(held_out, tokenizer, args.num_acceptance_prompts)
+    if training_args.acceptance_steps and not prompts:
+        raise SystemExit(f"--acceptance_steps needs prompts, and none of the {num_eval} rows held out has one.")
     return {
         "target": target,
         "train_dataset": train_dataset,
@@ -149,6 +163,8 @@ def make_drafter(args: ScriptArguments, source: PreTrainedModel | CachedFeatures
         drafter = GumihoModel.from_target(source).float()
     if not args.lora_rank:
         return drafter
+    from peft import LoraConfig, get_peft_model
+
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
     return get_peft_model(drafter, LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=names))
 

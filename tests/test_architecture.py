@@ -44,7 +44,9 @@ ALLOWED = {
     "training.conversations": set(),
     "training.rendering": {"training.conversations"},
     "training.preparation": {"training.conversations", "training.rendering"},
-    "training.regeneration": {"training.conversations", "training.fingerprint", "training.rendering"},
+    "training.regeneration": {
+        "training.conversations", "training.fingerprint", "training.preparation", "training.rendering",
+    },
     "training.fingerprint": set(),
     "training.feature_cache": {"modeling_gumiho", "output_head", "training.fingerprint"},
     "training.feature_extraction": {

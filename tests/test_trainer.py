@@ -422,7 +422,10 @@ def test_terms_are_averaged_over_the_steps_that_have_them(target: PreTrainedMode
     ("settings", "message"),
     [
         ({"train_dataset": stream(make_rows(8)), "max_steps": 1}, "cross-entropy counts from the start"),
-        ({"max_steps": 1}, "never counts: training ends after 0.17 epochs, and `parallel_ce_start_epoch` is 2"),
+        (
+            {"max_steps": 1},
+            "never counts: it begins after 2 epochs (`parallel_ce_start_epoch`), and training ends after 0.167",
+        ),
     ],
 )
 def test_a_schedule_that_is_never_reached_is_warned_of(

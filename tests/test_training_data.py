@@ -93,7 +93,7 @@ def test_a_long_conversation_is_truncated_and_reported(config: PreTrainedConfig)
     rows, report = prepare([{"messages": long}, {"messages": unanswered}], config, max_length=64)
     assert [len(row["input_ids"]) for row in rows] == [64]
     assert (report.num_truncated, report.num_tokens_cut) == (1, whole - 64)
-    assert report.problems == {"no assistant token within the maximum length": 1}
+    assert report.problems == {"no token to learn within the maximum length": 1}
 
 
 BROKEN = {

@@ -71,6 +71,8 @@ def load_conversations(
     other = {".json": "json", ".parquet": "parquet"}.get(path.suffix)
     if (lines == [name] or other) and not path.is_file():
         raise FileNotFoundError(f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub.")
+    if lines and not any(Path(file).stat().st_size for file in lines):
+        raise ValueError(f"{name!r} is empty.")
     if lines:
         # As text, so that a broken line costs only itself.
         kwargs = {"encoding_errors": "replace"} | kwargs

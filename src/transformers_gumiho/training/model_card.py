@@ -16,8 +16,8 @@ _TEXT = """\
 
 # {name}
 
-A [Gumiho](https://arxiv.org/abs/2503.10135) drafter for [{target}](https://huggingface.co/{target}): it makes
-`generate()` faster without changing what is generated.
+A [Gumiho](https://arxiv.org/abs/2503.10135) drafter for {link}: it makes `generate()` faster without changing what is
+generated.
 
 ```python
 {imports}
@@ -79,6 +79,7 @@ def model_card_of(
             card_data=data.to_yaml(),
             name=trainer.hub_model_id or model_name or trainer.args.output_dir,
             target=target,
+            link=f"[{target}](https://huggingface.co/{target})" if _is_hub_name(target) else f"`{target}`",
             imports=_IMPORTS if trainer.model is trainer.drafter else f"from peft import PeftModel\n{_IMPORTS}",
             loading=_loading_code(trainer, trainer.hub_model_id or model_name or trainer.args.output_dir),
             drafter=_table(_drafter_facts(trainer)),

@@ -63,7 +63,7 @@ class PreparationReport:
     def __str__(self) -> str:
         lines = [
             f"{self.num_texts:,} texts with {self.num_tokens:,} tokens ({self.num_loss_tokens:,} of them count) in "
-            f"{self.num_rows or 'streamed'} rows; {self.num_truncated:,} texts truncated ({self.num_tokens_cut:,} "
+            f"{self.num_rows} rows; {self.num_truncated:,} texts truncated ({self.num_tokens_cut:,} "
             f"tokens cut); {sum(self.problems.values()):,} skipped"
         ]
         lines += [f"  skipped {count:,}: {reason}" for reason, count in self.problems.most_common()]
@@ -101,7 +101,7 @@ def prepare_dataset(
             dataset is empty or has no known form, or no row of it could be used.
         UnstableTemplateError: The template does not let the assistant's tokens be told from the others.
     """
-    _check_settings(tokenizer, target_config, max_length)
+    check_settings(tokenizer, target_config, max_length)
     streamed = isinstance(dataset, IterableDataset)
     columns = _column_names(dataset)
     report = PreparationReport()
@@ -163,7 +163,8 @@ def collect_prompts(
     return prompts
 
 
-def _check_settings(tokenizer: PreTrainedTokenizerBase, target_config: PreTrainedConfig, max_length: int) -> None:
+def check_settings(tokenizer: PreTrainedTokenizerBase, target_config: PreTrainedConfig, max_length: int) -> None:
+    """Raises `ValueError` for a tokenizer that is not the target's, or for more tokens than it has positions for."""
     check_tokenizer(tokenizer)
     config = target_config.get_text_config(decoder=True)
     if len(tokenizer) > config.vocab_size:
@@ -225,7 +226,9 @@ def _encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_len
         drafted = [a and token != tokenizer.eos_token_id for a, token in zip(assistant, ids, strict=True)]
         following = assistant[start + 1 : stop + 1] + [0]
         mask = [int(a and b) for a, b in zip(drafted[start:stop], following, strict=False)]
-        problem = "" if any(mask[1:]) else "no assistant token within the maximum length"
+        if not any(mask[1:]) and start:
+            continue  # the end of a raw text, too short to learn from
+        problem = "" if any(mask[1:]) else "no token to learn within the maximum length"
         cut = max(len(ids) - stop, 0) if len(windows) == 1 else 0
         yield {"input_ids": ids[start:stop], "loss_mask": mask[:max_length], "problem": problem, "num_cut": cut}
 

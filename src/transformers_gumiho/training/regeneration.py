@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .conversations import Conversation, MalformedRowError, RawText, read_row
 from .fingerprint import target_fingerprint, tokenizer_fingerprints
+from .preparation import check_settings
 from .rendering import encode_prompt, render_prompt
 
 
@@ -51,6 +52,7 @@ def regenerate_dataset(
     """
     if PartialState().num_processes > 1:
         raise ValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")
+    check_settings(tokenizer, target.config, max_length)
     path = Path(output_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     _check_settings(
@@ -77,7 +79,7 @@ def regenerate_dataset(
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Keeps the settings of a file next to it, and raises `ValueError` where it was begun with others."""
     beside = path.with_name(path.name + ".settings.json")
-    if path.exists() and beside.exists():
+    if path.exists() and path.stat().st_size and beside.exists():
         before = json.loads(beside.read_text(encoding="utf-8"))
         if changed := sorted(name for name in settings if before.get(name) != settings[name]):
             raise ValueError(

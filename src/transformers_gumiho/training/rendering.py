@@ -43,7 +43,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Conversation | RawText) 
     if not tokenizer.chat_template:
         raise ValueError(
             f"The dataset holds conversations, and the target's tokenizer {tokenizer.name_or_path!r} has no chat "
-            f"template. Set `tokenizer.chat_template`, or give the dataset a `text` column."
+            f"template. Set `tokenizer.chat_template` (`--chat_template FILE` in the examples), or give the dataset a "
+            f"`text` column."
         )
     try:
         if _GENERATION_MARK.search(tokenizer.get_chat_template()):

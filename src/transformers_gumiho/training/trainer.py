@@ -233,12 +233,12 @@ class GumihoTrainer(Trainer):
             return
         num_epochs = args.num_train_epochs
         if args.max_steps > 0:
-            num_epochs = args.max_steps * args.train_batch_size * args.gradient_accumulation_steps
-            num_epochs *= args.world_size / max(len(self.train_dataset), 1)
+            batches = -(-len(self.train_dataset) // (args.train_batch_size * args.world_size))
+            num_epochs = args.max_steps / max(-(-batches // args.gradient_accumulation_steps), 1)
         if num_epochs <= start:
             logger.warning(
-                f"The parallel heads' cross-entropy never counts: training ends after {num_epochs:.2g} epochs, and "
-                f"`parallel_ce_start_epoch` is {start:g}. Lower it, or train longer."
+                f"The parallel heads' cross-entropy never counts: it begins after {start:g} epochs "
+                f"(`parallel_ce_start_epoch`), and training ends after {num_epochs:.3g}. Lower it, or train longer."
             )
 
     def _divergence(self, finding: str) -> str:
