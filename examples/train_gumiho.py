@@ -72,8 +72,6 @@ def whole_models(args: GumihoTrainingArguments) -> Iterator[None]:
 
 def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments) -> None:
     """Refuses options that contradict each other, or that would have no effect."""
-    if args.streaming and training_args.max_steps <= 0:
-        raise SystemExit("--streaming needs --max_steps: a stream does not say how long it is.")
     if args.num_eval_rows < 0 or args.lora_rank < 0:
         raise SystemExit("--num_eval_rows and --lora_rank must not be negative.")
     if args.features_dir is not None:
@@ -86,6 +84,8 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
             raise SystemExit(f"--features_dir holds prepared data and no prompts: leave {', '.join(useless)} out.")
     elif args.target_model is None or args.dataset_name is None:
         raise SystemExit("Give the target with --target_model and the data with --dataset_name, or --features_dir.")
+    if args.streaming and training_args.max_steps <= 0:
+        raise SystemExit("--streaming needs --max_steps: a stream does not say how long it is.")
     if args.lora_rank and args.drafter is None:
         raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
     if args.target_device_map is not None and training_args.world_size > 1:

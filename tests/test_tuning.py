@@ -54,7 +54,7 @@ def test_profile_of_large_trees_tells_what_every_smaller_one_accepts(branching_f
                 expected = AcceptanceProfile(profile.needed[:1]).tau(size, depth)
                 assert output.accepted_lengths[0][0] == expected
                 lengths.add(expected)
-    assert len(lengths) > 2
+    assert len(lengths) > 1
 
 
 def make_costs(per_node: float) -> CycleCosts:
