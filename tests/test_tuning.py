@@ -31,9 +31,9 @@ def test_profile_of_large_trees_tells_what_every_smaller_one_accepts(branching_f
     """The first cycle after a prompt, decoded under every size and depth, one by one."""
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)
-    lines = (DEMO_TARGET.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    lines = (DEMO_TARGET.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]
     tokenizer = make_tokenizer(None)
-    prompts = [tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"][0, :64] for line in lines]
+    prompts = [tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"][0] for line in lines]
     settings = {"branching_factor": branching_factor, "draft_temperature": 1.0, "tree_depth": 7}
     before = drafter.generation_config.to_dict()
     # The prompt's own token and at least one cycle, of at most eight.
@@ -54,7 +54,7 @@ def test_profile_of_large_trees_tells_what_every_smaller_one_accepts(branching_f
                 expected = AcceptanceProfile(profile.needed[:1]).tau(size, depth)
                 assert output.accepted_lengths[0][0] == expected
                 lengths.add(expected)
-    assert len(lengths) > 1
+    assert len(lengths) > 3
 
 
 def make_costs(per_node: float) -> CycleCosts:
@@ -113,7 +113,7 @@ def test_plain_decoding_is_named_where_it_is_faster() -> None:
     candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=1.2, cycle_seconds=0.1)
     for plain, pays in ((10.0, True), (20.0, False)):
         measured = {"best": 12.0, "default": 11.0, "plain": plain}
-        result = TuningResult(candidate, candidate, plain, measured, [candidate], make_costs(0.1))
+        result = TuningResult(candidate, candidate, measured, [candidate], make_costs(0.1))
         assert result.speculation_pays == pays
         assert ("PLAIN DECODING IS FASTER" in describe(result)) != pays
 

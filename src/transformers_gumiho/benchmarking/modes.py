@@ -16,6 +16,18 @@ PROMPT_LOOKUP_TOKENS = 10
 _TREE = "tree of "
 
 
+@contextmanager
+def decoding_settings(drafter: GumihoModel, settings: dict[str, Any]) -> Iterator[None]:
+    """Gives the drafter these decoding settings for as long as it lasts."""
+    config = drafter.generation_config
+    before = {name: getattr(config, name, None) for name in settings}
+    config.update(**settings)
+    try:
+        yield
+    finally:
+        config.update(**before)
+
+
 @dataclass(frozen=True)
 class DecodingMode:
     """
@@ -45,14 +57,8 @@ class DecodingMode:
         if self.drafter is None:
             yield
             return
-        config = self.drafter.generation_config
-        before = {name: getattr(config, name, None) for name in self.settings}
-        config.update(**self.settings)
-        try:
+        with decoding_settings(self.drafter, self.settings):
             yield
-        finally:
-            for name, value in before.items():
-                setattr(config, name, value)
 
 
 def decoding_modes(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..benchmarking.modes import decoding_settings
 from ..benchmarking.stages import replace_until_left
 from ..choosing import TokenChooser
 from ..modeling_gumiho import GumihoModel
@@ -65,9 +66,7 @@ def profile_acceptance(
         return nodes, kept
 
     with ExitStack() as stack:
-        for name, value in settings.items():
-            stack.callback(setattr, drafter.generation_config, name, getattr(drafter.generation_config, name, None))
-            setattr(drafter.generation_config, name, value)
+        stack.enter_context(decoding_settings(drafter, settings))
         replace_until_left(stack, TokenChooser, "commit", recording_commit)
         for index, prompt in enumerate(prompts):
             torch.manual_seed(index)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..benchmarking.loading import load_pair
+from ..benchmarking.modes import decoding_settings
 from ..benchmarking.prompts import encode_turn, read_questions
 from ..benchmarking.stages import stage_timer
 from ..modeling_gumiho import GumihoModel
@@ -54,7 +55,6 @@ class TuningResult:
     Attributes:
         best: The fastest tree, and what is expected of it.
         default: What is expected of the settings that the drafter had.
-        plain_tokens_per_second: Speed of plain decoding.
         measured: Tokens per second of `best`, `default` and plain decoding, measured on the prompts in turns.
         by_size: The fastest tree of each size.
         costs: What cycles cost.
@@ -62,7 +62,6 @@ class TuningResult:
 
     best: Candidate
     default: Candidate
-    plain_tokens_per_second: float
     measured: dict[str, float]
     by_size: list[Candidate]
     costs: CycleCosts
@@ -131,7 +130,6 @@ def find_best_tree(
     return TuningResult(
         best=ranked[0],
         default=expected_default,
-        plain_tokens_per_second=1 / costs.plain,
         measured=_measure(target, drafter, prompts, args, {"best": ranked[0].settings, "default": default}, sampling),
         by_size=[by_size[size] for size in sizes if size in by_size],
         costs=costs,
@@ -184,10 +182,8 @@ def _measure(
         for name in seconds:
             torch.manual_seed(index)
             with ExitStack() as stack:
-                for field_name, value in (trees[name].as_dict() if name in trees else {}).items():
-                    before = getattr(drafter.generation_config, field_name, None)
-                    stack.callback(setattr, drafter.generation_config, field_name, before)
-                    setattr(drafter.generation_config, field_name, value)
+                if name in trees:
+                    stack.enter_context(decoding_settings(drafter, trees[name].as_dict()))
                 timer = stack.enter_context(stage_timer(target.device))
                 assistant = {"assistant_model": drafter} if name in trees else {}
                 settings = {"do_sample": False, "max_new_tokens": args.max_new_tokens} | sampling

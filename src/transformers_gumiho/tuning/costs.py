@@ -4,7 +4,6 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..benchmarking.modes import decoding_settings
 from ..benchmarking.stages import stage_timer, synchronize
 from ..modeling_gumiho import GumihoModel
 
@@ -94,19 +94,14 @@ def measure_costs(
     plain = []
     ids = prompt[None].to(target.device)
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
-    generation_config = drafter.generation_config
-    with ExitStack() as stack:
-        for name in ("branching_factor", "tree_depth", "num_assistant_tokens"):
-            stack.callback(setattr, generation_config, name, getattr(generation_config, name, None))
-        for repeat in range(repeats + 1):  # the first one warms up
-            plain.append(_plain_step(target, ids, settings))
-            for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
-                generation_config.branching_factor, generation_config.tree_depth = tree[:2]
-                generation_config.num_assistant_tokens = tree[2]
-                with stage_timer(target.device) as seconds:
-                    target.generate(ids, assistant_model=drafter, **settings)
-                # What comes before the first cycle belongs to no cycle.
-                timed[tree].append((seconds.verify / seconds.num_cycles, seconds.outside / seconds.num_cycles))
+    for repeat in range(repeats + 1):  # the first one warms up
+        plain.append(_plain_step(target, ids, settings))
+        for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
+            shape = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
+            with decoding_settings(drafter, shape), stage_timer(target.device) as seconds:
+                target.generate(ids, assistant_model=drafter, **settings)
+            # What comes before the first cycle belongs to no cycle.
+            timed[tree].append((seconds.verify / seconds.num_cycles, seconds.outside / seconds.num_cycles))
     verify, rest = (
         {tree: statistics.median(v[i] for v in times[1:]) for tree, times in timed.items()} for i in (0, 1)
     )
