@@ -21,16 +21,17 @@ ALLOWED = {
     "verification": {"tree"},
     "cache": set(),
     "losses": {"configuration_gumiho", "modeling_gumiho"},
-    "drafting": {"configuration_gumiho", "modeling_gumiho", "parallel_heads", "tree"},
+    "compilation": set(),
+    "drafting": {"compilation", "configuration_gumiho", "modeling_gumiho", "parallel_heads", "tree"},
     "candidate_generator": {"modeling_gumiho", "drafting", "tree"},
     # The generation loop is one room of several files.
     "compatibility": {"modeling_gumiho", "cache"},
-    "target": {"tree", "cache", "compatibility"},
+    "target": {"tree", "cache", "compatibility", "compilation"},
     "sequences": set(),
-    "choosing": {"sequences", "tree", "verification"},
+    "choosing": {"compilation", "sequences", "tree", "verification"},
     "generation": {
         "modeling_gumiho", "drafting", "candidate_generator", "tree", "cache", "compatibility", "target", "sequences",
-        "choosing", "output_head",
+        "choosing", "compilation", "output_head",
     },
     "__init__": {
         "configuration_gumiho", "modeling_gumiho", "drafting", "candidate_generator", "generation",

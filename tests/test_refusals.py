@@ -57,7 +57,7 @@ def refuses(target: PreTrainedModel, message: str, drafter: GumihoModel | None =
         ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "ask for `contrastive_search`"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "`output_attentions=True` is not available"),
         ({"use_cache": False}, "Set `use_cache=True`"),
-        ({"cache_implementation": "static"}, "`cache_implementation='static'` is not available"),
+        ({"cache_implementation": "offloaded_static"}, "`cache_implementation='offloaded_static'` is not available"),
         ({"cache_implementation": "quantized"}, "`cache_implementation='quantized'` is not available"),
         ({"cache_implementation": "offloaded"}, "`cache_implementation='offloaded'` is not available"),
         ({"synced_gpus": True}, "`synced_gpus`.*Gather the parameters first"),
@@ -70,7 +70,9 @@ def test_ways_of_generating(target: PreTrainedModel, settings: dict[str, Any], m
 
 def test_caches_of_the_caller(target: PreTrainedModel) -> None:
     static = StaticCache(config=target.config, max_cache_len=32)
-    refuses(target, "ordinary `DynamicCache`.*got StaticCache", past_key_values=static)
+    refuses(
+        target, "ordinary `DynamicCache`.*got StaticCache.*set `cache_implementation='static'`", past_key_values=static
+    )
     offloaded = DynamicCache(config=target.config, offloading=True)
     refuses(target, "and offloading", past_key_values=offloaded)
 

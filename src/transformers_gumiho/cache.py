@@ -56,11 +56,23 @@ class TreeCacheLayer(CacheLayerMixin):
                 buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
+    def update_at(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes states `(B, heads, n, head_dim)` to `slots` `(B, n)`; returns the whole buffers."""
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if slots.shape[0] == 1:
+                buffer.index_copy_(2, slots[0], states)
+            else:
+                rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+                buffer.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
+        return self.keys, self.values
+
     def get_seq_length(self) -> int:
         return self.cache.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        return self.cache.get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
         return -1
@@ -80,6 +92,8 @@ class TreeCache(Cache):
     Attributes:
         lengths (`list[int]`): Committed slots of each row.
         num_pending (`int`): Uncommitted slots behind the committed ones that the next `update` writes after.
+        starts (`(B, 1)`, *optional*): `lengths` on the device, once [`fix_shapes`] was called. From then on `update`
+            returns all slots and reads no number from the host, so that a pass can be compiled once.
     """
 
     def __init__(self, batch_size: int, capacity: int):
@@ -87,7 +101,10 @@ class TreeCache(Cache):
         self.layers: list[TreeCacheLayer]
         self.lengths = [0] * batch_size
         self.num_pending = 0
+        self.starts: torch.Tensor | None = None
         self.capacity = capacity
+        # Of the newest pass of a target whose decoder has the hook `keep_last_hidden_state`.
+        self.last_hidden_state: torch.Tensor | None = None
         # Buffers (places, B, heads, capacity, head_dim): layers of one shape share one, to be rearranged in one step.
         self._groups: list[tuple[torch.Tensor, list[tuple[TreeCacheLayer, str]]]] = []
         self._row_starts: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -107,15 +124,37 @@ class TreeCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.starts is not None:
+            new = torch.arange(key_states.shape[2], device=key_states.device)
+            slots = self.starts.to(key_states.device) + (self.num_pending + new)
+            return self.layers[layer_idx].update_at(key_states, value_states, slots)
         while len(self.layers) <= layer_idx:
             self.layers.append(TreeCacheLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Returns the slots of the longest row; a tensor `()` where shapes are fixed."""
+        if self.starts is not None:
+            return self.starts.max() + self.num_pending
         return max(self.lengths) + self.num_pending
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        if self.starts is not None:
+            return self.capacity, 0
+        return max(self.lengths) + self.num_pending + query_length, 0
+
+    def fix_shapes(self, device: torch.device) -> None:
+        """
+        Makes every later pass see all slots. The cache must have room for whatever follows: it grows no more.
+
+        Args:
+            device: Where the number of committed slots is kept.
+        """
+        self.starts = torch.tensor(self.lengths, device=device)[:, None]
+        # A captured graph reads and writes these where they lie; without the mark it would copy them in every replay.
+        for tensor in (self.starts, *(tensor for layer in self.layers for tensor in (layer.keys, layer.values))):
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor)
 
     def allocate(self, states: list[tuple[TreeCacheLayer, torch.Tensor, torch.Tensor]]) -> None:
         """Gives each layer buffers for keys and values like the given ones; those that agree share a group."""
@@ -149,30 +188,46 @@ class TreeCache(Cache):
             nodes (`(B, at least max(counts))`, *optional*): Which ones, as offsets behind the committed entries, in
                 increasing order. By default the first ones.
         """
-        num_kept = max(counts)
         # The root is the first entry and stays where it is.
-        if nodes is not None and num_kept > 1:
+        if nodes is not None and self.starts is not None:
+            # Of the same number of nodes every time; what is behind the kept ones is given up again.
             for group, _ in self._groups:
-                self._compact(group, nodes[:, :num_kept].to(group.device))
+                _move_rows(group, nodes.to(group.device), self.starts.to(group.device))
+        elif nodes is not None and max(counts) > 1:
+            for group, _ in self._groups:
+                self._compact(group, nodes[:, : max(counts)].to(group.device))
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    @property
+    def fixed_starts(self) -> torch.Tensor:
+        """`starts`, of a cache whose shapes are fixed."""
+        if self.starts is None:
+            raise RuntimeError("Only with fixed shapes does the device know the committed slots. Call `fix_shapes`.")
+        return self.starts
+
+    def advance(self, counts: torch.Tensor) -> None:
+        """
+        Makes the first `counts[b]` of the newest entries permanent where shapes are fixed. Only the device knows the
+        number of committed slots from then on; `lengths` stays as it was.
+        """
+        self.fixed_starts.add_(counts[:, None])
+        self.num_pending = 0
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Sets how many slots of each row are committed; what lies behind them is given up."""
         self.lengths = lengths
         self.num_pending = 0
         self._row_starts.clear()
+        if self.starts is not None:
+            self.starts.copy_(torch.tensor(lengths)[:, None])
 
     def _compact(self, group: torch.Tensor, nodes: torch.Tensor) -> None:
         """Moves the entries at `nodes` `(B, n)` to the first slots behind the committed entries."""
         start, num_kept = self.lengths[0], nodes.shape[1]
         if len(self.lengths) == 1:
             group[:, :, :, start : start + num_kept] = group.index_select(3, nodes[0] + start)
-            return
-        starts = self.row_starts(group.device)
-        shape = (*group.shape[:3], num_kept, group.shape[4])
-        source = (nodes + starts)[None, :, None, :, None].expand(shape)
-        target = (torch.arange(num_kept, device=group.device) + starts)[None, :, None, :, None].expand(shape)
-        group.scatter_(3, target, group.gather(3, source))
+        else:
+            _move_rows(group, nodes, self.row_starts(group.device))
 
     @classmethod
     def from_dynamic(cls, cache: DynamicCache, capacity: int) -> "TreeCache":
@@ -229,3 +284,12 @@ def is_convertible(cache: Any) -> bool:
 def _assign_views(group: torch.Tensor, places: list[tuple[TreeCacheLayer, str]]) -> None:
     for view, (layer, name) in zip(group, places, strict=True):
         setattr(layer, name, view)
+
+
+def _move_rows(group: torch.Tensor, nodes: torch.Tensor, starts: torch.Tensor) -> None:
+    """Moves the entries `nodes` `(B, n)` behind the slots `starts` `(B, 1)` to the first slots from there on."""
+    num_kept = nodes.shape[1]
+    shape = (*group.shape[:3], num_kept, group.shape[4])
+    source = (nodes + starts)[None, :, None, :, None].expand(shape)
+    target = (torch.arange(num_kept, device=group.device) + starts)[None, :, None, :, None].expand(shape)
+    group.scatter_(3, target, group.gather(3, source))

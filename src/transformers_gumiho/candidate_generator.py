@@ -20,6 +20,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         lm_head: The target's output head, from hidden states `(..., H)` to logits `(..., V)`.
         settings ([`DraftingSettings`]): Shape of the tree.
         past_key_values: An empty `TreeCache` for the drafter.
+        **drafter_kwargs: Further arguments of [`GumihoDrafter`].
     """
 
     requires_model_outputs = True
@@ -30,10 +31,11 @@ class GumihoCandidateGenerator(CandidateGenerator):
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         settings: DraftingSettings,
         past_key_values: Any,
+        **drafter_kwargs: Any,
     ):
         self.assistant_model = assistant_model
         self.device = assistant_model.embed_tokens.weight.device
-        self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values)
+        self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
 
     def get_tree(
         self,

@@ -31,9 +31,10 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
+from .compilation import CycleShapes
 from .sequences import CommittedSequences, StepRecord
 from .tree import DraftTree
-from .verification import find_child, walk_tree
+from .verification import AcceptedPath, find_child, longest_path, walk_tree
 
 
 # What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
@@ -73,6 +74,7 @@ class TokenChooser:
         logits_processor: As prepared by `generate()`.
         stopping_criteria: As prepared by `generate()`.
         generation_config: As prepared by `generate()`.
+        shapes: What cycles run in.
     """
 
     def __init__(
@@ -81,10 +83,13 @@ class TokenChooser:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        shapes: CycleShapes,
     ):
         self.sequences = sequences
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
+        self.shapes = shapes
+        self._walk = shapes.compiler(_walk_greedily)
         self.batch_size = len(sequences.lengths)
         returns_dict = generation_config.return_dict_in_generate
         self.scores = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_scores))
@@ -105,9 +110,12 @@ class TokenChooser:
         Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens.
 
         Returns:
-            The visited nodes `(B, L)`, and the number of tokens committed in each row, one per visited node.
+            The visited nodes `(B, L)`, and the number of tokens committed in each row, one per visited node. Where
+            shapes are fixed, `L` is the longest possible path.
         """
         nodes, kept = self._commit_whole_tree(tree, logits) if self.whole_tree else self._commit_stepwise(tree, logits)
+        if self.shapes.are_fixed:
+            nodes = torch.nn.functional.pad(nodes, (0, longest_path(tree) - nodes.shape[1]))
         num_generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
         self.scores.trim(num_generated)
         self.logits.trim(num_generated)
@@ -123,8 +131,9 @@ class TokenChooser:
             scores = self.logits_processor(rows, flat).view_as(logits)
         elif logits.dtype == torch.float64:
             scores = logits.float()  # plain decoding chooses among values rounded to float32
-        path = walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
-        host = torch.cat((path.counts[:, None], path.tokens), dim=1).tolist()
+        # After the prompt there is a root alone, and a compiled walk would be compiled for that, too.
+        path, told = (self._walk if tree.max_depth else _walk_greedily)(tree, scores)
+        host = told.tolist()
         counts = [row[0] for row in host]
         self._record(self.logits, logits, path.nodes, counts)
         self._record(self.scores, scores, path.nodes, counts)
@@ -191,6 +200,12 @@ class TokenChooser:
         if record.enabled:
             picked = pick(values, nodes[:, : max(counts)])
             record.add(picked.to(dtype=torch.float32, device=nodes.device), counts)
+
+
+def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> tuple[AcceptedPath, torch.Tensor]:
+    """Returns the walk by the best scores, and `(B, 1 + L)`: its counts and tokens in one tensor, for the host."""
+    path = walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
+    return path, torch.cat((path.counts[:, None], path.tokens), dim=1)
 
 
 def pick(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:

@@ -46,10 +46,11 @@ def check_request(
             "`output_attentions=True` is not available with a Gumiho assistant: the target attends to a whole draft "
             "tree at once. Generate without `assistant_model` to get attentions."
         )
-    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
         raise ValueError(
             f"`cache_implementation={generation_config.cache_implementation!r}` is not available with a Gumiho "
-            f"assistant, which keeps a cache of its own. Leave it unset."
+            f"assistant, which keeps a cache of its own. Leave it unset, or set it to 'static' for fixed shapes and "
+            f"compilation."
         )
     if mode_kwargs.get("synced_gpus"):
         raise ValueError(
@@ -164,5 +165,6 @@ def check_cache(cache: Any) -> None:
             f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
             f"{type(cache).__name__} with layers {sorted(layers)}"
             f"{' and offloading' if getattr(cache, 'offloading', False) else ''}. "
-            f"Pass `past_key_values=DynamicCache(config=target.config)`, or none."
+            f"Pass `past_key_values=DynamicCache(config=target.config)`, or none; for fixed shapes set "
+            f"`cache_implementation='static'` instead of passing a cache."
         )

@@ -7,10 +7,19 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from .compilation import CycleShapes
 from .configuration_gumiho import GumihoConfig
 from .modeling_gumiho import DECODING_DEFAULTS, GumihoModel
 from .parallel_heads import run_batched_heads
-from .tree import DraftLevel, DraftTree, block_attention_mask, build_tree, extend_level, root_level
+from .tree import (
+    DraftLevel,
+    DraftTree,
+    block_attention_mask,
+    build_tree,
+    extend_level,
+    root_level,
+    slot_attention_mask,
+)
 
 
 # Ranking nodes more sharply than the drafter's own probabilities pays at greedy: the target then always takes the most
@@ -112,6 +121,7 @@ class GumihoDrafter:
         settings ([`DraftingSettings`]): Shape of the tree.
         past_key_values: An empty cache for the serial head, whose rows can be committed by different lengths
             (a `TreeCache`).
+        shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
     """
 
     def __init__(
@@ -120,6 +130,7 @@ class GumihoDrafter:
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         settings: DraftingSettings,
         past_key_values: Any,
+        shapes: CycleShapes | None = None,
     ):
         self.model = model
         self.lm_head = lm_head
@@ -127,6 +138,13 @@ class GumihoDrafter:
         self.cache = past_key_values
         self.context_mask: torch.Tensor | None = None
         self._head_weights = model.mlp.batched_weights()
+        self._shapes = shapes or CycleShapes()
+        self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether all cycles run in the same shapes."""
+        return self._shapes.are_fixed
 
     @torch.no_grad()
     def draft(
@@ -147,16 +165,43 @@ class GumihoDrafter:
             counts: How many of the `n` are real in each row.
             attention_mask (`(B, n)`, *optional*): In the first call, 0 where a state belongs to padding.
         """
+        if self.cache.starts is not None:
+            # A single row has the strides of the buffer it was cut from, and these change.
+            tokens = tokens.flatten().view(tokens.shape)
+            inputs = (tokens, hidden_states, position_ids, _to_device(counts, tokens.device))
+            # A copy, as the next cycle, which verifies it, may overwrite what a captured graph returned.
+            return self._draft_fixed(self, *inputs).clone()
         if self.cache.get_seq_length() == 0:
             features = self._read_prompt(tokens, hidden_states, position_ids, attention_mask)
         else:
             features = self._read_committed(tokens, hidden_states, position_ids)
         self.cache.commit(counts)
+        if self.has_fixed_shapes:
+            self._fix_shapes(tokens.device)
         feature, root_tokens, root_positions = (
             _last_of_rows(tensor, counts) for tensor in (features, tokens, position_ids)
         )
-        root_tokens = root_tokens.squeeze(1)
-        levels, path_inputs = self._draft_serially(root_tokens, feature, root_positions)
+        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions)
+
+    def _draft_in_fixed_shapes(
+        self, tokens: torch.Tensor, hidden_states: torch.Tensor, position_ids: torch.Tensor, counts: torch.Tensor
+    ) -> DraftTree:
+        """Does what [`draft`] does after the prompt, with `counts` `(B,)` on the device."""
+        features = self._read_committed(tokens, hidden_states, position_ids)
+        self.cache.advance(counts)
+        last = (counts - 1).clamp(min=0)
+        feature, root_tokens, root_positions = (_pick(tensor, last) for tensor in (features, tokens, position_ids))
+        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions)
+
+    def _fix_shapes(self, device: torch.device) -> None:
+        self.cache.fix_shapes(device)
+        if self.context_mask is not None:
+            missing = self.cache.capacity - self.context_mask.shape[1]
+            self.context_mask = torch.nn.functional.pad(self.context_mask, (0, missing), value=True)
+
+    def _grow_tree(self, root_tokens: torch.Tensor, feature: torch.Tensor, position_ids: torch.Tensor) -> DraftTree:
+        """Drafts a tree after newest tokens `(B,)`; the arguments are those of [`_draft_serially`]."""
+        levels, path_inputs = self._draft_serially(root_tokens, feature, position_ids)
         if self.settings.tree_depth > len(levels):
             levels += self._draft_in_parallel(levels[-1], path_inputs)
         return build_tree(root_tokens.to(levels[0].tokens.device), levels, self.settings.num_assistant_tokens)
@@ -259,6 +304,11 @@ class GumihoDrafter:
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
+        if self.cache.starts is not None:
+            mask = slot_attention_mask(
+                visible, depths, self.cache.starts, self.cache.capacity, fused.dtype, self.context_mask
+            )
+            return self.model.run_serial_head(fused, mask, position_ids, self.cache)
         lengths = self.cache.lengths
         context_mask = self.context_mask
         if context_mask is not None and context_mask.shape[1] < max(lengths):
@@ -293,8 +343,17 @@ def _last_of_rows(tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
     places = [max(count - 1, 0) for count in counts]
     if min(places) == max(places):
         return tensor[:, places[0] : places[0] + 1]
-    index = torch.tensor(places, device=tensor.device).view(-1, 1, *[1] * (tensor.ndim - 2))
+    return _pick(tensor, _to_device(places, tensor.device))
+
+
+def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Picks place `places[b]` of each row of `(B, n, ...)`; returns `(B, 1, ...)`."""
+    index = places.view(-1, 1, *[1] * (tensor.ndim - 2))
     return tensor.gather(1, index.expand(-1, -1, *tensor.shape[2:]))
+
+
+def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 def _gather_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationMixin,
@@ -21,6 +21,7 @@ from .cache import TreeCache
 from .candidate_generator import GumihoCandidateGenerator
 from .choosing import TokenChooser, pick
 from .compatibility import check_cache, check_positions, check_request
+from .compilation import cycle_shapes
 from .drafting import DraftingSettings
 from .modeling_gumiho import GumihoModel, unwrap_drafter
 from .output_head import output_head
@@ -135,7 +136,6 @@ def decode_with_tree(
     Returns:
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
-    check_cache(model_kwargs.get("past_key_values"))
     settings = DraftingSettings.from_generation_config(
         assistant_model.generation_config,
         assistant_model.config,
@@ -145,13 +145,18 @@ def decode_with_tree(
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
     check_positions(target, model_kwargs["position_ids"], max_new_tokens)
-    chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config)
-    layers = HiddenStateRecord(
-        batch_size, bool(generation_config.return_dict_in_generate and generation_config.output_hidden_states)
-    )
+    num_nodes = settings.num_assistant_tokens + 1
+    shapes = cycle_shapes(target, generation_config, model_kwargs, sequences.max_length, num_nodes)
+    if shapes.are_fixed:
+        # The prompt goes through an ordinary cache. The static one that `generate()` prepared holds no memory yet.
+        model_kwargs["past_key_values"] = DynamicCache(config=target.config.get_text_config(decoder=True))
+    check_cache(model_kwargs.get("past_key_values"))
+    chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes)
+    returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+    layers = HiddenStateRecord(batch_size, bool(returns_states))
     accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
 
-    with TargetRunner(target, generation_config, model_kwargs, settings.num_assistant_tokens + 1) as runner:
+    with TargetRunner(target, generation_config, model_kwargs, num_nodes, shapes) as runner:
         output = runner.read_prompt(input_ids, max_new_tokens)
         layers.add_prompt(output.hidden_states)
         chooser.commit(bare_root(input_ids.new_zeros(batch_size)), output.logits)
@@ -201,14 +206,19 @@ def _make_generator(
     runner: TargetRunner,
     prompt: TargetOutput,
 ) -> GumihoCandidateGenerator:
-    head, like = output_head(target), prompt.last_hidden_state
-    batch_size, num_read = like.shape[:2]
-    capacity = num_read + runner.cache.capacity - runner.prompt_length + settings.branching_factor
+    head = output_head(target)
+    # Not the states themselves: the drafter would keep those of the whole prompt.
+    device, dtype = prompt.last_hidden_state.device, prompt.last_hidden_state.dtype
+    batch_size, num_read = prompt.last_hidden_state.shape[:2]
+    # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
+    num_new = max(settings.tree_depth + 1, settings.branching_factor * (assistant.config.num_serial_tokens - 1))
+    capacity = num_read + runner.cache.capacity - runner.prompt_length + num_new
     return GumihoCandidateGenerator(
         assistant,
-        lm_head=lambda features: head(features.to(device=like.device, dtype=like.dtype)),
+        lm_head=lambda features: head(features.to(device=device, dtype=dtype)),
         settings=settings,
         past_key_values=TreeCache(batch_size, capacity),
+        shapes=runner.shapes,
     )
 
 
@@ -238,9 +248,10 @@ def _draft_after_cycle(
 ) -> DraftTree:
     """Drafts the next tree from the states of the nodes that were kept."""
     states = output.last_hidden_state
-    nodes = nodes[:, : max(kept)]
+    if not generator.drafter.has_fixed_shapes:
+        nodes = nodes[:, : max(kept)]
     return generator.get_tree(
-        sequences.newest(kept),
+        sequences.newest(kept, nodes.shape[1]),
         pick(states, nodes),
         output.position_ids.gather(1, nodes.to(output.position_ids.device)),
         kept,

@@ -75,14 +75,18 @@ class CommittedSequences:
         """Returns `(B, length)`: the first tokens of every row. Rows that are shorter end in padding."""
         return self._buffer[:, :length].contiguous()
 
-    def newest(self, counts: Sequence[int]) -> torch.Tensor:
-        """Returns `(B, max(counts))`: the newest `counts[b]` tokens of each row, aligned left, then any tokens."""
-        if min(self.lengths) == max(self.lengths) and min(counts) == max(counts):
+    def newest(self, counts: Sequence[int], width: int | None = None) -> torch.Tensor:
+        """
+        Returns `(B, width)`: the newest `counts[b]` tokens of each row, aligned left, then any tokens. By default the
+        width is the largest count.
+        """
+        width = width or max(counts)
+        if min(self.lengths) == max(self.lengths) and min(counts) == width:
             return self._buffer[:, self.lengths[0] - counts[0] : self.lengths[0]]
         starts = torch.tensor(
             [length - count for length, count in zip(self.lengths, counts, strict=True)], device=self._buffer.device
         )
-        index = starts[:, None] + torch.arange(max(counts), device=self._buffer.device)
+        index = starts[:, None] + torch.arange(width, device=self._buffer.device)
         return self._buffer.gather(1, index.clamp_(max=self._buffer.shape[1] - 1))
 
     def final_ids(self) -> torch.Tensor:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
 from .cache import TreeCache
 from .compatibility import attention_types
-from .tree import DraftTree, block_attention_mask
+from .compilation import CycleShapes
+from .tree import DraftTree, block_attention_mask, slot_attention_mask
 
 
 # Slots allocated for new tokens at once; longer generations double the cache when they get there.
@@ -46,6 +48,7 @@ class TargetRunner:
         generation_config: As prepared by `generate()`.
         model_kwargs: As prepared by `generate()`, with the cache that the prompt goes through.
         num_nodes (`int`): The most nodes that a pass will have, root included.
+        shapes: What the passes over trees run in.
     """
 
     def __init__(
@@ -54,11 +57,16 @@ class TargetRunner:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         num_nodes: int,
+        shapes: CycleShapes,
     ):
         self.model = model
         self.generation_config = generation_config
         self.model_kwargs = model_kwargs
         self.num_nodes = num_nodes
+        self.shapes = shapes
+        self._run_model = shapes.compiler(_run_model)
+        self._slot_masks = shapes.compiler(_slot_masks)
+        self._hook: RemovableHandle | None = None
         self.prompt_cache = model_kwargs["past_key_values"]
         self.cache: TreeCache  # takes the prompt's place from the first tree on
         self._has_tree_cache = False
@@ -72,12 +80,11 @@ class TargetRunner:
         self.window: int | None = config.sliding_window if "sliding_attention" in self.attention_types else None
 
     def __enter__(self) -> "TargetRunner":
-        self._capture = _capture_last_hidden_state(self.model.get_decoder())
-        self._states = self._capture.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._capture.__exit__(*exception)
+        if self._hook is not None:
+            self._hook.remove()
         if self._has_tree_cache:
             if exception[0] is not None:
                 # What every row has committed is all that the caller can tell from padding.
@@ -86,16 +93,17 @@ class TargetRunner:
 
     def read_prompt(self, input_ids: torch.Tensor, max_new_tokens: int) -> TargetOutput:
         """Runs the prompt exactly as plain `generate()` does."""
-        self._states.clear()
         self.max_new_tokens = max_new_tokens
         position_ids = self.model_kwargs["position_ids"]
-        outputs = self.model._prefill(input_ids, self.generation_config, self.model_kwargs)
-        if not self._states:
+        decoder = self.model.get_decoder()
+        with _capture_last_hidden_states(decoder) as states:
+            outputs = self.model._prefill(input_ids, self.generation_config, self.model_kwargs)
+        if not states:
             raise RuntimeError(
                 f"{type(self.model).__name__} did not run its decoder as a module, so its last hidden states could "
                 f"not be read. If its forward pass is compiled, pass the model that is not."
             )
-        last_hidden_state = torch.cat(self._states, dim=1)  # one for each chunk of a chunked prefill
+        last_hidden_state = torch.cat(states, dim=1)  # one for each chunk of a chunked prefill
         batch_size, num_read = last_hidden_state.shape[:2]
         # A quantised target computes in another dtype than it stores.
         self.mask_dtype = last_hidden_state.dtype
@@ -103,13 +111,17 @@ class TargetRunner:
         self.device = last_hidden_state.device
         position_ids = position_ids.to(self.device)
 
+        self.prompt_length = self.prompt_cache.get_seq_length()
         reserved = min(max_new_tokens, MAX_RESERVED_TOKENS) + self.num_nodes
-        self.cache = TreeCache.from_dynamic(self.prompt_cache, self.prompt_cache.get_seq_length() + reserved)
+        self.cache = TreeCache.from_dynamic(self.prompt_cache, self.shapes.capacity or self.prompt_length + reserved)
         self._has_tree_cache = True
-        self.prompt_length = self.cache.get_seq_length()
+        self._hook = decoder.register_forward_hook(keep_last_hidden_state, with_kwargs=True)
         if self.prompt_mask is not None and bool(self.prompt_mask.all()):
             self.prompt_mask = None
         self.context_mask = self.prompt_mask.to(self.device).bool() if self.prompt_mask is not None else None
+        if self.shapes.are_fixed:
+            self.cache.fix_shapes(self.device)
+            self._extend_context_mask(self.cache.capacity)
         # Multimodal decoders have several positions per token, with the batch in the second dimension.
         self.next_position = position_ids[..., -1:].expand(*position_ids.shape[:-2], batch_size, 1) + 1
         text_positions = position_ids if position_ids.ndim == 2 else position_ids[0]
@@ -122,10 +134,14 @@ class TargetRunner:
 
     def run_tree(self, tree: DraftTree) -> TargetOutput:
         """Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors."""
-        self._states.clear()
+        if self.shapes.are_fixed:
+            # What captured graphs returned in the cycle before may be overwritten from here on.
+            torch.compiler.cudagraph_mark_step_begin()
         tree = tree.to(self.device)
-        if self.cache.is_uniform:
-            advanced: int | torch.Tensor = self.cache.lengths[0] - self.prompt_length
+        if self.cache.starts is not None:
+            advanced: int | torch.Tensor = self.cache.starts - self.prompt_length
+        elif self.cache.is_uniform:
+            advanced = self.cache.lengths[0] - self.prompt_length
         else:
             advanced = self.cache.row_starts(self.device) - self.prompt_length
         # Nodes past the last position that plain decoding would run are never committed; a target with a table of
@@ -140,10 +156,13 @@ class TargetRunner:
             attention_mask=self._attention_mask(tree),
             position_ids=position_ids,
         )
-        outputs = self.model(**model_inputs, return_dict=True)
+        outputs = self._run_model(self.model, model_inputs)
+        last_hidden_state = self.cache.last_hidden_state
+        if last_hidden_state is None:
+            raise RuntimeError(f"{type(self.model).__name__} did not hand its cache to its decoder.")
         return TargetOutput(
             logits=outputs.logits,
-            last_hidden_state=self._states[-1],
+            last_hidden_state=last_hidden_state,
             position_ids=position_ids if position_ids.ndim == 2 else position_ids[0],
             hidden_states=outputs.hidden_states,
         )
@@ -170,26 +189,58 @@ class TargetRunner:
 
     def _attention_mask(self, tree: DraftTree) -> torch.Tensor | dict[str, torch.Tensor]:
         """Returns the mask of a tree; one for each kind of attention where the target mixes them."""
-        lengths = self.cache.lengths
-        if self.context_mask is not None and self.context_mask.shape[1] < max(lengths):
-            missing = max(lengths) - self.context_mask.shape[1]
-            self.context_mask = nn.functional.pad(self.context_mask, (0, missing), value=True)
-        masks = {
-            kind: block_attention_mask(
-                tree.ancestors,
-                tree.depths,
-                lengths,
-                self.mask_dtype,
-                self.context_mask,
-                self.window if kind == "sliding_attention" else None,
-            )
-            for kind in self.attention_types
-        }
+        windows = {kind: self.window if kind == "sliding_attention" else None for kind in self.attention_types}
+        if self.cache.starts is not None:
+            masks = self._slot_masks(tree, self.cache, self.mask_dtype, self.context_mask, windows)
+        else:
+            lengths = self.cache.lengths
+            self._extend_context_mask(max(lengths))
+            masks = {
+                kind: block_attention_mask(
+                    tree.ancestors, tree.depths, lengths, self.mask_dtype, self.context_mask, window
+                )
+                for kind, window in windows.items()
+            }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _extend_context_mask(self, num_slots: int) -> None:
+        """Makes the mask cover so many slots: everything after the prompt is seen."""
+        if self.context_mask is not None and self.context_mask.shape[1] < num_slots:
+            missing = num_slots - self.context_mask.shape[1]
+            self.context_mask = nn.functional.pad(self.context_mask, (0, missing), value=True)
+
+
+def _run_model(model: PreTrainedModel, model_inputs: dict[str, Any]) -> Any:
+    return model(**model_inputs, return_dict=True)
+
+
+def _slot_masks(
+    tree: DraftTree,
+    cache: TreeCache,
+    dtype: torch.dtype,
+    context_mask: torch.Tensor | None,
+    windows: dict[str, int | None],
+) -> dict[str, torch.Tensor]:
+    """Returns the mask of a tree for each kind of attention, over all slots of a cache of fixed shapes."""
+    starts = cache.fixed_starts
+    return {
+        kind: slot_attention_mask(tree.ancestors, tree.depths, starts, cache.capacity, dtype, context_mask, window)
+        for kind, window in windows.items()
+    }
+
+
+def keep_last_hidden_state(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """
+    A forward hook for the decoder that leaves its last hidden state with the [`TreeCache`] of the pass. As the cache
+    is an argument of the pass, generations in several threads do not meet, and a compiled pass stays the same.
+    """
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, TreeCache):
+        cache.last_hidden_state = output[0]
 
 
 @contextmanager
-def _capture_last_hidden_state(decoder: nn.Module) -> Iterator[list[torch.Tensor]]:
+def _capture_last_hidden_states(decoder: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Yields a list that receives the last hidden state of each pass that this thread makes through `decoder`."""
     states: list[torch.Tensor] = []
     thread = threading.get_ident()

@@ -63,6 +63,16 @@ class DraftTree:
             max_depth=self.max_depth,
         )
 
+    def clone(self) -> "DraftTree":
+        """Returns a copy in memory of its own."""
+        return DraftTree(
+            tokens=self.tokens.clone(),
+            parents=self.parents.clone(),
+            depths=self.depths.clone(),
+            ancestors=self.ancestors.clone(),
+            max_depth=self.max_depth,
+        )
+
 
 def root_level(root_tokens: torch.Tensor) -> DraftLevel:
     """Returns the level above the first, which holds only the root, for newest committed tokens `(B,)`."""
@@ -171,35 +181,66 @@ def block_attention_mask(
         `(B, 1, Q, max(lengths) + n)`: 0 where a query sees a slot, the dtype's minimum where it does not. A float, as
         every attention implementation adds a float mask, but some misread a bool one.
     """
-    batch_size, num_queries, num_slots = visible.shape
+    batch_size, num_queries, num_new = visible.shape
     device, longest = visible.device, max(lengths)
+    if context_mask is not None:
+        context_mask = context_mask[:, :longest]
+    if min(lengths) != longest:
+        starts = torch.tensor(lengths, device=device)[:, None]
+        return slot_attention_mask(visible, depths, starts, longest + num_new, dtype, context_mask, window)
+
+    query_depths = depths[:, -num_queries:]
+    hidden = torch.finfo(dtype).min
+    mask = torch.zeros(batch_size, 1, num_queries, longest + num_new, dtype=dtype, device=device)
+    context = mask[:, 0, :, :longest]
+    if context_mask is not None:
+        context.masked_fill_(~context_mask[:, None], hidden)
+    if window is not None:
+        visible = visible & (query_depths[:, :, None] - depths[:, None, :] < window)
+        slots = torch.arange(longest, device=device)
+        context.masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)
+    mask[:, 0, :, longest:].masked_fill_(~visible, hidden)
+    return mask
+
+
+def slot_attention_mask(
+    visible: torch.Tensor,
+    depths: torch.Tensor,
+    starts: torch.Tensor,
+    num_slots: int,
+    dtype: torch.dtype,
+    context_mask: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """
+    Returns the mask of [`block_attention_mask`] over the first `num_slots` slots of a cache, where only the device
+    knows how many of them are committed.
+
+    Args:
+        visible (`(B, Q, n)`, bool): As in [`block_attention_mask`].
+        depths (`(B, n)`): As in [`block_attention_mask`].
+        starts (`(B, 1)`): Committed slots of each row.
+        num_slots: At least `max(starts) + n`.
+        dtype: As in [`block_attention_mask`].
+        context_mask (`(B, at most num_slots)`, bool, *optional*): As in [`block_attention_mask`].
+        window (`int`, *optional*): As in [`block_attention_mask`].
+
+    Returns:
+        `(B, 1, Q, num_slots)`.
+    """
+    _, num_queries, num_new = visible.shape
     query_depths = depths[:, -num_queries:]
     if window is not None:
         visible = visible & (query_depths[:, :, None] - depths[:, None, :] < window)
-
-    if min(lengths) == longest:
-        mask = torch.zeros(batch_size, 1, num_queries, longest + num_slots, dtype=dtype, device=device)
-        hidden = torch.finfo(dtype).min
-        mask[:, 0, :, longest:].masked_fill_(~visible, hidden)
-        context = mask[:, 0, :, :longest]
-        if context_mask is not None:
-            context.masked_fill_(~context_mask[:, None, :longest], hidden)
-        if window is not None:
-            slots = torch.arange(longest, device=device)
-            context.masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)
-        return mask
-
-    starts = torch.tensor(lengths, device=device)[:, None]
-    slots = torch.arange(longest + num_slots, device=device)
+    slots = torch.arange(num_slots, device=visible.device)
     offsets = slots - starts
     in_context = offsets < 0
     if context_mask is not None:
-        padded = torch.nn.functional.pad(context_mask[:, :longest], (0, num_slots))
-        in_context = in_context & padded
+        in_context = in_context & torch.nn.functional.pad(context_mask, (0, num_slots - context_mask.shape[1]))
     in_context = in_context[:, None].expand(-1, num_queries, -1)
     if window is not None:
         in_context = in_context & (slots > (starts + query_depths - window)[:, :, None])
-    index = offsets.clamp(0, num_slots - 1)[:, None].expand(-1, num_queries, -1)
-    in_block = visible.gather(2, index) & ((offsets >= 0) & (offsets < num_slots))[:, None]
-    mask = torch.zeros(batch_size, num_queries, longest + num_slots, dtype=dtype, device=device)
+    index = offsets.clamp(0, num_new - 1)[:, None].expand(-1, num_queries, -1)
+    in_block = visible.gather(2, index) & ((offsets >= 0) & (offsets < num_new))[:, None]
+    mask = torch.zeros(in_block.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~(in_context | in_block), torch.finfo(dtype).min)[:, None]

@@ -28,6 +28,11 @@ class AcceptedPath:
     counts: torch.Tensor
 
 
+def longest_path(tree: DraftTree) -> int:
+    """Returns the most nodes that a path of `tree` can have, root included."""
+    return min(tree.max_depth + 1, tree.tokens.shape[1])
+
+
 def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
     """
     Walks the whole tree at once, for choices that do not depend on the way to a node.
@@ -43,8 +48,7 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
     # Nodes come after their parents, so the visited indices in increasing order are the path.
     num_nodes = tree.tokens.shape[1]
     indices = torch.arange(num_nodes, device=tree.tokens.device)
-    length = min(tree.max_depth + 1, num_nodes)
-    nodes = torch.where(visited, indices, num_nodes).topk(length, largest=False, sorted=True).values
+    nodes = torch.where(visited, indices, num_nodes).topk(longest_path(tree), largest=False, sorted=True).values
     nodes = nodes.clamp_(max=num_nodes - 1)
     return AcceptedPath(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
 

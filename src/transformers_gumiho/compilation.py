@@ -1,0 +1,89 @@
+"""Cycles of fixed shapes, whose stages are compiled once: what `cache_implementation="static"` asks for."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticCache
+
+
+# Caches are as long as a multiple of this, so that texts of a little more or less run what is compiled already.
+CAPACITY_STEP = 64
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+StageCompiler = Callable[[Function], Function]
+
+
+def run_as_it_is(function: Function) -> Function:
+    """The [`StageCompiler`] that compiles nothing."""
+    return function
+
+
+@dataclass(frozen=True)
+class CycleShapes:
+    """
+    What the stages of a cycle run in.
+
+    Attributes:
+        capacity: Slots of the target's cache where all cycles have the same shapes. `None`: shapes follow the text.
+        compiler: Compiles a stage.
+    """
+
+    capacity: int | None = None
+    compiler: StageCompiler = run_as_it_is
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether all cycles have the same shapes."""
+        return self.capacity is not None
+
+
+def cycle_shapes(
+    target: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    max_length: int,
+    num_nodes: int,
+) -> CycleShapes:
+    """
+    Returns the shapes for a generation: fixed ones with a static cache, and with a compiler wherever plain
+    `generate()` would compile the target.
+
+    Args:
+        target: The target.
+        generation_config: As prepared by `generate()`.
+        model_kwargs: As prepared by `generate()`, with the cache.
+        max_length: The longest that the text may get.
+        num_nodes: Of a tree, root included.
+    """
+    if generation_config.cache_implementation != "static":
+        return CycleShapes()
+    cache: StaticCache = model_kwargs["past_key_values"]
+    # `generate()` makes it as long as the longest text so far, so that shapes seldom change.
+    longest = getattr(cache, "get_max_length", None) or cache.get_max_cache_shape
+    num_slots = max(longest(), max_length) + num_nodes
+    capacity = -(-num_slots // CAPACITY_STEP) * CAPACITY_STEP
+    if not target._valid_auto_compile_criteria(model_kwargs, generation_config):
+        return CycleShapes(capacity)
+    options = (generation_config.compile_config or CompileConfig()).to_dict()
+    if options.get("dynamic") is None:
+        # Otherwise a second length of text would recompile every stage for all lengths, and make all of them slower.
+        options["dynamic"] = False
+    return CycleShapes(capacity, functools.partial(_compiled, options=_Options(options)))
+
+
+class _Options(dict):
+    """Options of `torch.compile` as a key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items())))
+
+
+@functools.cache
+def _compiled(function: Function, options: _Options) -> Function:
+    # One and the same object for all generations: what it compiled stays with it.
+    compiled: Any = torch.compile(function, **options)
+    return compiled
