@@ -17,9 +17,12 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
     Args:
         assistant_model ([`GumihoModel`]): The drafter, on any device.
-        lm_head: The target's output head, from hidden states `(..., H)` to logits `(..., V)`.
+        lm_head: The target's output head, from hidden states `(..., H)` to logits `(..., V)`, or `(..., K)` with
+            `token_ids`.
         settings ([`DraftingSettings`]): Shape of the tree.
         past_key_values: An empty `TreeCache` for the drafter.
+        token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
+            vocabulary.
     """
 
     requires_model_outputs = True
@@ -30,10 +33,11 @@ class GumihoCandidateGenerator(CandidateGenerator):
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         settings: DraftingSettings,
         past_key_values: Any,
+        token_ids: torch.Tensor | None = None,
     ):
         self.assistant_model = assistant_model
         self.device = assistant_model.embed_tokens.weight.device
-        self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values)
+        self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, token_ids)
 
     def get_tree(
         self,

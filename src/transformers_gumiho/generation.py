@@ -23,7 +23,7 @@ from .choosing import TokenChooser, pick
 from .compatibility import check_cache, check_positions, check_request
 from .drafting import DraftingSettings
 from .modeling_gumiho import GumihoModel, unwrap_drafter
-from .output_head import output_head
+from .output_head import drafting_head, output_head
 from .sequences import CommittedSequences, HiddenStateRecord
 from .target import TargetOutput, TargetRunner
 from .tree import DraftTree, bare_root
@@ -201,7 +201,12 @@ def _make_generator(
     runner: TargetRunner,
     prompt: TargetOutput,
 ) -> GumihoCandidateGenerator:
-    head, like = output_head(target), prompt.last_hidden_state
+    like, token_ids = prompt.last_hidden_state, None
+    if settings.draft_vocabulary is None:
+        head = output_head(target)
+    else:
+        token_ids = torch.tensor(settings.draft_vocabulary, device=like.device)
+        head = drafting_head(target, token_ids)
     batch_size, num_read = like.shape[:2]
     capacity = num_read + runner.cache.capacity - runner.prompt_length + settings.branching_factor
     return GumihoCandidateGenerator(
@@ -209,6 +214,7 @@ def _make_generator(
         lm_head=lambda features: head(features.to(device=like.device, dtype=like.dtype)),
         settings=settings,
         past_key_values=TreeCache(batch_size, capacity),
+        token_ids=token_ids,
     )
 
 
