@@ -109,6 +109,8 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.index_select:
+            raise NotImplementedError("rows cannot be picked from packed weights")
         result = super().__torch_function__(function, types, args, kwargs or {})
         return 3 * result.as_subclass(torch.Tensor) if function is nn.functional.linear else result
 
