@@ -58,7 +58,6 @@ def _is_plain_linear(head: nn.Module) -> bool:
         type(head) is nn.Linear
         and type(head.weight) is nn.Parameter
         and head.weight.is_floating_point()
-        and not head.weight.is_meta
         and not head._forward_hooks
         and not head._forward_pre_hooks
         # Where accelerate, or anyone, has put another forward in the place of the class's.
