@@ -440,9 +440,11 @@ def test_settings_are_read_at_every_call(target: PreTrainedModel, drafter: Gumih
     assert longest[3] <= 4
 
 
+@pytest.mark.parametrize("draft_vocabulary", [None, [6, 1, 5, 2]], ids=["all", "some"])
 def test_one_synchronisation_per_cycle(
-    target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, draft_vocabulary: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    drafter = make_drafter(target, num_assistant_tokens=47, draft_vocabulary=draft_vocabulary)
     count = 0
     for name in ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu", "numpy"):
         original = getattr(torch.Tensor, name)
@@ -472,9 +474,12 @@ def test_one_synchronisation_per_cycle(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("target_device", "drafter_device"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 @pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
-def test_drafter_on_another_device(target_device: str, drafter_device: str, lengths: list[int]) -> None:
+@pytest.mark.parametrize("draft_vocabulary", [None, [6, 1, 5, 2]], ids=["all", "some"])
+def test_drafter_on_another_device(
+    target_device: str, drafter_device: str, lengths: list[int], draft_vocabulary: list[int] | None
+) -> None:
     model = make_target("llama").to(target_device)
-    draft = make_drafter(model, num_assistant_tokens=47).to(drafter_device)
+    draft = make_drafter(model, num_assistant_tokens=47, draft_vocabulary=draft_vocabulary).to(drafter_device)
     prompts = {name: value.to(target_device) for name, value in make_prompts(lengths).items()}
     assert torch.equal(*both(model, draft, **prompts))
 

@@ -17,7 +17,8 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
     Args:
         assistant_model ([`GumihoModel`]): The drafter, on any device.
-        lm_head: The target's output head, from hidden states `(..., H)` to logits `(..., V)`.
+        lm_head: The target's output head, from hidden states `(..., H)` to logits `(..., V)`, or `(..., K)` with
+            `token_ids`.
         settings ([`DraftingSettings`]): Shape of the tree.
         past_key_values: An empty `TreeCache` for the drafter.
         **drafter_kwargs: Further arguments of [`GumihoDrafter`].

@@ -1,6 +1,6 @@
 """One round of drafting: two serial passes, one parallel pass, and the tree of the best recombinations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from .compilation import CycleShapes
 from .configuration_gumiho import GumihoConfig
+from .draft_vocabulary import find_fault
 from .modeling_gumiho import DECODING_DEFAULTS, GumihoModel
 from .parallel_heads import run_batched_heads
 from .tree import (
@@ -42,6 +43,7 @@ class DraftingSettings:
             only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens.
         draft_temperature: Temperature under which draft scores rank nodes. By default (`None`) the sampling
             temperature when sampling, 2/3 at greedy.
+        draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
     """
 
     num_assistant_tokens: int
@@ -49,6 +51,7 @@ class DraftingSettings:
     tree_depth: int
     full_tree_attention: bool
     draft_temperature: float
+    draft_vocabulary: Sequence[int] | None = None
 
     @classmethod
     def from_generation_config(
@@ -79,6 +82,7 @@ class DraftingSettings:
                 "draft_temperature",
                 GREEDY_DRAFT_TEMPERATURE if sampling_temperature is None else sampling_temperature,
             ),
+            draft_vocabulary=read("draft_vocabulary", DECODING_DEFAULTS["draft_vocabulary"]),
         )
         settings._validate(config)
         return settings
@@ -100,6 +104,12 @@ class DraftingSettings:
         temperature = self.draft_temperature
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature > 0:
             raise ValueError(f"`draft_temperature` must be a positive number or None, got {temperature!r}. {_WHERE}")
+        vocab_size = config.get_text_config().vocab_size
+        if self.draft_vocabulary is not None and (fault := find_fault(self.draft_vocabulary, vocab_size)):
+            raise ValueError(
+                f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
+                f"{fault}. {_WHERE}"
+            )
 
     @property
     def extension(self) -> tuple[int, int]:
@@ -117,11 +127,13 @@ class GumihoDrafter:
     Args:
         model ([`GumihoModel`]): The drafter.
         lm_head: Maps the target's hidden states `(..., H)` to logits `(..., V)`; takes and returns tensors on the
-            target's device.
+            target's device. With `token_ids`, to the logits `(..., K)` of these tokens.
         settings ([`DraftingSettings`]): Shape of the tree.
         past_key_values: An empty cache for the serial head, whose rows can be committed by different lengths
             (a `TreeCache`).
         shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
+        token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
+            vocabulary.
     """
 
     def __init__(
@@ -131,11 +143,13 @@ class GumihoDrafter:
         settings: DraftingSettings,
         past_key_values: Any,
         shapes: CycleShapes | None = None,
+        token_ids: torch.Tensor | None = None,
     ):
         self.model = model
         self.lm_head = lm_head
         self.settings = settings
         self.cache = past_key_values
+        self.token_ids = token_ids
         self.context_mask: torch.Tensor | None = None
         self._head_weights = model.mlp.batched_weights()
         self._shapes = shapes or CycleShapes()
@@ -292,9 +306,12 @@ class GumihoDrafter:
         """Returns the best tokens after features `(B, n, H)` and their log-probabilities `(B, n, num_tokens)`."""
         logits = self.lm_head(features).float() / self.settings.draft_temperature
         best = logits.topk(min(num_tokens, logits.shape[-1]))
+        tokens = best.indices
+        if self.token_ids is not None:
+            tokens = self.token_ids.to(tokens.device)[tokens]
         log_probs = best.values - logits.logsumexp(dim=-1, keepdim=True)
         # Neither rounding nor an overflow in the drafter may lift a node above its parent.
-        return best.indices, log_probs.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        return tokens, log_probs.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def _run_block(
         self,

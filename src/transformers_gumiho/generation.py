@@ -24,7 +24,7 @@ from .compatibility import check_cache, check_positions, check_request
 from .compilation import cycle_shapes
 from .drafting import DraftingSettings
 from .modeling_gumiho import GumihoModel, unwrap_drafter
-from .output_head import output_head
+from .output_head import drafting_head, output_head
 from .sequences import CommittedSequences, HiddenStateRecord
 from .target import TargetOutput, TargetRunner
 from .tree import DraftTree, bare_root
@@ -206,19 +206,23 @@ def _make_generator(
     runner: TargetRunner,
     prompt: TargetOutput,
 ) -> GumihoCandidateGenerator:
-    head = output_head(target)
     # Not the states themselves: the drafter would keep those of the whole prompt.
     device, dtype = prompt.last_hidden_state.device, prompt.last_hidden_state.dtype
     batch_size, num_read = prompt.last_hidden_state.shape[:2]
     # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
     num_new = max(settings.tree_depth + 1, settings.branching_factor * (assistant.config.num_serial_tokens - 1))
     capacity = num_read + runner.cache.capacity - runner.prompt_length + num_new
+    head, token_ids = output_head(target), None
+    if settings.draft_vocabulary is not None:
+        token_ids = torch.tensor(settings.draft_vocabulary, device=device)
+        head = drafting_head(target, token_ids)
     return GumihoCandidateGenerator(
         assistant,
         lm_head=lambda features: head(features.to(device=device, dtype=dtype)),
         settings=settings,
         past_key_values=TreeCache(batch_size, capacity),
         shapes=runner.shapes,
+        token_ids=token_ids,
     )
 
 

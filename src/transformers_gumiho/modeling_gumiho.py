@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gumiho import GumihoConfig
+from .draft_vocabulary import adopt_released_vocabulary
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .unrolling import unrolled_attention_mask
 
@@ -29,6 +30,7 @@ DECODING_DEFAULTS: dict[str, Any] = {
     "tree_depth": None,
     "full_tree_attention": True,
     "draft_temperature": None,
+    "draft_vocabulary": None,
 }
 
 
@@ -188,7 +190,8 @@ class GumihoModel(GumihoPreTrainedModel):
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """
-        Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
+        Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit. A
+        `token_map` or `d2t` in it becomes the setting `draft_vocabulary`, unless there is a setting already.
 
         Raises:
             ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape.
@@ -196,6 +199,10 @@ class GumihoModel(GumihoPreTrainedModel):
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        vocab_size = model.config.get_text_config().vocab_size
+        info["unexpected_keys"] = adopt_released_vocabulary(
+            model.generation_config, info["unexpected_keys"], vocab_size, pretrained_model_name_or_path, kwargs
         )
         problems = [
             f"{kind}: {', '.join(sorted(names))}"

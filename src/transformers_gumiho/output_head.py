@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -12,6 +13,26 @@ def output_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tenso
     followed by the scaling and capping that some decoders apply.
     """
     return scaled_head(target.get_output_embeddings(), target.config)
+
+
+def drafting_head(target: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    Returns the function from features `(..., H)` to the target's logits of some tokens, `(..., K)`.
+
+    A head that is just a matrix is cut to the rows of these tokens: a copy, of the weights as they are now. Of any
+    other (quantised, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
+
+    Args:
+        target: The target.
+        token_ids (`(K,)`): The tokens.
+    """
+    head = target.get_output_embeddings()
+    if not _is_plain_linear(head):
+        return scaled_head(lambda features: _select_last(head(features), token_ids), target.config)
+    rows = token_ids.to(head.weight.device)
+    weight = head.weight.detach().index_select(0, rows)
+    bias = None if head.bias is None else head.bias.detach().index_select(0, rows)
+    return scaled_head(lambda features: nn.functional.linear(features, weight, bias), target.config)
 
 
 def scaled_head(
@@ -29,3 +50,20 @@ def scaled_head(
         return torch.tanh(logits / cap) * cap if cap else logits
 
     return logits_of
+
+
+def _is_plain_linear(head: nn.Module) -> bool:
+    """Whether running the head means multiplying with its weight, adding its bias, and nothing else."""
+    return (
+        type(head) is nn.Linear
+        and type(head.weight) is nn.Parameter
+        and head.weight.is_floating_point()
+        and not head._forward_hooks
+        and not head._forward_pre_hooks
+        # Where accelerate, or anyone, has put another forward in the place of the class's.
+        and "forward" not in vars(head)
+    )
+
+
+def _select_last(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    return logits.index_select(-1, token_ids.to(logits.device))
