@@ -90,14 +90,27 @@ ALLOWED = {
         "benchmarking.command", "benchmarking.modes", "benchmarking.prompts", "benchmarking.runner",
         "benchmarking.summary",
     },
+    # Tuning asks what drafts the heads make of a text as the losses do, and times what the benchmark times.
     "tuning.acceptance": {"benchmarking.modes", "benchmarking.stages", "choosing", "modeling_gumiho", "tree"},
-    "tuning.costs": {"benchmarking.modes", "benchmarking.stages", "modeling_gumiho"},
+    "tuning.answers": {"modeling_gumiho"},
+    "tuning.arguments": set(),
+    "tuning.calibration": {"losses", "modeling_gumiho", "output_head", "tuning.answers"},
+    "tuning.timing": {"benchmarking.modes", "benchmarking.stages", "modeling_gumiho", "target"},
+    "tuning.costs": {"benchmarking.stages", "modeling_gumiho", "tuning.timing"},
     "tuning.search": {"tuning.acceptance", "tuning.costs"},
-    "tuning.command": {
-        "benchmarking.loading", "benchmarking.modes", "benchmarking.prompts", "benchmarking.stages", "modeling_gumiho",
-        "tuning.acceptance", "tuning.costs", "tuning.search",
+    "tuning.contest": {"modeling_gumiho", "tuning.search", "tuning.timing"},
+    "tuning.result": {"tuning.costs", "tuning.search"},
+    "tuning.finding": {
+        "drafting", "modeling_gumiho", "tuning.acceptance", "tuning.answers", "tuning.arguments",
+        "tuning.calibration", "tuning.contest", "tuning.costs", "tuning.result", "tuning.search",
     },
-    "tuning.__init__": {"tuning.acceptance", "tuning.command", "tuning.costs", "tuning.search"},
+    "tuning.command": {
+        "benchmarking.loading", "benchmarking.prompts", "tuning.arguments", "tuning.finding", "tuning.result",
+    },
+    "tuning.__init__": {
+        "tuning.acceptance", "tuning.answers", "tuning.arguments", "tuning.calibration", "tuning.command",
+        "tuning.contest", "tuning.costs", "tuning.finding", "tuning.result", "tuning.search",
+    },
     "cli": {"benchmarking", "benchmarking.report", "tuning"},
     "metrics.acceptance": set(),
     "metrics.acceptance_length": set(),

@@ -1,7 +1,9 @@
 """A drafted tree is what the architecture says, computed path by path with the model's plain forward pass."""
 
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,24 +57,26 @@ def states_of(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def score_of_path(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, path: tuple[int, ...]) -> float:
     """The summed log-probability of a path, from whole forward passes without any cache."""
-    temperature = drafter.generation_config.draft_temperature
+    given = drafter.generation_config.draft_temperature
+    # The last of a list goes on below.
+    temperatures = given + given[-1:] * len(path) if isinstance(given, list) else [given] * len(path)
     tokens, states = ids[:, 1:], states_of(target, ids)[:, :-1]
     num_serial_tokens = drafter.config.num_serial_tokens
     score, fused = 0.0, []
 
-    def log_probs(feature: torch.Tensor) -> torch.Tensor:
-        return (target.lm_head(feature).float() / temperature).log_softmax(dim=-1)
+    def log_probs(feature: torch.Tensor, depth: int) -> torch.Tensor:
+        return (target.lm_head(feature).float() / temperatures[depth - 1]).log_softmax(dim=-1)
 
-    for token in path[:num_serial_tokens]:
+    for depth, token in enumerate(path[:num_serial_tokens], start=1):
         feature = drafter(tokens, states).serial_features[:, -1:]
-        score += float(log_probs(feature)[0, 0, token])
+        score += float(log_probs(feature, depth)[0, 0, token])
         token_ids = torch.tensor([[token]])
         fused.append(drafter.fuse(token_ids, feature))
         tokens, states = torch.cat((tokens, token_ids), 1), torch.cat((states, feature), 1)
     if len(path) > num_serial_tokens:
         features = drafter.mlp(torch.cat(fused, dim=-1))[0, :, 0]
         for head, token in enumerate(path[num_serial_tokens:]):
-            score += float(log_probs(features[head])[token])
+            score += float(log_probs(features[head], num_serial_tokens + head + 1)[token])
     return score
 
 
@@ -88,8 +92,11 @@ def check_scores(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tenso
     torch.testing.assert_close([scores[path] for path in paths_of(tree, row)], expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("draft_temperature", [1.3, [0.6, 2.0, 0.8, 1.5, 9.0], [1.5, 0.7, 1.1]], ids=str)
 @pytest.mark.parametrize(("num_serial_tokens", "tree_depth"), [(1, 3), (2, 2), (2, 4), (3, 4)])
-def test_tree_holds_the_best_paths_of_all_recombinations(num_serial_tokens: int, tree_depth: int) -> None:
+def test_tree_holds_the_best_paths_of_all_recombinations(
+    num_serial_tokens: int, tree_depth: int, draft_temperature: float | list[float]
+) -> None:
     target = make_target(vocab_size=4)
     torch.manual_seed(0)
     drafter = GumihoModel.from_target(target, num_serial_tokens=num_serial_tokens, num_parallel_heads=2).eval()
@@ -100,7 +107,7 @@ def test_tree_holds_the_best_paths_of_all_recombinations(num_serial_tokens: int,
         "tree_depth": tree_depth,
         "branching_factor": 4**num_serial_tokens,
         "num_assistant_tokens": 200,
-        "draft_temperature": 1.3,
+        "draft_temperature": draft_temperature,
     }.items():
         setattr(drafter.generation_config, name, value)
     lengths = [4, 7]
@@ -205,7 +212,12 @@ def test_without_full_tree_attention_only_the_best_nodes_of_a_depth_are_extended
         ({"branching_factor": 2.5}, "`branching_factor` must be an integer of at least 1, got 2.5"),
         ({"tree_depth": 8}, "`tree_depth` is 8, but this drafter drafts at most 7 tokens: 2 serial ones and 5"),
         ({"full_tree_attention": "yes"}, "`full_tree_attention` must be True or False, got 'yes'"),
-        ({"draft_temperature": 0.0}, "`draft_temperature` must be a positive number or None, got 0.0"),
+        ({"draft_temperature": 0.0}, "`draft_temperature` must be a positive number, a list .* or None, got 0.0"),
+        ({"draft_temperature": []}, r"one for each depth, from depth 1 down\) or None, got \[\]"),
+        ({"draft_temperature": [0.5, -1]}, r"or None, got \[0.5, -1\]"),
+        ({"draft_temperature": [0.5, True]}, r"or None, got \[0.5, True\]"),
+        ({"draft_temperature": ["0.5"]}, r"or None, got \['0.5'\]"),
+        ({"draft_temperature": float("nan")}, "or None, got nan"),
     ],
 )
 def test_settings_out_of_range_are_refused_before_the_target_runs(
@@ -223,3 +235,34 @@ def test_draft_temperature_defaults_to_the_sampling_temperature() -> None:
     read = DraftingSettings.from_generation_config
     assert read(drafter.generation_config, drafter.config, sampling_temperature=0.8).draft_temperature == 0.8
     assert read(drafter.generation_config, drafter.config, sampling_temperature=None).draft_temperature == 2 / 3
+
+
+def test_equal_temperatures_for_all_depths_are_one_temperature() -> None:
+    target = make_target()
+    batch = make_prompts([6, 6])["input_ids"]
+    trees = []
+    for temperature in (0.7, [0.7], [0.7] * 9):
+        drafter = make_drafter(target, num_assistant_tokens=40, draft_temperature=temperature)
+        generator = make_generator(target, drafter, 2)
+        positions = torch.arange(5).expand(2, -1)
+        trees.append(generator.get_tree(batch[:, 1:], states_of(target, batch)[:, :-1], positions, [5, 5]))
+    for tree in trees[1:]:
+        assert torch.equal(tree.tokens, trees[0].tokens)
+        assert torch.equal(tree.parents, trees[0].parents)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_temperatures_of_depths_are_saved_and_leave_the_text_as_it_is(tmp_path: Path, do_sample: bool) -> None:
+    temperatures = [0.2, 0.3, 0.6, 0.9, 1.4]
+    target = make_target()
+    make_drafter(target, draft_temperature=temperatures, num_assistant_tokens=12).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["draft_temperature"] == temperatures
+    drafter = GumihoModel.from_pretrained(tmp_path)
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+    assert settings.temperatures == (0.2, 0.3, 0.6, 0.9, 1.4, 1.4, 1.4)
+    assert hash(settings) == hash(settings)
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        torch.manual_seed(0)
+        texts.append(target.generate(**make_prompts([5]), max_new_tokens=40, do_sample=do_sample, **assistant))
+    assert torch.equal(*texts)

@@ -71,7 +71,6 @@ def test_cache_can_be_continued_from() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_stages_are_compiled_once(family: str) -> None:
     target, drafter = make_pair(family)
-    drafter.generation_config.draft_temperature = 1.0
     static = {"cache_implementation": "static", "compile_config": compile_config("eager")}
 
     def check(lengths: list[int], seed: int, **sampling: object) -> None:

@@ -4,26 +4,40 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from targets import make_drafter, make_target
+from targets import make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.drafting import GumihoDrafter
 from transformers_gumiho.tuning import (
     AcceptanceProfile,
+    Answer,
     Candidate,
     CycleCosts,
+    DraftLosses,
     TreeSettings,
+    TuningArguments,
     TuningResult,
+    calibration,
+    choose_contenders,
+    decode_answers,
     describe,
+    find_best_tree,
+    finding,
+    measure_draft_losses,
     profile_acceptance,
     rank_trees,
 )
-from transformers_gumiho.tuning.costs import tree_capacity
+from transformers_gumiho.tuning.answers import typical_context
+from transformers_gumiho.tuning.calibration import LOG_TEMPERATURES, cross_fitted, features_of_drafts
+from transformers_gumiho.tuning.costs import smooth, tree_capacity
+from transformers_gumiho.tuning.timing import time_drafted, time_plain
 
 
 @pytest.mark.parametrize("branching_factor", [1, 3])
@@ -109,13 +123,175 @@ def test_ranking_finds_the_fastest_tree() -> None:
     assert dear < 4 < 32 < free
 
 
+def make_result(candidate: Candidate, measured: dict[str, float]) -> TuningResult:
+    calibrated = Candidate(TreeSettings(8, 2, 7, (0.25, 0.5)), tau=3.3, cycle_seconds=0.25)
+    return TuningResult(
+        best=candidate, default=candidate, measured=measured, contenders=[(calibrated, 12.6), (candidate, 12.0)],
+        calibrated=calibrated, constant=candidate, by_size=[candidate, calibrated], costs=make_costs(0.1),
+    )  # fmt: skip
+
+
+def test_calibrated_temperatures_are_told_with_what_they_bring() -> None:
+    candidate = Candidate(TreeSettings(4, 1, 4, 2 / 3), tau=1.2, cycle_seconds=0.1)
+    text = describe(make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0}))
+    assert "fitted to depths 1, 2, ...: 0.25 0.50\n" in text
+    assert "13.2 tokens/s (tau 3.30), with one for all depths: 12.0 (tau 1.20); they help (+10.0%)" in text
+    assert "\n      8    1800.00    250.00   3.30      13.2          2      7  0.25 0.50\n" in text
+
+
 def test_plain_decoding_is_named_where_it_is_faster() -> None:
     candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=1.2, cycle_seconds=0.1)
     for plain, pays in ((10.0, True), (20.0, False)):
         measured = {"best": 12.0, "default": 11.0, "plain": plain}
-        result = TuningResult(candidate, candidate, measured, [candidate], make_costs(0.1))
+        result = make_result(candidate, measured)
         assert result.speculation_pays == pays
         assert ("PLAIN DECODING IS FASTER" in describe(result)) != pays
+
+
+def test_features_of_a_text_are_those_of_drafting_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees that keep every serial path, so that the text's own is always among them."""
+    target = make_target(vocab_size=4)
+    settings = {"branching_factor": 16, "num_assistant_tokens": 200, "tree_depth": 7}
+    drafter = make_drafter(target, **settings)
+    heads, drafted, roots = drafter.config.num_parallel_heads, [], []
+    draft, best_tokens = GumihoDrafter.draft, GumihoDrafter._best_tokens
+
+    def recording_draft(self: GumihoDrafter, tokens: torch.Tensor, *args: Any) -> Any:
+        roots.append((roots[-1] if roots else 0) + args[2][0])
+        drafted.append([])
+        return draft(self, tokens, *args)
+
+    def recording_best_tokens(self: GumihoDrafter, features: torch.Tensor, *args: Any) -> Any:
+        is_parallel = len(drafted[-1]) == 2
+        drafted[-1].extend(features[0].view(heads, -1, features.shape[-1]) if is_parallel else [features[0]])
+        return best_tokens(self, features, *args)
+
+    monkeypatch.setattr(GumihoDrafter, "draft", recording_draft)
+    monkeypatch.setattr(GumihoDrafter, "_best_tokens", recording_best_tokens)
+    prompt = make_prompts([5])["input_ids"][0] % 3 + 1  # 0 is padding
+    (answer,) = decode_answers(target, drafter, [prompt], 24)
+    found = features_of_drafts(target, drafter, answer)
+    assert len(found) == 7
+    num_checked = 0
+    for root, features_of_depths in zip(roots, drafted, strict=True):
+        paths = set()
+        for depth, (features, tokens) in enumerate(found, start=1):
+            if root + depth >= len(answer.tokens):
+                continue
+            place = root - answer.prompt_length
+            assert tokens[place] == answer.tokens[root + depth]
+            distances = (features_of_depths[depth - 1] - features[place]).norm(dim=-1)
+            assert distances.min() < 1e-9
+            assert (distances < 1e-3).sum() == 1
+            paths |= {int(distances.argmin())} if depth > 2 else set()
+            num_checked += 1
+        assert len(paths) <= 1  # all heads look ahead from one path
+    assert num_checked > 30
+
+
+def test_calibration_recovers_how_much_too_sure_each_depth_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    target = make_target()
+    drafter = make_drafter(target)
+    too_sure = [0.25, 0.5, 1.0, 1.7, 2.5, 0.8]
+
+    def synthetic(*_: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for factor in too_sure:
+            logits = 2 * torch.randn(4000, 30)
+            tokens = torch.multinomial(logits.softmax(dim=-1), 1).squeeze(1)
+            logits[0] = torch.nan  # an overflow of the drafter
+            found.append((logits * factor, tokens))
+        return [*found, (torch.empty(0, 30), torch.empty(0, dtype=torch.long))]
+
+    monkeypatch.setattr(calibration, "features_of_drafts", synthetic)
+    monkeypatch.setattr(calibration, "output_head", lambda _: lambda features: features)
+    losses = measure_draft_losses(target, drafter, [Answer(torch.zeros(9), 1)] * 3, chunk_size=701)
+    assert losses.counts.tolist() == [[3999] * 6 + [0]] * 3
+    # No text is long enough for the deepest, which goes on as the one above.
+    assert losses.best_temperatures() == pytest.approx([*too_sure, 0.8], rel=0.04)
+
+
+def test_prompts_are_profiled_with_temperatures_fitted_on_the_others() -> None:
+    # Answer a is likeliest at temperature `LOG_TEMPERATURES[5 + a]`.
+    curves = (LOG_TEMPERATURES[None] - LOG_TEMPERATURES[5:9, None]).square()
+    losses = DraftLosses(curves[:, None], torch.ones(4, 1, dtype=torch.long))
+    fitted, of_prompts = cross_fitted(losses)
+    middle_of_odd, middle_of_even = LOG_TEMPERATURES[[7, 6]].exp().tolist()
+    assert [t[0] for t in of_prompts] == pytest.approx([middle_of_odd, middle_of_even] * 2, rel=0.01)
+    assert fitted[0] == pytest.approx(float(LOG_TEMPERATURES[6:8].mean().exp()), rel=0.01)
+    alone = DraftLosses(losses.sums[:1], losses.counts[:1])
+    assert cross_fitted(alone) == (alone.best_temperatures(), [alone.best_temperatures()])
+    with pytest.raises(ValueError, match="have one token at most, none of them drafted. Give others"):
+        DraftLosses(losses.sums, torch.zeros_like(losses.counts)).best_temperatures()
+
+
+def test_prediction_and_check_count_the_same_tokens_and_cycles() -> None:
+    target = make_target()
+    settings = {"num_assistant_tokens": 5, "branching_factor": 2, "tree_depth": 6, "draft_temperature": [0.5, 1.0]}
+    drafter = make_drafter(target)
+    prompts = [make_prompts([length], seed=length)["input_ids"][0] for length in (3, 6, 9)]
+    profile = profile_acceptance(target, drafter, prompts, 20, settings)
+    tokens = cycles = 0
+    for prompt in prompts:
+        taken = time_drafted(target, drafter, prompt[None], settings, split=True, max_new_tokens=20, do_sample=False)
+        assert 0 < taken.verify_seconds < taken.seconds
+        assert taken.num_tokens == 19
+        tokens, cycles = tokens + taken.num_tokens, cycles + taken.num_cycles
+    assert profile.tau(5, 6) == pytest.approx(tokens / cycles)
+    assert time_plain(target, prompts[0][None], max_new_tokens=20, do_sample=False).num_tokens == 19
+
+
+def test_larger_trees_never_cost_less() -> None:
+    assert smooth({1: 3.0, 2: 1.0, 4: 2.0, 8: 5.0, 16: 4.0, 32: 6.0}) == {
+        1: 2.0, 2: 2.0, 4: 2.0, 8: 4.5, 16: 4.5, 32: 6.0,
+    }  # fmt: skip
+
+
+def test_cycles_are_timed_in_a_context_of_average_length() -> None:
+    answers = [Answer(torch.arange(100), 20), Answer(torch.arange(60), 40)]
+    # Contexts grow from 20 to 100 and from 40 to 60, so they have 55 tokens on average.
+    assert typical_context(answers, 32).tolist() == list(range(55 - 16))
+    assert typical_context([Answer(torch.arange(3), 1)], 32).tolist() == [0]
+
+
+def test_trees_that_are_alike_do_not_compete_with_each_other() -> None:
+    shapes = [(9, 4, 0.5), (10, 4, 0.5), (9, 4, 1.0), (9, 2, 0.5), (20, 4, 0.5), (3, 1, 0.5)]
+    ranked = [Candidate(TreeSettings(n, b, 7, t), 10.0 - i, 1.0) for i, (n, b, t) in enumerate(shapes)]
+    assert choose_contenders(ranked, 3) == [ranked[0], ranked[3], ranked[4]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_tree_that_is_measured_to_be_fastest_wins(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    target = make_target()
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    before = drafter.generation_config.to_dict()
+    prompts = [make_prompts([length])["input_ids"][0] for length in (4, 6)]
+    competing: list[TreeSettings] = []
+
+    def slowest_first(
+        _target: Any, _drafter: Any, _prompts: Any, trees: list[TreeSettings], *_: Any, **__: Any
+    ) -> Any:
+        competing[:] = trees
+        return {None: 0.5} | {tree: 1.0 + place for place, tree in enumerate(trees)}
+
+    monkeypatch.setattr(finding, "measure_in_turns", slowest_first)
+    monkeypatch.setattr(finding, "BRANCHING_FACTORS", (1, 2))
+    monkeypatch.setattr(finding, "GREEDY_DRAFT_TEMPERATURES", (0.5, 1.0))
+    for max_tree_size in (4, 12):
+        args = TuningArguments(
+            "", "", max_new_tokens=8, max_tree_size=max_tree_size, repeats=1, temperature=temperature
+        )
+        result = find_best_tree(target, drafter, prompts, args)
+        *contenders, default = competing
+        assert result.default.settings == default
+        assert default.num_assistant_tokens == 9
+        # What the drafter had competes where it is no larger than was asked for.
+        assert result.best.settings == (default if max_tree_size == 12 else contenders[-1])
+        assert all(tree.num_assistant_tokens <= max_tree_size for tree in contenders)
+        assert len(result.calibrated.settings.draft_temperature) == 7
+        assert isinstance(result.constant.settings.draft_temperature, float)
+    assert drafter.generation_config.to_dict() == before
 
 
 def test_command_keeps_the_settings_with_the_drafter(tmp_path: Path) -> None:
@@ -130,6 +306,8 @@ def test_command_keeps_the_settings_with_the_drafter(tmp_path: Path) -> None:
     assert "tokens/s expected" in process.stdout
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     assert settings["num_assistant_tokens"] <= 4
+    assert isinstance(settings["draft_temperature"], (float, list))
+    assert "draft temperatures fitted to depths" in process.stdout
     assert settings["full_tree_attention"] is True
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)

@@ -1,5 +1,6 @@
 """One round of drafting: two serial passes, one parallel pass, and the tree of the best recombinations."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +42,9 @@ class DraftingSettings:
         tree_depth: Longest drafted path in tokens (default and maximum: serial tokens + parallel heads).
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`), or extend
             only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens.
-        draft_temperature: Temperature under which draft scores rank nodes. By default (`None`) the sampling
-            temperature when sampling, 2/3 at greedy.
+        draft_temperature: Temperature under which draft scores rank nodes: one for all depths, or one for each from
+            depth 1 down, of which the last goes on below. By default (`None`) the sampling temperature when sampling,
+            2/3 at greedy.
         draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
     """
 
@@ -50,7 +52,7 @@ class DraftingSettings:
     branching_factor: int
     tree_depth: int
     full_tree_attention: bool
-    draft_temperature: float
+    draft_temperature: float | tuple[float, ...]
     draft_vocabulary: Sequence[int] | None = None
 
     @classmethod
@@ -78,9 +80,11 @@ class DraftingSettings:
             branching_factor=read("branching_factor", DECODING_DEFAULTS["branching_factor"]),
             tree_depth=read("tree_depth", config.max_draft_depth),
             full_tree_attention=read("full_tree_attention", DECODING_DEFAULTS["full_tree_attention"]),
-            draft_temperature=read(
-                "draft_temperature",
-                GREEDY_DRAFT_TEMPERATURE if sampling_temperature is None else sampling_temperature,
+            draft_temperature=_as_tuple(
+                read(
+                    "draft_temperature",
+                    GREEDY_DRAFT_TEMPERATURE if sampling_temperature is None else sampling_temperature,
+                )
             ),
             draft_vocabulary=read("draft_vocabulary", DECODING_DEFAULTS["draft_vocabulary"]),
         )
@@ -101,15 +105,29 @@ class DraftingSettings:
             raise ValueError(
                 f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
             )
-        temperature = self.draft_temperature
-        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature > 0:
-            raise ValueError(f"`draft_temperature` must be a positive number or None, got {temperature!r}. {_WHERE}")
+        self._validate_temperature()
         vocab_size = config.get_text_config().vocab_size
         if self.draft_vocabulary is not None and (fault := find_fault(self.draft_vocabulary, vocab_size)):
             raise ValueError(
                 f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
                 f"{fault}. {_WHERE}"
             )
+
+    def _validate_temperature(self) -> None:
+        given = self.draft_temperature
+        values = given if isinstance(given, tuple) else (given,)
+        if not values or not all(map(_is_temperature, values)):
+            shown = list(given) if isinstance(given, tuple) else given
+            raise ValueError(
+                f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
+                f"depth 1 down) or None, got {shown!r}. {_WHERE}"
+            )
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The draft temperature of each depth, from depth 1 down to `tree_depth`."""
+        given = self.draft_temperature if isinstance(self.draft_temperature, tuple) else (self.draft_temperature,)
+        return (*given, *[given[-1]] * self.tree_depth)[: self.tree_depth]
 
     @property
     def extension(self) -> tuple[int, int]:
@@ -118,6 +136,14 @@ class DraftingSettings:
             # As wide as the budget, a per-depth beam holds every node that can be among the best of the budget.
             return self.num_assistant_tokens, self.num_assistant_tokens
         return self.branching_factor, self.branching_factor
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _is_temperature(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class GumihoDrafter:
@@ -152,6 +178,8 @@ class GumihoDrafter:
         self.token_ids = token_ids
         self.context_mask: torch.Tensor | None = None
         self._head_weights = model.mlp.batched_weights()
+        device = model.embed_tokens.weight.device
+        self._temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._shapes = shapes or CycleShapes()
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
 
@@ -262,7 +290,7 @@ class GumihoDrafter:
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, min(num_serial_tokens, settings.tree_depth) + 1):
-            tokens, log_probs = self._best_tokens(feature, settings.branching_factor)
+            tokens, log_probs = self._best_tokens(feature, settings.branching_factor, self._temperatures[step - 1])
             levels.append(extend_level(level.to(tokens.device), tokens, log_probs, settings.num_assistant_tokens))
             level = levels[-1].first(settings.branching_factor)
             if step == settings.tree_depth:
@@ -290,8 +318,8 @@ class GumihoDrafter:
             features = run_batched_heads(self._head_weights, inputs, num_heads)
         width, num_candidates = settings.extension
         batch_size, num_paths, _ = inputs.shape
-        tokens, log_probs = self._best_tokens(features.flatten(1, 2), num_candidates)
-        tokens, log_probs = (t.view(batch_size, num_heads, num_paths, -1) for t in (tokens, log_probs))
+        temperatures = self._temperatures[-num_heads:, None, None]
+        tokens, log_probs = self._best_tokens(features, num_candidates, temperatures)
 
         level, levels = last_level.first(settings.branching_factor), []
         paths = torch.arange(num_paths, device=tokens.device).expand(batch_size, -1)
@@ -302,9 +330,15 @@ class GumihoDrafter:
             paths = paths.gather(1, level.parents)
         return levels
 
-    def _best_tokens(self, features: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the best tokens after features `(B, n, H)` and their log-probabilities `(B, n, num_tokens)`."""
-        logits = self.lm_head(features).float() / self.settings.draft_temperature
+    def _best_tokens(
+        self, features: torch.Tensor, num_tokens: int, temperatures: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Returns the best tokens after features `(B, ..., n, H)` and their log-probabilities, both
+        `(B, ..., n, num_tokens)`, under temperatures that can be broadcast to `(B, ..., n, 1)`.
+        """
+        logits = self.lm_head(features).float()
+        logits = logits / temperatures.to(logits.device)
         best = logits.topk(min(num_tokens, logits.shape[-1]))
         tokens = best.indices
         if self.token_ids is not None:

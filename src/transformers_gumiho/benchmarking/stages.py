@@ -105,7 +105,7 @@ def stage_timer(device: torch.device) -> Iterator[StageSeconds]:
         seconds.total += time.perf_counter() - begin
 
 
-def replace_until_left(stack: ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Puts `function` in the place of an attribute until the stack is left."""
+def replace_until_left(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Puts `value` in the place of an attribute until the stack is left."""
     stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, function)
+    setattr(owner, name, value)

@@ -31,7 +31,12 @@ class AcceptanceProfile:
     needed: np.ndarray
 
     def tau(self, num_assistant_tokens: int, tree_depth: int) -> float:
-        """Returns the mean acceptance length, bonus token included."""
+        """
+        Returns the mean acceptance length, bonus token included.
+
+        The last cycle of a text counts with the tokens that the text still took, as in any measurement of finished
+        texts; so tau is that of texts of about this length.
+        """
         return 1.0 + float((self.needed[:, tree_depth - 1] <= num_assistant_tokens).sum(axis=1).mean())
 
 
@@ -41,7 +46,7 @@ def profile_acceptance(
     drafter: GumihoModel,
     prompts: Sequence[torch.Tensor],
     max_new_tokens: int,
-    settings: dict[str, Any],
+    settings: dict[str, Any] | Sequence[dict[str, Any]],
     **generate_kwargs: Any,
 ) -> AcceptanceProfile:
     """
@@ -52,7 +57,8 @@ def profile_acceptance(
         drafter: The drafter. Its settings are as before afterwards.
         prompts: Token ids of each prompt.
         max_new_tokens: Tokens to generate for each.
-        settings: Decoding settings of the drafter; `num_assistant_tokens` is the largest tree that can be told of.
+        settings: Decoding settings of the drafter, for all prompts or for each; `num_assistant_tokens` is the largest
+            tree that can be told of.
         **generate_kwargs: For `generate()`.
     """
     cycles: list[np.ndarray] = []
@@ -65,15 +71,16 @@ def profile_acceptance(
             cycles.append(_needed_budgets(tree.depths[0].tolist(), nodes[0, 1 : kept[0]].tolist(), max_depth))
         return nodes, kept
 
+    of_prompts = [settings] * len(prompts) if isinstance(settings, dict) else settings
     with ExitStack() as stack:
-        stack.enter_context(decoding_settings(drafter, settings))
         replace_until_left(stack, TokenChooser, "commit", recording_commit)
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, of_prompt) in enumerate(zip(prompts, of_prompts, strict=True)):
             torch.manual_seed(index)
-            target.generate(
-                prompt[None].to(target.device), assistant_model=drafter, max_new_tokens=max_new_tokens,
-                **{"do_sample": False} | generate_kwargs,
-            )  # fmt: skip
+            with decoding_settings(drafter, of_prompt):
+                target.generate(
+                    prompt[None].to(target.device), assistant_model=drafter, max_new_tokens=max_new_tokens,
+                    **{"do_sample": False} | generate_kwargs,
+                )  # fmt: skip
     if not cycles:
         raise ValueError("The prompts end before anything is drafted. Give others, or more `max_new_tokens`.")
     return AcceptanceProfile(np.stack(cycles))

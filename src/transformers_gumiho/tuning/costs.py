@@ -2,18 +2,19 @@
 
 import math
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..benchmarking.modes import decoding_settings
-from ..benchmarking.stages import stage_timer, synchronize
+from ..benchmarking.stages import replace_until_left
 from ..modeling_gumiho import GumihoModel
+from .timing import DecodingTime, time_drafted, time_plain
 
 
 Shape = tuple[int, int]
@@ -27,7 +28,7 @@ class CycleCosts:
     Attributes:
         verify: For each number of drafted tokens, the seconds of the target's pass over the tree.
         rest: For each branching factor and tree depth, the seconds of all else in a cycle (drafting and keeping the
-            books) for each number of drafted tokens.
+            books) for each number of drafted tokens. Together they are what [`timing`] times, per cycle.
         plain: Seconds of a step of plain decoding.
     """
 
@@ -63,23 +64,25 @@ def tree_capacity(branching_factor: int, tree_depth: int, num_serial_tokens: int
 def measure_costs(
     target: PreTrainedModel,
     drafter: GumihoModel,
-    prompt: torch.Tensor,
+    context: torch.Tensor,
     sizes: Sequence[int],
     branching_factors: Sequence[int],
     max_new_tokens: int,
     repeats: int = 3,
+    **generate_kwargs: Any,
 ) -> CycleCosts:
     """
-    Times cycles of every shape after `prompt` `(T,)`, in turns, so that a machine that drifts hurts all shapes alike.
+    Times cycles of every shape after `context` `(T,)`, in turns, so that a machine that drifts hurts all shapes alike.
 
     Args:
         target: The target.
         drafter: The drafter. Its settings are as before afterwards.
-        prompt: Token ids.
+        context: Token ids, as many as cycles are to be timed after.
         sizes: Drafted tokens of the trees, increasing.
         branching_factors: Tokens kept at a serial step.
-        max_new_tokens: Tokens of each run; its cycles are averaged.
+        max_new_tokens: Tokens of each run, at least 2; its cycles are averaged.
         repeats: Runs of each shape, of which the median counts.
+        **generate_kwargs: For `generate()`.
     """
     num_serial_tokens, deepest = drafter.config.num_serial_tokens, drafter.config.max_draft_depth
     depths = sorted({1, num_serial_tokens, deepest})
@@ -90,44 +93,53 @@ def measure_costs(
         for size in sizes
         if size <= tree_capacity(factor, depth, num_serial_tokens)
     ]
-    timed: dict[tuple[int, int, int], list[tuple[float, float]]] = {tree: [] for tree in trees}
+    timed: dict[tuple[int, int, int], list[DecodingTime]] = {tree: [] for tree in trees}
     plain = []
-    ids = prompt[None].to(target.device)
-    settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
-    for repeat in range(repeats + 1):  # the first one warms up
-        plain.append(_plain_step(target, ids, settings))
-        for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
-            shape = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
-            with decoding_settings(drafter, shape), stage_timer(target.device) as seconds:
-                target.generate(ids, assistant_model=drafter, **settings)
-            # What comes before the first cycle belongs to no cycle.
-            timed[tree].append((seconds.verify / seconds.num_cycles, seconds.outside / seconds.num_cycles))
-    verify, rest = (
-        {tree: statistics.median(v[i] for v in times[1:]) for tree, times in timed.items()} for i in (0, 1)
-    )
+    ids = context[None].to(target.device)
+    settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
+    with ExitStack() as stack:
+        # All shapes decode the same number of tokens, past the text's end if need be. A minimum length would do that
+        # by a processor that looks at the prefix, which makes decoding slower than what is to be predicted.
+        replace_until_left(stack, target.generation_config, "eos_token_id", None)
+        for repeat in range(repeats + 1):  # the first one warms up
+            plain.append(time_plain(target, ids, **settings))
+            for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
+                shape = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
+                timed[tree].append(time_drafted(target, drafter, ids, shape, split=True, **settings))
+    verify, rest = {}, {}
+    for tree, times in timed.items():
+        verify[tree] = statistics.median(taken.verify_seconds / taken.num_cycles for taken in times[1:])
+        rest[tree] = statistics.median(
+            (taken.seconds - taken.verify_seconds) / taken.num_cycles for taken in times[1:]
+        )
     return CycleCosts(
         # The target's pass does not know how its tree was drafted.
-        verify={size: statistics.median(s for tree, s in verify.items() if tree[2] == size) for size in sizes},
+        verify=smooth({size: statistics.median(s for tree, s in verify.items() if tree[2] == size) for size in sizes}),
         rest={
-            shape: {tree[2]: seconds for tree, seconds in rest.items() if tree[:2] == shape}
+            shape: smooth({tree[2]: seconds for tree, seconds in rest.items() if tree[:2] == shape})
             for shape in dict.fromkeys(tree[:2] for tree in trees)
         },
-        plain=statistics.median(plain[1:]),
+        plain=statistics.median(taken.seconds / taken.num_tokens for taken in plain[1:]),
     )
+
+
+def smooth(measured: Mapping[int, float]) -> dict[int, float]:
+    """
+    Returns the never decreasing costs that are closest to those measured (least squares), for increasing sizes.
+
+    A larger tree costs no less; where it was measured to, that is noise, which would make one size look lucky.
+    Source: pool-adjacent-violators (Ayer et al. 1955).
+    """
+    pools: list[tuple[float, int]] = []
+    for seconds in measured.values():
+        mean, count = seconds, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (before * size + mean * count) / (size + count), size + count
+        pools.append((mean, count))
+    values = [mean for mean, count in pools for _ in range(count)]
+    return dict(zip(measured, values, strict=True))
 
 
 def _interpolate(at: float, measured: dict[int, float]) -> float:
     return float(np.interp(at, list(measured), list(measured.values())))
-
-
-def _plain_step(target: PreTrainedModel, ids: torch.Tensor, settings: dict) -> float:
-    """Returns the seconds of a step: those of a long generation less those of a short one."""
-    seconds = []
-    num_tokens = settings["max_new_tokens"]
-    for count in (1, num_tokens):
-        synchronize(target.device)
-        begin = time.perf_counter()
-        target.generate(ids, **settings | {"max_new_tokens": count, "min_new_tokens": count})
-        synchronize(target.device)
-        seconds.append(time.perf_counter() - begin)
-    return (seconds[1] - seconds[0]) / max(num_tokens - 1, 1)

@@ -1,10 +1,15 @@
-"""Choosing the tree that decodes fastest."""
+"""Choosing the trees that should decode fastest."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from .acceptance import AcceptanceProfile
 from .costs import CycleCosts, tree_capacity
+
+
+# One for all depths, or one for each.
+DraftTemperature = float | tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -14,11 +19,11 @@ class TreeSettings:
     num_assistant_tokens: int
     branching_factor: int
     tree_depth: int
-    draft_temperature: float
+    draft_temperature: DraftTemperature
 
-    def as_dict(self) -> dict[str, float]:
-        """Returns them as the fields of a generation config."""
-        return asdict(self)
+    def as_dict(self) -> dict[str, Any]:
+        """Returns them as the fields of a generation config, in numbers and lists."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Candidate:
 
 
 def rank_trees(
-    profiles: dict[tuple[int, float], AcceptanceProfile],
+    profiles: dict[tuple[int, DraftTemperature], AcceptanceProfile],
     costs: CycleCosts,
     sizes: Iterable[int],
     num_serial_tokens: int,
@@ -69,3 +74,16 @@ def rank_trees(
                 seconds = costs.cycle_seconds(size, factor, depth)
                 candidates.append(Candidate(settings, profile.tau(size, depth), seconds))
     return sorted(candidates, key=lambda candidate: -candidate.tokens_per_second)
+
+
+def choose_contenders(ranked: Sequence[Candidate], count: int) -> list[Candidate]:
+    """
+    Returns the first `count` of ranked trees of which no two are alike: they differ in their branching factor, or in
+    size by the next power of two. Trees that are alike cost the same, and of them the one that is accepted furthest,
+    which does not depend on the machine, is the first already.
+    """
+    found: dict[tuple[int, int], Candidate] = {}
+    for candidate in ranked:
+        tree = candidate.settings
+        found.setdefault((tree.branching_factor, tree.num_assistant_tokens.bit_length()), candidate)
+    return list(found.values())[:count]

@@ -1,0 +1,149 @@
+"""Finding the tree that decodes prompts fastest: fit, measure, rank, and let the best of them compete."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..drafting import GREEDY_DRAFT_TEMPERATURE
+from ..modeling_gumiho import GumihoModel
+from .acceptance import AcceptanceProfile, profile_acceptance
+from .answers import decode_answers, typical_context
+from .arguments import TuningArguments
+from .calibration import cross_fitted, measure_draft_losses
+from .contest import measure_in_turns
+from .costs import CycleCosts, measure_costs, tree_capacity
+from .result import TuningResult
+from .search import Candidate, DraftTemperature, TreeSettings, choose_contenders, rank_trees
+
+
+# Sizes at which cycles are timed; what is between them is interpolated.
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+BRANCHING_FACTORS = (1, 2, 4, 8, 14)
+# Below 1, scores rank nodes more sharply than the drafter's probabilities.
+GREEDY_DRAFT_TEMPERATURES = (0.3, 0.4, 0.5, 2 / 3, 1.0)
+# Trees that compete on the prompts. What is expected of them differs by less than it is known.
+NUM_CONTENDERS = 5
+# Tokens over which a cycle is timed.
+TIMED_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """
+    Trees that are profiled together, because they differ in size and depth alone.
+
+    Attributes:
+        branching_factor: Of all of them.
+        draft_temperature: Of all of them, as it is written where they win.
+        of_prompts: The draft temperature to profile each prompt with, where it is not that one.
+    """
+
+    branching_factor: int
+    draft_temperature: DraftTemperature
+    of_prompts: Sequence[DraftTemperature] | None = None
+
+    def settings(self, num_prompts: int, size: int, depth: int) -> list[dict[str, Any]]:
+        """Returns the decoding settings for each prompt."""
+        temperatures = self.of_prompts or [self.draft_temperature] * num_prompts
+        return [TreeSettings(size, self.branching_factor, depth, t).as_dict() for t in temperatures]
+
+
+@torch.inference_mode()
+def find_best_tree(
+    target: PreTrainedModel, drafter: GumihoModel, prompts: Sequence[torch.Tensor], args: TuningArguments
+) -> TuningResult:
+    """Returns the tree that decodes `prompts` fastest; the drafter's settings stay as they are."""
+    config = drafter.config
+    sampling: dict[str, Any] = {}
+    if args.temperature:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+    default = _settings_of(drafter, args.temperature)
+    sizes = [size for size in SIZES if size <= args.max_tree_size]
+    # What the drafter did so far is told of as well, however large its trees.
+    known_sizes = sorted({*sizes, default.num_assistant_tokens})
+
+    answers = decode_answers(target, drafter, prompts, args.max_new_tokens, **sampling)
+    fitted, of_prompts = cross_fitted(measure_draft_losses(target, drafter, answers))
+    variants = _variants(default, args.temperature, fitted, of_prompts)
+    num_timed = min(args.max_new_tokens, TIMED_TOKENS)
+    costs = measure_costs(
+        target, drafter, typical_context(answers, num_timed), known_sizes,
+        sorted({variant.branching_factor for variant in variants}), num_timed, args.repeats, **sampling,
+    )  # fmt: skip
+    profiles: dict[tuple[int, DraftTemperature], AcceptanceProfile] = {}
+    for variant in tqdm(variants, desc="measuring acceptance", unit="shape"):
+        settings = variant.settings(len(prompts), max(known_sizes), config.max_draft_depth)
+        profiles[variant.branching_factor, variant.draft_temperature] = profile_acceptance(
+            target, drafter, prompts, args.max_new_tokens, settings, **sampling
+        )
+    sizes_to_rank = range(1, max(sizes) + 1)
+    ranked = rank_trees(profiles, costs, sizes_to_rank, config.num_serial_tokens, config.max_draft_depth)
+    expected_default = _expect(default, profiles, costs, config.num_serial_tokens)
+
+    contenders = choose_contenders(ranked, NUM_CONTENDERS)
+    trees = [candidate.settings for candidate in (*contenders, expected_default)]
+    speeds = measure_in_turns(target, drafter, prompts, trees, args.max_new_tokens, **sampling)
+    competing = {candidate.settings: candidate for candidate in contenders}
+    if default.num_assistant_tokens <= args.max_tree_size:
+        competing.setdefault(default, expected_default)
+    measured = sorted(((c, speeds[tree]) for tree, c in competing.items()), key=lambda pair: -pair[1])
+    best, best_speed = measured[0]
+    by_size: dict[int, Candidate] = {}
+    for candidate in ranked:
+        by_size.setdefault(candidate.settings.num_assistant_tokens, candidate)
+    return TuningResult(
+        best=best,
+        default=expected_default,
+        measured={"best": best_speed, "default": speeds[default], "plain": speeds[None]},
+        contenders=measured,
+        calibrated=next(c for c in ranked if c.settings.draft_temperature == fitted),
+        constant=next(c for c in ranked if not isinstance(c.settings.draft_temperature, tuple)),
+        by_size=[by_size[size] for size in sizes if size in by_size],
+        costs=costs,
+    )
+
+
+def _settings_of(drafter: GumihoModel, temperature: float) -> TreeSettings:
+    now = drafter.generation_config
+    given = now.draft_temperature
+    if given is None:
+        given = temperature or GREEDY_DRAFT_TEMPERATURE
+    return TreeSettings(
+        now.num_assistant_tokens,
+        now.branching_factor,
+        now.tree_depth,
+        tuple(given) if isinstance(given, (list, tuple)) else given,
+    )
+
+
+def _variants(
+    default: TreeSettings, temperature: float, fitted: tuple[float, ...], of_prompts: Sequence[tuple[float, ...]]
+) -> list[_Variant]:
+    """Returns all that is to be profiled; that of the drafter's own settings is always among them."""
+    constants = (temperature,) if temperature else GREEDY_DRAFT_TEMPERATURES
+    # A chain is the same under every temperature.
+    chain = [_Variant(1, temperature or GREEDY_DRAFT_TEMPERATURE)]
+    others = []
+    for factor in sorted({*BRANCHING_FACTORS, default.branching_factor} - {1}):
+        others += [_Variant(factor, constant) for constant in dict.fromkeys((*constants, default.draft_temperature))]
+        others.append(_Variant(factor, fitted, of_prompts))
+    return chain + others
+
+
+def _expect(
+    tree: TreeSettings,
+    profiles: dict[tuple[int, DraftTemperature], AcceptanceProfile],
+    costs: CycleCosts,
+    num_serial_tokens: int,
+) -> Candidate:
+    """Returns what is expected of the settings that a drafter has; a chain may be profiled under others."""
+    factor, depth = tree.branching_factor, tree.tree_depth
+    profile = profiles.get((factor, tree.draft_temperature)) or next(
+        p for (f, _), p in profiles.items() if f == factor
+    )
+    size = int(min(tree.num_assistant_tokens, tree_capacity(factor, depth, num_serial_tokens)))
+    return Candidate(tree, profile.tau(size, depth), costs.cycle_seconds(size, factor, depth))

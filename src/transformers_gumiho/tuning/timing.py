@@ -1,0 +1,106 @@
+"""Timing decoding without its prompt, in the same way for what is predicted and for what checks it.
+
+What is timed begins when the target has read the prompt and ends with the text. With a drafter that holds as many
+drafts as verifications, the first draft included. Every speed is the tokens after the first, which comes from the
+prompt, per second of that time.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..benchmarking.modes import decoding_settings
+from ..benchmarking.stages import replace_until_left, synchronize
+from ..modeling_gumiho import GumihoModel
+from ..target import TargetRunner
+
+
+@dataclass
+class DecodingTime:
+    """
+    One generation, its prompt aside.
+
+    Attributes:
+        num_tokens: New tokens after the first.
+        seconds: For all of them.
+        verify_seconds: The target's passes over draft trees in it, where they were timed.
+        num_cycles: Those passes; 0 without a drafter.
+    """
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    verify_seconds: float = 0.0
+    num_cycles: int = 0
+
+
+def time_drafted(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    ids: torch.Tensor,
+    settings: dict[str, Any],
+    split: bool = False,
+    **generate_kwargs: Any,
+) -> DecodingTime:
+    """
+    Decodes after `ids` `(1, T)` with the drafter under `settings`.
+
+    Args:
+        target: The target.
+        drafter: The drafter. Its settings are as before afterwards.
+        ids: The prompt.
+        settings: Decoding settings of the drafter.
+        split: Time the target's passes apart, which waits for the device twice in each cycle.
+        **generate_kwargs: For `generate()`.
+    """
+    with decoding_settings(drafter, settings), _timer(target.device, split) as taken:
+        output = target.generate(ids, assistant_model=drafter, **generate_kwargs)
+    taken.num_tokens = output.shape[1] - ids.shape[1] - 1
+    return taken
+
+
+def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: Any) -> DecodingTime:
+    """Decodes after `ids` `(1, T)` without a drafter: the time of the whole less that of its first token alone."""
+    seconds = []
+    for kwargs in (generate_kwargs | {"max_new_tokens": 1}, generate_kwargs):
+        synchronize(target.device)
+        begin = time.perf_counter()
+        output = target.generate(ids, **kwargs)
+        synchronize(target.device)
+        seconds.append(time.perf_counter() - begin)
+    return DecodingTime(output.shape[1] - ids.shape[1] - 1, seconds[1] - seconds[0])
+
+
+@contextmanager
+def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
+    taken, read_prompt, run_tree = DecodingTime(), TargetRunner.read_prompt, TargetRunner.run_tree
+    begin = 0.0
+
+    def timed_prompt(self: TargetRunner, *args: Any) -> Any:
+        nonlocal begin
+        output = read_prompt(self, *args)
+        synchronize(device)
+        begin = time.perf_counter()
+        return output
+
+    def timed_tree(self: TargetRunner, *args: Any) -> Any:
+        taken.num_cycles += 1
+        if not split:
+            return run_tree(self, *args)
+        synchronize(device)
+        begin_of_pass = time.perf_counter()
+        output = run_tree(self, *args)
+        synchronize(device)
+        taken.verify_seconds += time.perf_counter() - begin_of_pass
+        return output
+
+    with ExitStack() as stack:
+        replace_until_left(stack, TargetRunner, "read_prompt", timed_prompt)
+        replace_until_left(stack, TargetRunner, "run_tree", timed_tree)
+        yield taken
+        synchronize(device)
+        taken.seconds = time.perf_counter() - begin
