@@ -86,11 +86,13 @@ def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
     """Draws, for every mode that drafts, the share of cycles that accept at least so many tokens."""
     colours = _colours(rows)
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    for row in rows:
-        if row.category == OVERALL and row.acceptance_per_position:
-            positions = range(1, len(row.acceptance_per_position) + 1)
-            label = f"{row.mode} (tau {row.tau_micro:.2f})"
-            axes.plot(positions, row.acceptance_per_position, marker="o", color=colours[row.mode], label=label)
+    drafting = [row for row in rows if row.category == OVERALL and row.acceptance_per_position]
+    for index, row in enumerate(drafting):
+        accepted = row.acceptance_per_position or []
+        # Two modes may accept the same: each second line is dashed, so that the one below shows.
+        style, size = ("s--", 4) if index % 2 else ("o-", 7)
+        label = f"{row.mode} (tau {row.tau_micro:.2f})"
+        axes.plot(range(1, len(accepted) + 1), accepted, style, markersize=size, color=colours[row.mode], label=label)
     axes.set_xlabel("draft position")
     axes.set_ylabel("share of cycles that accept it")
     axes.set_ylim(0, 1)
