@@ -42,6 +42,13 @@ def read_library(root: Path | None = None) -> dict[str, str]:
     return texts
 
 
+def prompt_category(relative_path: str, text: str) -> str:
+    """Returns what kind of source a piece of the file at `relative_path` is, to compare like with like."""
+    if {"test", "tests", "idle_test"} & set(relative_path.split("/")):
+        return "test assertions" if "assert" in text else "test code"
+    return "library functions" if "def " in text else "library statements"
+
+
 def train_tokenizer(texts: list[str], vocab_size: int, model_max_length: int) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer, which can encode any text, on `texts`."""
     tokenizer = Tokenizer(models.BPE())

@@ -241,7 +241,10 @@ def read_prompts(args: DemoPairArguments, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def write_prompts(args: DemoPairArguments, tokenizer: PreTrainedTokenizerFast, held_out: dict[str, str]) -> None:
-    """Writes prompts for measuring: pieces of held-out files of `prompt_length` tokens, at most one of each file."""
+    """
+    Writes prompts for measuring, with their categories: pieces of held-out files of `prompt_length` tokens, at most
+    one of each file.
+    """
     path = args.output_dir / "prompts.jsonl"
     if path.exists():
         return
@@ -256,7 +259,9 @@ def write_prompts(args: DemoPairArguments, tokenizer: PreTrainedTokenizerFast, h
             token_ids = tokenizer(text)["input_ids"][: args.prompt_length]
             if len(token_ids) < args.prompt_length or written == args.num_prompts:
                 continue
-            file.write(json.dumps({"file": name, "text": tokenizer.decode(token_ids)}) + "\n")
+            prompt = tokenizer.decode(token_ids)
+            row = {"file": name, "category": corpus.prompt_category(name, prompt), "text": prompt}
+            file.write(json.dumps(row) + "\n")
             written += 1
 
 

@@ -1,6 +1,7 @@
 """The shipped pair does what its README and the quickstart say."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ def drafter() -> GumihoModel:
 
 
 @pytest.fixture(scope="module")
+def draft_model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(FOLDER / "draft_model", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
 def prompts() -> list[torch.Tensor]:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
     lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -34,7 +40,7 @@ def test_pair_is_small_and_deep_enough(target: PreTrainedModel, drafter: GumihoM
     assert sum(path.stat().st_size for path in FOLDER.rglob("*.safetensors")) < 40e6
     assert target.config.num_hidden_layers >= 12
     assert 8e6 < target.num_parameters() < 20e6
-    for folder in ("target", "gumiho"):
+    for folder in ("target", "gumiho", "draft_model"):
         config = json.loads((FOLDER / folder / "config.json").read_text())
         assert config["dtype"] == "bfloat16"
 
@@ -97,3 +103,34 @@ def test_batch_rows_equal_their_single_runs(
         start = batch["input_ids"].shape[1]
         assert torch.equal(output[row, start : start + length], single[0, len(ids) :])
         assert (output[row, start + length :] == tokenizer.pad_token_id).all()
+
+
+def test_draft_model_is_one_for_assisted_generation(
+    target: PreTrainedModel, draft_model: PreTrainedModel, prompts: list[torch.Tensor]
+) -> None:
+    vocabularies = [(FOLDER / folder / "tokenizer.json").read_bytes() for folder in ("target", "draft_model")]
+    assert vocabularies[0] == vocabularies[1]
+    assert draft_model.config.vocab_size == target.config.vocab_size
+    assert draft_model.num_parameters() < target.num_parameters() / 5
+    passes: list[object] = []
+    hook = target.register_forward_hook(lambda *_: passes.append(None))
+    num_tokens, num_passes = 0, 0
+    for prompt in prompts[:8]:
+        plain = target.generate(prompt, max_new_tokens=48, do_sample=False)
+        passes.clear()
+        assert torch.equal(
+            target.generate(prompt, max_new_tokens=48, do_sample=False, assistant_model=draft_model), plain
+        )
+        num_tokens += plain.shape[1] - prompt.shape[1]
+        num_passes += len(passes)
+    hook.remove()
+    # All of the prompts reach more (see the pair's README); a part of them varies.
+    assert num_tokens / num_passes > 2.0
+
+
+def test_every_prompt_has_a_category_of_several() -> None:
+    rows = [json.loads(line) for line in (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    counts = Counter(row["category"] for row in rows)
+    assert len(rows) == 64
+    assert len(counts) == 4
+    assert min(counts.values()) >= 8

@@ -1,6 +1,7 @@
 """Pictures of benchmark results."""
 
 from collections.abc import Sequence
+from itertools import cycle, zip_longest
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +14,10 @@ from .summary import OVERALL, SummaryRow
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
+
+
+_PANELS_IN_A_LINE = 3
 
 
 def plot_summary(rows: Sequence[SummaryRow], folder: Path) -> list[Path]:
@@ -34,48 +39,66 @@ def plot_summary(rows: Sequence[SummaryRow], folder: Path) -> list[Path]:
 def plot_tree_sizes(rows: Sequence[SummaryRow], path: Path) -> None:
     """Draws tau and the speed-up against the number of drafted tokens."""
     chosen = [(tree_size(row.mode), row.tau_micro, row.speedup) for row in rows if row.category == OVERALL]
-    points = np.array([point for point in chosen if None not in point], dtype=float)
-    figure, axes = plt.subplots(figsize=(6, 4))
+    points = np.array(sorted(point for point in chosen if None not in point), dtype=float)
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     axes.plot(points[:, 0], points[:, 1], marker="o", label="tau")
     axes.plot(points[:, 0], points[:, 2], marker="s", label="speed-up")
     axes.set_xscale("log", base=2)
+    axes.set_xticks(points[:, 0], [f"{size:g}" for size in points[:, 0]])
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("drafted tokens per cycle")
+    axes.grid(alpha=0.3)
     axes.legend()
     _save(figure, path)
 
 
 def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:
-    """Draws bars of the speed-up of every mode, with its interval, by category."""
+    """Draws bars of the speed-up of every mode, with its interval: a panel for each category."""
+    colours = _colours(rows)
     categories = list(dict.fromkeys(row.category for row in rows))
-    modes = list(dict.fromkeys(row.mode for row in rows))
-    figure, axes = plt.subplots(figsize=(2 + 1.1 * len(categories) * max(len(modes), 3) / 3, 4.5))
-    width = 0.85 / len(modes)
-    for index, mode in enumerate(modes):
-        found = {row.category: row for row in rows if row.mode == mode}
-        places = [place + (index - len(modes) / 2) * width for place, c in enumerate(categories) if c in found]
-        values = np.array([found[c].speedup for c in categories if c in found])
-        intervals = np.array([found[c].speedup_interval for c in categories if c in found]).T
-        axes.bar(places, values, width, label=mode, yerr=np.abs(intervals - values), capsize=2)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(categories)), categories)
-    axes.set_ylabel("speed-up over plain decoding")
-    axes.legend(fontsize="small")
+    columns = min(len(categories), _PANELS_IN_A_LINE)
+    lines = -(-len(categories) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, sharex=True, sharey=True, squeeze=False, layout="constrained",
+        figsize=(2 + 3 * columns, lines * (0.8 + 0.28 * len(colours))),
+    )  # fmt: skip
+    for axes, category in zip_longest(grid.flat, categories):
+        if category is None:
+            axes.set_visible(False)
+            continue
+        found = {row.mode: row for row in rows if row.category == category}
+        for place, (mode, colour) in enumerate(colours.items()):
+            # A mode that takes no batches of this size has no bar, and keeps its place.
+            if mode in found:
+                row = found[mode]
+                error = np.abs(np.array(row.speedup_interval) - row.speedup)[:, None]
+                axes.barh(place, row.speedup, color=colour, xerr=error, capsize=2, error_kw={"linewidth": 1})
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(colours)), list(colours))
+        axes.set_title(category, fontsize="medium")
+        axes.tick_params(labelbottom=True)
+    grid[0, 0].invert_yaxis()  # plain on top; the panels share the axis
+    figure.supxlabel("speed-up over plain decoding", fontsize="medium")
     _save(figure, path)
 
 
 def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
     """Draws, for every mode that drafts, the share of cycles that accept at least so many tokens."""
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for row in rows:
-        if row.category == OVERALL and row.acceptance_per_position:
-            positions = range(1, len(row.acceptance_per_position) + 1)
-            axes.plot(
-                positions, row.acceptance_per_position, marker="o", label=f"{row.mode} (tau {row.tau_micro:.2f})"
-            )
+    colours = _colours(rows)
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    drafting = [row for row in rows if row.category == OVERALL and row.acceptance_per_position]
+    for index, row in enumerate(drafting):
+        accepted = row.acceptance_per_position or []
+        # Two modes may accept the same: each second line is dashed, so that the one below shows.
+        style, size = ("s--", 4) if index % 2 else ("o-", 7)
+        label = f"{row.mode} (tau {row.tau_micro:.2f})"
+        axes.plot(range(1, len(accepted) + 1), accepted, style, markersize=size, color=colours[row.mode], label=label)
     axes.set_xlabel("draft position")
     axes.set_ylabel("share of cycles that accept it")
     axes.set_ylim(0, 1)
-    axes.legend(fontsize="small")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    _legend_outside(figure)
     _save(figure, path)
 
 
@@ -83,18 +106,33 @@ def plot_cycles(rows: Sequence[SummaryRow], path: Path) -> None:
     """Draws where the time of a cycle goes, as stacked bars."""
     chosen = [(row.mode, row.shares, row.seconds_per_cycle or 0) for row in rows if row.category == OVERALL]
     shown = [(mode, shares, seconds) for mode, shares, seconds in chosen if shares is not None]
-    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.5 * max(len(shown), 2)))
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.35 * max(len(shown), 2)), layout="constrained")
     left = np.zeros(len(shown))
     for stage in ("verify", "draft", "rest"):
         values = np.array([1000 * seconds * shares[stage] for _, shares, seconds in shown])
         axes.barh([mode for mode, _, _ in shown], values, left=left, label=stage)
         left += values
+    axes.invert_yaxis()
     axes.set_xlabel("milliseconds per cycle")
-    axes.legend(fontsize="small")
+    _legend_outside(figure)
     _save(figure, path)
 
 
+def _colours(rows: Sequence[SummaryRow]) -> dict[str, tuple[float, ...]]:
+    """Returns a colour for each mode, the same in all pictures of these rows."""
+    shades = matplotlib.colormaps["tab20"]
+    # Strong and pale shades take turns there; the pale ones are for when there are no others.
+    numbers = cycle([*range(0, shades.N, 2), *range(1, shades.N, 2)])
+    modes = dict.fromkeys(row.mode for row in rows)
+    return {mode: shades(number) for mode, number in zip(modes, numbers, strict=False)}
+
+
+def _legend_outside(figure: plt.Figure) -> None:
+    """Adds the legend beside the axes, where it covers nothing."""
+    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
+        figure.legend(loc="outside right upper", fontsize="small")
+
+
 def _save(figure: plt.Figure, path: Path) -> None:
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
