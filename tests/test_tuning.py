@@ -135,6 +135,7 @@ def test_calibrated_temperatures_are_told_with_what_they_bring() -> None:
     candidate = Candidate(TreeSettings(4, 1, 4, 2 / 3), tau=1.2, cycle_seconds=0.1)
     text = describe(make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0}))
     assert "fitted to depths 1, 2, ...: 0.25 0.50\n" in text
+    assert "plain decoding: 10.0 tokens/s measured, 1.0 when cycles were timed\n" in text
     assert "13.2 tokens/s (tau 3.30), with one for all depths: 12.0 (tau 1.20); they help (+10.0%)" in text
     assert "\n      8    1800.00    250.00   3.30      13.2          2      7  0.25 0.50\n" in text
 
