@@ -219,10 +219,12 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance", "cycle", "trees")}
     assert names == pictures | {"samples.jsonl", "summary.json", "summary.md"}
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert {row["mode"]: row["num_equal"] for row in summary["rows"]}["gumiho"] == 2
+    assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}
+    overall = [row for row in summary["rows"] if row["category"] == "overall"]
+    assert {row["mode"]: row["num_equal"] for row in overall}["gumiho"] == 2
     assert summary["environment"]["torch"] == torch.__version__
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * len(summary["rows"])
+    assert len(lines) == 2 * len(overall)
     usage = subprocess.run([sys.executable, "-m", "transformers_gumiho.cli"], capture_output=True, text=True)
     assert usage.returncode == 2
     assert "usage: gumiho COMMAND" in usage.stderr
