@@ -338,14 +338,13 @@ class GumihoDrafter:
         `(B, ..., n, num_tokens)`, under temperatures that can be broadcast to `(B, ..., n, 1)`.
         """
         logits = self.lm_head(features).float()
-        logits = logits / temperatures.to(logits.device)
-        best = logits.topk(min(num_tokens, logits.shape[-1]))
+        log_probs = (logits / temperatures.to(logits.device)).log_softmax(dim=-1)
+        best = log_probs.topk(min(num_tokens, logits.shape[-1]))
         tokens = best.indices
         if self.token_ids is not None:
             tokens = self.token_ids.to(tokens.device)[tokens]
-        log_probs = best.values - logits.logsumexp(dim=-1, keepdim=True)
-        # Neither rounding nor an overflow in the drafter may lift a node above its parent.
-        return tokens, log_probs.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        # An overflow in the drafter may not lift a node above its parent.
+        return tokens, best.values.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def _run_block(
         self,

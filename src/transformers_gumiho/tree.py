@@ -27,6 +27,8 @@ class DraftLevel:
 
     def first(self, num_nodes: int) -> "DraftLevel":
         """Returns the `num_nodes` best nodes (all of them if there are fewer)."""
+        if num_nodes >= self.tokens.shape[1]:
+            return self
         return DraftLevel(self.tokens[:, :num_nodes], self.scores[:, :num_nodes], self.parents[:, :num_nodes])
 
     def to(self, device: torch.device) -> "DraftLevel":
@@ -115,28 +117,25 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
     """
     scores = torch.cat([level.scores for level in levels], dim=1)
     order = scores.sort(dim=1, descending=True, stable=True).indices
-    num_nodes = min(num_nodes, scores.shape[1])
     chosen = order[:, :num_nodes]
 
-    # Place of every candidate in the tree (the root is 0), and the candidate that is its parent (-1: the root).
-    ranks = torch.empty_like(order).scatter_(
-        1, order, torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order)
-    )
-    ranks = torch.cat((torch.zeros_like(root_tokens[:, None]), ranks), dim=1)
-    starts = [0, *itertools.accumulate(level.tokens.shape[1] for level in levels)]
+    # Place of every candidate in the tree (the root is 0), and the candidate that is its parent (0: the root).
+    num_candidates = order.shape[1]
+    ranks = order.new_zeros(order.shape[0], num_candidates + 1)
+    ranks[:, 1:].scatter_(1, order, torch.arange(1, num_candidates + 1, device=order.device).expand_as(order))
+    starts = itertools.accumulate([1, *(level.tokens.shape[1] for level in levels)])
     parents = torch.cat(
-        [level.parents + (starts[depth - 1] + 1 if depth else 0) for depth, level in enumerate(levels)], dim=1
+        [levels[0].parents] + [level.parents + start for level, start in zip(levels[1:], starts, strict=False)], dim=1
     )
-    depths = torch.cat([torch.full_like(level.tokens, depth) for depth, level in enumerate(levels, start=1)], dim=1)
     tokens = torch.cat([level.tokens for level in levels], dim=1)
 
-    root = torch.zeros_like(root_tokens[:, None])
-    tree_parents = torch.cat((root, ranks.gather(1, parents.gather(1, chosen))), dim=1)
+    tree_parents = torch.nn.functional.pad(ranks.gather(1, parents.gather(1, chosen)), (1, 0))
+    ancestors = find_ancestors(tree_parents, len(levels))
     return DraftTree(
         tokens=torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), dim=1),
         parents=tree_parents,
-        depths=torch.cat((root, depths.gather(1, chosen)), dim=1),
-        ancestors=find_ancestors(tree_parents, len(levels)),
+        depths=ancestors.sum(dim=2) - 1,
+        ancestors=ancestors,
         max_depth=len(levels),
     )
 
