@@ -99,17 +99,24 @@ ALLOWED = {
     "tuning.costs": {"benchmarking.stages", "modeling_gumiho", "tuning.timing"},
     "tuning.search": {"tuning.acceptance", "tuning.costs"},
     "tuning.contest": {"modeling_gumiho", "tuning.search", "tuning.timing"},
-    "tuning.result": {"tuning.costs", "tuning.search"},
+    "tuning.counting": {"tuning.answers"},
+    "tuning.vocabulary": {
+        "modeling_gumiho", "tuning.acceptance", "tuning.answers", "tuning.contest", "tuning.costs", "tuning.counting",
+        "tuning.search",
+    },
+    "tuning.result": {"tuning.costs", "tuning.search", "tuning.vocabulary"},
     "tuning.finding": {
         "drafting", "modeling_gumiho", "tuning.acceptance", "tuning.answers", "tuning.arguments",
         "tuning.calibration", "tuning.contest", "tuning.costs", "tuning.result", "tuning.search",
+        "tuning.vocabulary",
     },
     "tuning.command": {
         "benchmarking.loading", "benchmarking.prompts", "tuning.arguments", "tuning.finding", "tuning.result",
     },
     "tuning.__init__": {
         "tuning.acceptance", "tuning.answers", "tuning.arguments", "tuning.calibration", "tuning.command",
-        "tuning.contest", "tuning.costs", "tuning.finding", "tuning.result", "tuning.search",
+        "tuning.contest", "tuning.costs", "tuning.counting", "tuning.finding", "tuning.result", "tuning.search",
+        "tuning.vocabulary",
     },
     "cli": {"benchmarking", "benchmarking.report", "tuning"},
     "metrics.acceptance": set(),

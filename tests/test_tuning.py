@@ -24,6 +24,7 @@ from transformers_gumiho.tuning import (
     TreeSettings,
     TuningArguments,
     TuningResult,
+    VocabularyChoice,
     calibration,
     choose_contenders,
     decode_answers,
@@ -123,11 +124,14 @@ def test_ranking_finds_the_fastest_tree() -> None:
     assert dear < 4 < 32 < free
 
 
-def make_result(candidate: Candidate, measured: dict[str, float]) -> TuningResult:
+def make_result(
+    candidate: Candidate, measured: dict[str, float], vocabulary: VocabularyChoice | None = None
+) -> TuningResult:
     calibrated = Candidate(TreeSettings(8, 2, 7, (0.25, 0.5)), tau=3.3, cycle_seconds=0.25)
     return TuningResult(
         best=candidate, default=candidate, measured=measured, contenders=[(calibrated, 12.6), (candidate, 12.0)],
         calibrated=calibrated, constant=candidate, by_size=[candidate, calibrated], costs=make_costs(0.1),
+        vocabulary=vocabulary,
     )  # fmt: skip
 
 
@@ -277,12 +281,14 @@ def test_the_tree_that_is_measured_to_be_fastest_wins(monkeypatch: pytest.Monkey
         return {None: 0.5} | {tree: 1.0 + place for place, tree in enumerate(trees)}
 
     monkeypatch.setattr(finding, "measure_in_turns", slowest_first)
+    monkeypatch.setattr(finding, "choose_vocabulary", lambda *_, **__: pytest.fail("not asked for"))
     monkeypatch.setattr(finding, "BRANCHING_FACTORS", (1, 2))
     monkeypatch.setattr(finding, "GREEDY_DRAFT_TEMPERATURES", (0.5, 1.0))
     for max_tree_size in (4, 12):
         args = TuningArguments(
-            "", "", max_new_tokens=8, max_tree_size=max_tree_size, repeats=1, temperature=temperature
-        )
+            "", "", max_new_tokens=8, max_tree_size=max_tree_size, repeats=1, temperature=temperature,
+            tune_vocabulary=False,
+        )  # fmt: skip
         result = find_best_tree(target, drafter, prompts, args)
         *contenders, default = competing
         assert result.default.settings == default
@@ -298,7 +304,7 @@ def test_the_tree_that_is_measured_to_be_fastest_wins(monkeypatch: pytest.Monkey
 def test_command_keeps_the_settings_with_the_drafter(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "transformers_gumiho.cli", "tune", "--target", DEMO_TARGET, "--assistant",
-        DEMO_TARGET.parent / "gumiho", "--prompts", DEMO_TARGET.parent / "prompts.jsonl", "--num_prompts", "1",
+        DEMO_TARGET.parent / "gumiho", "--prompts", DEMO_TARGET.parent / "prompts.jsonl", "--num_prompts", "2",
         "--max_new_tokens", "12", "--max_tree_size", "4", "--repeats", "1", "--dtype", "float32",
         "--output_dir", tmp_path,
     ]  # fmt: skip
@@ -310,6 +316,8 @@ def test_command_keeps_the_settings_with_the_drafter(tmp_path: Path) -> None:
     assert isinstance(settings["draft_temperature"], (float, list))
     assert "draft temperatures fitted to depths" in process.stdout
     assert settings["full_tree_attention"] is True
+    assert "tau lost" in process.stdout
+    assert len(settings["draft_vocabulary"] or range(4096)) in (4096, 2048, 1024, 512, 256)
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)
     drafter.generation_config = type(drafter.generation_config).from_pretrained(tmp_path)

@@ -21,5 +21,6 @@ class TuningArguments:
     max_tree_size: int = field(default=256, metadata={"help": "Drafted tokens of the largest tree to consider."})
     temperature: float = field(default=0.0, metadata={"help": "The temperature to tune for; 0 is greedy."})
     repeats: int = field(default=3, metadata={"help": "Times that each shape of a cycle is timed."})
+    tune_vocabulary: bool = field(default=True, metadata={"help": "Choose the tokens that may be drafted, too."})
     dtype: str = field(default="auto", metadata={"help": "Precision of both models."})
     device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})

@@ -1,4 +1,4 @@
-"""`gumiho tune`: finds the tree that decodes fastest on this machine, and keeps it with the drafter."""
+"""`gumiho tune`: finds the settings that decode fastest on this machine, and keeps them with the drafter."""
 
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from .result import TuningResult
 def tune(args: TuningArguments) -> TuningResult:
     """
     Fits the temperature of the drafts at each depth, measures what cycles cost here and how far trees are accepted,
-    lets the trees that should be fastest decode the prompts in turns, and writes the settings of the winner into
-    `generation_config.json`.
+    lets the trees that should be fastest decode the prompts in turns, does the same with numbers of tokens that may be
+    drafted, and writes the settings of the winners into `generation_config.json`.
     """
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
     prompts = _read_prompts(args, target, tokenizer)
     result = find_best_tree(target, drafter, prompts, args)
-    drafter.generation_config.update(**result.best.settings.as_dict())
+    drafter.generation_config.update(**result.settings)
     folder = Path(args.output_dir or args.assistant)
     if not folder.is_dir() and args.output_dir is None:
         raise SystemExit("The drafter is not a folder; give --output_dir for its new generation_config.json.")

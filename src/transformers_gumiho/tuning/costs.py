@@ -2,10 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from .timing import DecodingTime, time_drafted, time_plain
 
 
 Shape = tuple[int, int]
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,7 @@ def measure_costs(
     plain = []
     ids = context[None].to(target.device)
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
-    with ExitStack() as stack:
-        # All shapes decode the same number of tokens, past the text's end if need be. A minimum length would do that
-        # by a processor that looks at the prefix, which makes decoding slower than what is to be predicted.
-        replace_until_left(stack, target.generation_config, "eos_token_id", None)
+    with _without_end(target):
         for repeat in range(repeats + 1):  # the first one warms up
             plain.append(time_plain(target, ids, **settings))
             for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
@@ -121,6 +119,53 @@ def measure_costs(
         },
         plain=statistics.median(taken.seconds / taken.num_tokens for taken in plain[1:]),
     )
+
+
+@torch.inference_mode()
+def measure_cycles(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    context: torch.Tensor,
+    settings: Mapping[Name, dict[str, Any]],
+    max_new_tokens: int,
+    repeats: int = 3,
+    **generate_kwargs: Any,
+) -> dict[Name, float]:
+    """
+    Times whole cycles after `context` `(T,)` under several decoding settings, in turns.
+
+    Args:
+        target: The target.
+        drafter: The drafter. Its settings are as before afterwards.
+        context: Token ids.
+        settings: Decoding settings of the drafter, by name.
+        max_new_tokens: Tokens of each run, at least 2; its cycles are averaged.
+        repeats: Runs under each, of which the median counts.
+        **generate_kwargs: For `generate()`.
+
+    Returns:
+        Seconds of a cycle under each.
+    """
+    timed: dict[Name, list[float]] = {name: [] for name in settings}
+    ids = context[None].to(target.device)
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
+    with _without_end(target):
+        for _ in range(repeats + 1):  # the first one warms up
+            for name, of_name in settings.items():
+                taken = time_drafted(target, drafter, ids, of_name, **options)
+                timed[name].append(taken.seconds / taken.num_cycles)
+    return {name: statistics.median(seconds[1:]) for name, seconds in timed.items()}
+
+
+@contextmanager
+def _without_end(target: PreTrainedModel) -> Iterator[None]:
+    """
+    Lets all runs decode the same number of tokens, past the text's end if need be. A minimum length would do that by a
+    processor that looks at the prefix, which makes decoding slower than what is to be predicted.
+    """
+    with ExitStack() as stack:
+        replace_until_left(stack, target.generation_config, "eos_token_id", None)
+        yield
 
 
 def smooth(measured: Mapping[int, float]) -> dict[int, float]:

@@ -18,6 +18,7 @@ from .contest import measure_in_turns
 from .costs import CycleCosts, measure_costs, tree_capacity
 from .result import TuningResult
 from .search import Candidate, DraftTemperature, TreeSettings, choose_contenders, rank_trees
+from .vocabulary import choose_vocabulary
 
 
 # Sizes at which cycles are timed; what is between them is interpolated.
@@ -56,7 +57,10 @@ class _Variant:
 def find_best_tree(
     target: PreTrainedModel, drafter: GumihoModel, prompts: Sequence[torch.Tensor], args: TuningArguments
 ) -> TuningResult:
-    """Returns the tree that decodes `prompts` fastest; the drafter's settings stay as they are."""
+    """
+    Returns the tree that decodes `prompts` fastest, and the tokens to draft it from; the drafter's settings stay as
+    they are.
+    """
     config = drafter.config
     sampling: dict[str, Any] = {}
     if args.temperature:
@@ -92,6 +96,11 @@ def find_best_tree(
         competing.setdefault(default, expected_default)
     measured = sorted(((c, speeds[tree]) for tree, c in competing.items()), key=lambda pair: -pair[1])
     best, best_speed = measured[0]
+    vocabulary = None
+    if args.tune_vocabulary:
+        vocabulary = choose_vocabulary(
+            target, drafter, prompts, answers, best.settings, args.max_new_tokens, args.repeats, **sampling
+        )
     by_size: dict[int, Candidate] = {}
     for candidate in ranked:
         by_size.setdefault(candidate.settings.num_assistant_tokens, candidate)
@@ -104,6 +113,7 @@ def find_best_tree(
         constant=next(c for c in ranked if not isinstance(c.settings.draft_temperature, tuple)),
         by_size=[by_size[size] for size in sizes if size in by_size],
         costs=costs,
+        vocabulary=vocabulary,
     )
 
 

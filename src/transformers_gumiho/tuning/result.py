@@ -1,9 +1,11 @@
 """What tuning found, and how it is told."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from .costs import CycleCosts
 from .search import Candidate, DraftTemperature
+from .vocabulary import VocabularyCandidate, VocabularyChoice
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class TuningResult:
         constant: The same with one temperature for all depths.
         by_size: The fastest tree of each size, as expected.
         costs: What cycles cost.
+        vocabulary: The tokens to draft the best tree from; `None` where the drafter keeps those it has.
     """
 
     best: Candidate
@@ -28,10 +31,20 @@ class TuningResult:
     constant: Candidate
     by_size: list[Candidate]
     costs: CycleCosts
+    vocabulary: VocabularyChoice | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was found to be fastest, as fields of a generation config, in numbers and lists."""
+        found = self.best.settings.as_dict()
+        return found | ({"draft_vocabulary": self.vocabulary.chosen.token_ids} if self.vocabulary else {})
 
     @property
     def speculation_pays(self) -> bool:
-        """Whether decoding with the drafter was measured to be faster than without."""
+        """Whether decoding with the drafter was measured to be faster than without, in the last contest there was."""
+        last = self.vocabulary
+        if last is not None and last.plain is not None:
+            return last.measured[last.chosen] > last.plain
         return self.measured["best"] > self.measured["plain"]
 
 
@@ -62,6 +75,7 @@ def describe(result: TuningResult) -> str:
         )
     gain = result.measured["best"] / result.measured["default"] - 1
     lines.append(f"the best settings are {gain:+.0%} against those before: {result.best.settings.as_dict()}")
+    lines += ["", *_vocabulary(result.vocabulary)]
     if not result.speculation_pays:
         lines.append("PLAIN DECODING IS FASTER on this machine: leave `assistant_model` out.")
     return "\n".join(lines)
@@ -93,6 +107,45 @@ def _calibration(result: TuningResult) -> str:
         f"all depths: {constant.tokens_per_second:.1f} (tau {constant.tau:.2f}); "
         f"they {'help' if gain > 0 else 'do not help'} ({gain:+.1%})"
     )
+
+
+def _vocabulary(choice: VocabularyChoice | None) -> list[str]:
+    if choice is None:
+        return ["draft vocabulary: as before, nothing else was measured"]
+    rows = [_vocabulary_row(choice, candidate) for candidate in choice.candidates]
+    return [
+        "draft vocabularies, each prompt with tokens counted on the other half of the prompts and answers",
+        " tokens    tau  tau lost  cycle ms  expected  measured",
+        *rows,
+        f"best draft vocabulary: {_chosen_vocabulary(choice)}",
+    ]
+
+
+def _vocabulary_row(choice: VocabularyChoice, candidate: VocabularyCandidate) -> str:
+    measured = f"{choice.measured[candidate]:8.1f}" if candidate in choice.measured else " " * 8
+    row = (
+        f"{candidate.size:7d}  {candidate.tau:5.2f}  {choice.whole.tau - candidate.tau:8.2f}  "
+        f"{1e3 * candidate.cycle_seconds:8.2f}  {candidate.tokens_per_second:8.1f}  {measured}"
+    )
+    return f"{row}  {_origin(candidate)}".rstrip()
+
+
+def _origin(candidate: VocabularyCandidate) -> str:
+    if candidate.is_counted:
+        return ""
+    return "(all)" if candidate.token_ids is None else "(the drafter's)"
+
+
+def _chosen_vocabulary(choice: VocabularyChoice) -> str:
+    chosen, whole = choice.chosen, choice.whole
+    if not choice.measured:
+        return f"all {whole.size} tokens; fewer are not expected to be faster"
+    if chosen is whole:
+        return f"all {whole.size} tokens, measured to be fastest"
+    gain = choice.measured[chosen] / choice.measured[whole] - 1
+    time = chosen.cycle_seconds / whole.cycle_seconds - 1
+    name = f"{chosen.size} of {whole.size} tokens {_origin(chosen)}".rstrip()
+    return f"{name}: tau {chosen.tau / whole.tau - 1:+.1%}, time of a cycle {time:+.1%}, speed {gain:+.1%} measured"
 
 
 def _temperature(given: DraftTemperature) -> str:
