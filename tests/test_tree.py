@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformers_gumiho.tree import DraftTree, block_attention_mask, build_tree, extend_level, root_level
+from transformers_gumiho.tree import DraftTree, block_attention_mask, build_tree, extend_level, first_level
 from transformers_gumiho.verification import find_child, walk_tree
 
 
@@ -25,8 +25,9 @@ def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
 
 def grow(level_tokens: torch.Tensor, level_log_probs: torch.Tensor, root: torch.Tensor, num_nodes: int) -> DraftTree:
     """Grows a tree in which the tokens of a depth do not depend on the path: `(B, depth, M)` each."""
-    level, levels = root_level(root), []
-    for tokens, log_probs in zip(level_tokens.unbind(1), level_log_probs.unbind(1), strict=True):
+    level = first_level(level_tokens[:, :1], level_log_probs[:, :1], num_nodes)
+    levels = [level]
+    for tokens, log_probs in zip(level_tokens.unbind(1)[1:], level_log_probs.unbind(1)[1:], strict=True):
         width = level.tokens.shape[1]
         level = extend_level(
             level, tokens[:, None].expand(-1, width, -1), log_probs[:, None].expand(-1, width, -1), num_nodes

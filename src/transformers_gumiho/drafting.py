@@ -19,7 +19,7 @@ from .tree import (
     block_attention_mask,
     build_tree,
     extend_level,
-    root_level,
+    first_level,
     slot_attention_mask,
 )
 
@@ -179,6 +179,9 @@ class GumihoDrafter:
         self.context_mask: torch.Tensor | None = None
         self._head_weights = model.mlp.batched_weights()
         device = model.embed_tokens.weight.device
+        # For a cycle's committed tokens: what each of them sees of the others, and where it is.
+        self._offsets = torch.arange(settings.tree_depth + 1, device=device)
+        self._causal = self._offsets[:, None] >= self._offsets
         self._temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._shapes = shapes or CycleShapes()
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
@@ -266,10 +269,10 @@ class GumihoDrafter:
     ) -> torch.Tensor:
         """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
         batch_size, num_tokens = tokens.shape
-        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=tokens.device).tril()
-        depths = torch.arange(num_tokens, device=tokens.device).expand(batch_size, -1)
+        causal = self._causal[:num_tokens, :num_tokens].expand(batch_size, -1, -1)
+        depths = self._offsets[:num_tokens].expand(batch_size, -1)
         fused = self.model.fuse(tokens, hidden_states)
-        return self._run_block(fused, causal.expand(batch_size, -1, -1), depths, position_ids)
+        return self._run_block(fused, causal, depths, position_ids)
 
     def _draft_serially(
         self, root_tokens: torch.Tensor, feature: torch.Tensor, position_ids: torch.Tensor
@@ -286,12 +289,15 @@ class GumihoDrafter:
             The levels, and for each serial token the fused inputs `(B, paths, H)` of the paths that are extended.
         """
         settings, num_serial_tokens = self.settings, self.model.config.num_serial_tokens
-        level, levels = root_level(root_tokens.to(feature.device)), []
+        level, levels = None, []
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, min(num_serial_tokens, settings.tree_depth) + 1):
             tokens, log_probs = self._best_tokens(feature, settings.branching_factor, self._temperatures[step - 1])
-            levels.append(extend_level(level.to(tokens.device), tokens, log_probs, settings.num_assistant_tokens))
+            if level is None:
+                levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
+            else:
+                levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
             level = levels[-1].first(settings.branching_factor)
             if step == settings.tree_depth:
                 break
@@ -317,17 +323,18 @@ class GumihoDrafter:
         else:
             features = run_batched_heads(self._head_weights, inputs, num_heads)
         width, num_candidates = settings.extension
-        batch_size, num_paths, _ = inputs.shape
         temperatures = self._temperatures[-num_heads:, None, None]
         tokens, log_probs = self._best_tokens(features, num_candidates, temperatures)
 
         level, levels = last_level.first(settings.branching_factor), []
-        paths = torch.arange(num_paths, device=tokens.device).expand(batch_size, -1)
+        paths = None  # the serial path above each node; those of the first head's parents are in their order
         for head in range(num_heads):
-            candidates, scores = _gather_rows(tokens[:, head], paths), _gather_rows(log_probs[:, head], paths)
+            candidates, scores = tokens[:, head], log_probs[:, head]
+            if paths is not None:
+                candidates, scores = _gather_rows(candidates, paths), _gather_rows(scores, paths)
             levels.append(extend_level(level, candidates, scores, settings.num_assistant_tokens))
             level = levels[-1].first(width)
-            paths = paths.gather(1, level.parents)
+            paths = level.parents if paths is None else paths.gather(1, level.parents)
         return levels
 
     def _best_tokens(
@@ -337,14 +344,17 @@ class GumihoDrafter:
         Returns the best tokens after features `(B, ..., n, H)` and their log-probabilities, both
         `(B, ..., n, num_tokens)`, under temperatures that can be broadcast to `(B, ..., n, 1)`.
         """
-        logits = self.lm_head(features).float()
+        logits = self.score(features).float()
         log_probs = (logits / temperatures.to(logits.device)).log_softmax(dim=-1)
         best = log_probs.topk(min(num_tokens, logits.shape[-1]))
         tokens = best.indices
         if self.token_ids is not None:
             tokens = self.token_ids.to(tokens.device)[tokens]
-        # An overflow in the drafter may not lift a node above its parent.
-        return tokens, best.values.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        return tokens, best.values
+
+    def score(self, features: torch.Tensor) -> torch.Tensor:
+        """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`."""
+        return self.lm_head(features)
 
     def _run_block(
         self,

@@ -33,6 +33,8 @@ class DraftLevel:
 
     def to(self, device: torch.device) -> "DraftLevel":
         """Returns the level on `device`."""
+        if self.tokens.device == device:
+            return self
         return DraftLevel(self.tokens.to(device), self.scores.to(device), self.parents.to(device))
 
 
@@ -57,6 +59,8 @@ class DraftTree:
 
     def to(self, device: torch.device) -> "DraftTree":
         """Returns the tree on `device`."""
+        if self.tokens.device == device:
+            return self
         return DraftTree(
             tokens=self.tokens.to(device),
             parents=self.parents.to(device),
@@ -76,10 +80,15 @@ class DraftTree:
         )
 
 
-def root_level(root_tokens: torch.Tensor) -> DraftLevel:
-    """Returns the level above the first, which holds only the root, for newest committed tokens `(B,)`."""
-    root_tokens = root_tokens[:, None]
-    return DraftLevel(root_tokens, torch.zeros_like(root_tokens, dtype=torch.float32), torch.zeros_like(root_tokens))
+def first_level(tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
+    """
+    Returns the best `num_nodes` candidates for the depth below the root.
+
+    Args:
+        tokens (`(B, 1, M)`): Candidate tokens, best first.
+        log_probs (`(B, 1, M)`): Their draft log-probabilities.
+    """
+    return DraftLevel(tokens[:, 0], log_probs[:, 0], torch.zeros_like(tokens[:, 0])).first(num_nodes)
 
 
 def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
@@ -115,7 +124,8 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         root_tokens (`(B,)`): The newest committed tokens.
         levels: The levels from depth 1 down; the parents of level d are nodes of level d - 1.
     """
-    scores = torch.cat([level.scores for level in levels], dim=1)
+    # An overflow in the drafter may not lift a node above its parent.
+    scores = torch.cat([level.scores for level in levels], dim=1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
     order = scores.sort(dim=1, descending=True, stable=True).indices
     chosen = order[:, :num_nodes]
 
@@ -147,12 +157,15 @@ def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
     With `A` the matrix that takes a node to itself and to its parent, `A^(2^k)` reaches ancestors up to `2^k` above.
     """
     num_nodes = parents.shape[1]
-    reach = torch.eye(num_nodes, device=parents.device).expand(parents.shape[0], -1, -1).clone()
-    reach.scatter_(2, parents[:, :, None], 1.0)
+    reach = torch.eye(num_nodes, device=parents.device).expand(parents.shape[0], -1, -1)
+    reach = reach.scatter(2, parents[:, :, None], 1.0)
     distance = 1
     while distance < max_depth:
-        reach = (reach @ reach).clamp_(max=1.0)
+        reach = reach @ reach
         distance *= 2
+        if distance >= 32:
+            # The entries count ways, up to 2^distance of them, and float32 ends at 2^128.
+            reach = reach.clamp(max=1.0)
     return reach > 0
 
 

@@ -41,15 +41,12 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
         tree: The draft tree.
         choices (`(B, N + 1)`): The token that the target chooses after each node.
     """
-    # A node is visited if it and all its ancestors carry the token chosen at their parent. At most one child can.
-    chosen = tree.tokens == choices.gather(1, tree.parents)
-    chosen[:, 0] = True
-    visited = (chosen[:, None] | ~tree.ancestors).all(dim=-1)
+    # A node is visited if it and all its ancestors but the root carry the token chosen at their parent. At most one
+    # child can.
+    missed = (tree.tokens != choices.gather(1, tree.parents))[:, None, 1:] & tree.ancestors[:, :, 1:]
+    visited = ~missed.any(dim=-1)
     # Nodes come after their parents, so the visited indices in increasing order are the path.
-    num_nodes = tree.tokens.shape[1]
-    indices = torch.arange(num_nodes, device=tree.tokens.device)
-    nodes = torch.where(visited, indices, num_nodes).topk(longest_path(tree), largest=False, sorted=True).values
-    nodes = nodes.clamp_(max=num_nodes - 1)
+    nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
     return AcceptedPath(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
 
 

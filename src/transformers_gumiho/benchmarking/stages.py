@@ -17,10 +17,10 @@ from ..target import TargetRunner
 @dataclass
 class StageSeconds:
     """
-    Seconds of one or several generations.
+    Seconds of a generation.
 
     Attributes:
-        prompt: Reading the prompt, and drafting the first tree after it.
+        prompt: All that comes before the first cycle: preparing, reading the prompt, and drafting after it.
         verify: The target's passes over draft trees, with the masks and positions they need.
         draft: The drafter's passes and the output head over its features.
         total: All of it. What is left is the package's own: growing trees, walking them, keeping caches and texts.
@@ -51,58 +51,58 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def stage_timer(device: torch.device) -> Iterator[StageSeconds]:
+def stage_timer(device: torch.device, compiled: bool = False) -> Iterator[StageSeconds]:
     """
-    Times the stages of the generations within it. It waits for the device at each of their ends, so the whole takes
+    Times the stages of the generation within it. It waits for the device at each of their ends, so the whole takes
     longer than without it; the shares are what it is for.
+
+    Args:
+        device: The target's.
+        compiled: Whether the drafting of a cycle is one compiled function. Then it is timed as a whole, the growing of
+            trees included.
     """
-    seconds, depth = StageSeconds(), [0]
+    seconds, is_inside, start = StageSeconds(), [False], time.perf_counter()
 
     def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if depth[0]:  # within another stage, which has its time
+            if is_inside[0]:  # within another stage, which has its time
                 return function(*args, **kwargs)
-            depth[0] += 1
+            is_inside[0] = True
             synchronize(device)
             begin = time.perf_counter()
+            if stage == "verify":
+                if seconds.num_cycles == 0:
+                    seconds.prompt, seconds.draft = begin - start, 0.0
+                seconds.num_cycles += 1
             try:
                 return function(*args, **kwargs)
             finally:
                 synchronize(device)
-                depth[0] -= 1
+                is_inside[0] = False
                 setattr(seconds, stage, getattr(seconds, stage) + time.perf_counter() - begin)
-                seconds.num_cycles += stage == "verify"
 
         return wrapper
 
-    draft = GumihoCandidateGenerator.get_tree
-
-    def get_tree(self: GumihoCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
-        if seconds.num_cycles == 0:
-            return timed("prompt", draft)(self, *args, **kwargs)
-        head = self.drafter.lm_head
-        self.drafter.lm_head = timed("draft", head)
-        try:
-            return draft(self, *args, **kwargs)
-        finally:
-            self.drafter.lm_head = head
-
-    stages = (
-        (TargetRunner, "read_prompt", "prompt"),
-        (TargetRunner, "run_tree", "verify"),
+    drafting_stages = (
         (GumihoModel, "fuse", "draft"),
         (GumihoModel, "run_serial_head", "draft"),
         (drafting, "run_batched_heads", "draft"),
+        (drafting.GumihoDrafter, "score", "draft"),
     )
+    whole_draft = ((GumihoCandidateGenerator, "get_tree", "draft"),)
     with ExitStack() as stack:
-        for owner, name, stage in stages:
+        for owner, name, stage in (
+            (TargetRunner, "run_tree", "verify"),
+            *(whole_draft if compiled else drafting_stages),
+        ):
             replace_until_left(stack, owner, name, timed(stage, getattr(owner, name)))
-        replace_until_left(stack, GumihoCandidateGenerator, "get_tree", get_tree)
         synchronize(device)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         yield seconds
         synchronize(device)
-        seconds.total += time.perf_counter() - begin
+        seconds.total = time.perf_counter() - start
+        if seconds.num_cycles == 0:
+            seconds.prompt, seconds.draft = seconds.total, 0.0
 
 
 def replace_until_left(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
