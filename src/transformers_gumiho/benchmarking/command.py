@@ -31,6 +31,9 @@ class BenchmarkArguments:
     tree_sizes: list[int] = field(
         default_factory=list, metadata={"help": "Also decode with trees of these many drafted tokens."}
     )
+    compiled: bool = field(
+        default=False, metadata={"help": "Also decode with compiled models, with the drafter and without."}
+    )
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens to generate for each prompt."})
     num_assistant_tokens: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
     branching_factor: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
@@ -66,7 +69,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         target,
         tokenizer,
         questions,
-        decoding_modes(drafter, draft_model, args.tree_sizes),
+        decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled),
         BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed),
         folder / "samples.jsonl",
     )

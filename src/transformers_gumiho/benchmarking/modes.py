@@ -5,12 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from ..modeling_gumiho import GumihoModel
 
 
 PLAIN = "plain"
+COMPILED = ", compiled"
+PLAIN_COMPILED = PLAIN + COMPILED
 # The setting of transformers' documentation.
 PROMPT_LOOKUP_TOKENS = 10
 _TREE = "tree of "
@@ -51,6 +53,11 @@ class DecodingMode:
         assistant = self.generate_kwargs.get("assistant_model")
         return assistant if isinstance(assistant, GumihoModel) else None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it runs compiled models."""
+        return "compile_config" in self.generate_kwargs
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Applies its settings to the drafter for as long as it lasts."""
@@ -62,7 +69,10 @@ class DecodingMode:
 
 
 def decoding_modes(
-    drafter: GumihoModel, draft_model: PreTrainedModel | None = None, tree_sizes: Sequence[int] = ()
+    drafter: GumihoModel,
+    draft_model: PreTrainedModel | None = None,
+    tree_sizes: Sequence[int] = (),
+    compiled: bool = False,
 ) -> list[DecodingMode]:
     """
     Returns all ways of decoding, plain first.
@@ -71,6 +81,7 @@ def decoding_modes(
         drafter: The Gumiho drafter, with the settings to compare.
         draft_model: A small causal language model for transformers' own assisted generation, if there is one.
         tree_sizes: Drafted tokens of further trees.
+        compiled: Also decode with compiled models and static caches, with the drafter and without.
     """
     config = drafter.config
     gumiho = {"assistant_model": drafter}
@@ -86,6 +97,11 @@ def decoding_modes(
             modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
     modes.append(DecodingMode("serial head only", gumiho, {"tree_depth": config.num_serial_tokens}))
     modes.append(DecodingMode("one serial token", gumiho, {"tree_depth": 1}))
+    if compiled:
+        compile_config = CompileConfig(fullgraph=True)
+        compile_config._compile_all_devices = True  # or transformers would leave a CPU out
+        static = {"cache_implementation": "static", "compile_config": compile_config}
+        modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
     modes += [DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size}) for size in tree_sizes]
     return modes
 

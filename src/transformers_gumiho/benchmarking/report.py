@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import __version__ as transformers_version
 
-from .modes import PLAIN
+from .modes import PLAIN, PLAIN_COMPILED
 from .summary import SummaryRow
 
 
@@ -48,8 +48,18 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
         chosen = [row for row in rows if (row.temperature, row.batch_size, row.category) == section]
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
-        sections.append("\n".join([title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen)]))
+        sections.append("\n".join([title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen), *_compiled(chosen)]))
     return "\n\n".join(sections) + "\n"
+
+
+def _compiled(rows: Sequence[SummaryRow]) -> list[str]:
+    """Returns what is to be said of compiled modes: their own comparison, and whether shapes stayed the same."""
+    shown = [row for row in rows if row.speedup_compiled is not None and row.mode != PLAIN_COMPILED]
+    if not shown:
+        return []
+    ratios = "; ".join(f"{row.mode}: {row.speedup_compiled:.2f} times compiled plain decoding" for row in shown)
+    num_compiled = sum(row.num_compiled for row in rows)
+    return ["", f"{ratios}. Graphs compiled after warm-up, all modes together: {num_compiled}."]
 
 
 def _line(row: SummaryRow) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,6 +38,7 @@ class Sample:
         peak_bytes: The most memory at one time, beyond what there was before; `None` where it cannot be told.
         accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
         stages: Seconds of each stage, of a run of its own; see [`StageSeconds`].
+        num_compiled: Graphs that were compiled while it was measured.
     """
 
     mode: str
@@ -51,6 +53,7 @@ class Sample:
     peak_bytes: int | None
     accepted_lengths: list[list[int]] | None
     stages: dict[str, float] | None
+    num_compiled: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,10 +146,19 @@ class _Runner:
         """Yields the samples of all modes for one batch after the other."""
         for temperature in self.settings.temperatures:
             for batch_size in self.settings.batch_sizes:
+                self._warm_up(questions, temperature, batch_size)
                 for group in _by_category(questions):
                     for start in range(0, len(group), batch_size):
                         chosen = group[start : start + batch_size]
                         yield from self._run_conversations(chosen, temperature, batch_size)
+
+    def _warm_up(self, questions: Sequence[Question], temperature: float, batch_size: int) -> None:
+        """Decodes the longest of the first turns in every mode: what is compiled for them has room for the others."""
+        prompts = [encode_turn(self.tokenizer, question.turns[:1], []) for question in questions]
+        longest = sorted(prompts, key=len, reverse=True)[:batch_size]
+        batch = _Batch(temperature, batch_size, list(questions[: len(longest)]), self._pad(longest), 0)
+        for mode in self._modes_for(batch):
+            self._decode(mode, batch)
 
     def _run_conversations(
         self, questions: list[Question], temperature: float, batch_size: int
@@ -156,9 +168,6 @@ class _Runner:
             asked = [index for index, question in enumerate(questions) if turn < len(question.turns)]
             prompts = [encode_turn(self.tokenizer, questions[i].turns[: turn + 1], answers[i]) for i in asked]
             batch = _Batch(temperature, batch_size, [questions[i] for i in asked], self._pad(prompts), turn)
-            if self.num_batches == 0:
-                for mode in self._modes_for(batch):
-                    self._decode(mode, batch)  # warm-up
             samples, texts = self._compare(batch)
             yield samples
             for index, text in zip(asked, texts, strict=True):
@@ -174,7 +183,7 @@ class _Runner:
         plain = results[PLAIN][0]
         samples = []
         for mode in modes:
-            output, seconds, peak = results[mode.name]
+            output, seconds, peak, num_compiled = results[mode.name]
             samples.append(
                 Sample(
                     mode=mode.name,
@@ -189,24 +198,26 @@ class _Runner:
                     peak_bytes=peak,
                     accepted_lengths=getattr(output, "accepted_lengths", None),
                     stages=self._profile(mode, batch),
+                    num_compiled=num_compiled,
                 )
             )
         return samples, self.tokenizer.batch_decode(self._answers(plain, batch), skip_special_tokens=True)
 
-    def _measure(self, mode: DecodingMode, batch: _Batch) -> tuple[Any, float, int | None]:
+    def _measure(self, mode: DecodingMode, batch: _Batch) -> tuple[Any, float, int | None, int]:
         device = self.target.device
+        num_graphs = counters["stats"]["unique_graphs"]
         with peak_memory(device) as peak:
             synchronize(device)
             begin = time.perf_counter()
             output = self._decode(mode, batch)
             synchronize(device)
             seconds = time.perf_counter() - begin
-        return output, seconds, peak.num_bytes
+        return output, seconds, peak.num_bytes, counters["stats"]["unique_graphs"] - num_graphs
 
     def _profile(self, mode: DecodingMode, batch: _Batch) -> dict[str, float] | None:
         if mode.drafter is None:
             return None
-        with stage_timer(self.target.device) as seconds:
+        with stage_timer(self.target.device, mode.is_compiled) as seconds:
             self._decode(mode, batch)
         return asdict(seconds) | {"rest": seconds.rest}
 

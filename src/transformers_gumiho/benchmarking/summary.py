@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..metrics import acceptance_statistics
-from .modes import PLAIN
+from .modes import COMPILED, PLAIN, PLAIN_COMPILED
 from .runner import Sample
 
 
@@ -35,6 +35,8 @@ class SummaryRow:
         shares: Of the time of a cycle: `verify`, `draft` and `rest`.
         seconds_per_cycle: Mean time of a cycle.
         peak_bytes: Median over the batches.
+        num_compiled: Graphs that were compiled while the batches were measured.
+        speedup_compiled: The speed-up over compiled plain decoding, of compiled modes.
     """
 
     mode: str
@@ -52,6 +54,8 @@ class SummaryRow:
     shares: dict[str, float] | None
     seconds_per_cycle: float | None
     peak_bytes: float | None
+    num_compiled: int = 0
+    speedup_compiled: float | None = None
 
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
@@ -64,12 +68,16 @@ def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
         for category in [OVERALL, *(categories if len(categories) > 1 else [])]:
             group = [sample for sample in chosen if category in (OVERALL, sample.category)]
             plain = {_key(sample): _speed(sample) for sample in group if sample.mode == PLAIN}
+            compiled = {_key(sample): _speed(sample) for sample in group if sample.mode == PLAIN_COMPILED}
             for mode in dict.fromkeys(sample.mode for sample in group):
-                rows.append(_summarize_mode([s for s in group if s.mode == mode], category, plain))
+                of_mode = [sample for sample in group if sample.mode == mode]
+                rows.append(_summarize_mode(of_mode, category, plain, compiled))
     return rows
 
 
-def _summarize_mode(samples: list[Sample], category: str, plain: dict[tuple, float]) -> SummaryRow:
+def _summarize_mode(
+    samples: list[Sample], category: str, plain: dict[tuple, float], compiled: dict[tuple, float]
+) -> SummaryRow:
     first, speeds = samples[0], [_speed(sample) for sample in samples]
     speedups = np.array([speed / plain[_key(sample)] for speed, sample in zip(speeds, samples, strict=True)])
     lengths = [row for sample in samples for row in sample.accepted_lengths or []]
@@ -95,7 +103,16 @@ def _summarize_mode(samples: list[Sample], category: str, plain: dict[tuple, flo
         shares={name: value / sum(seconds.values()) for name, value in seconds.items()} if stages else None,
         seconds_per_cycle=sum(seconds.values()) / num_cycles if stages else None,
         peak_bytes=float(np.median(peaks)) if peaks else None,
+        num_compiled=sum(sample.num_compiled for sample in samples),
+        speedup_compiled=_speedup_compiled(samples, compiled),
     )
+
+
+def _speedup_compiled(samples: list[Sample], compiled: dict[tuple, float]) -> float | None:
+    if not samples[0].mode.endswith(COMPILED):
+        return None
+    ratios = [_speed(sample) / compiled[_key(sample)] for sample in samples if _key(sample) in compiled]
+    return float(np.median(ratios)) if ratios else None
 
 
 def bootstrap_interval(values: np.ndarray, share: float = 0.95, seed: int = 0) -> tuple[float, float]:
