@@ -30,8 +30,6 @@ class ContextArguments:
     lengths: list[int] = field(default_factory=lambda: [128, 1024, 4096], metadata={"help": "Tokens of context."})
     max_new_tokens: int = 48
     repeats: int = 5
-    num_assistant_tokens: int = 10
-    branching_factor: int = 2
     memory: str | None = field(
         default=None, metadata={"help": "Only print the peak memory in MB, `plain` or `drafted`, at the first length."}
     )
@@ -42,9 +40,6 @@ def load(args: ContextArguments) -> tuple[PreTrainedModel, GumihoModel, torch.Te
     target = AutoModelForCausalLM.from_pretrained(args.demo_pair / "target", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
     gumiho = GumihoModel.from_pretrained(args.demo_pair / "gumiho", dtype=torch.float32)
-    gumiho.generation_config.update(
-        num_assistant_tokens=args.num_assistant_tokens, branching_factor=args.branching_factor
-    )
     lines = (args.demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     text = torch.tensor(tokenizer("\n".join(json.loads(line)["text"] for line in lines))["input_ids"])
     return target, gumiho, text.repeat(-(-max(args.lengths) // len(text)))

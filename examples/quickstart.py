@@ -28,10 +28,10 @@ class QuickstartArguments:
     max_new_tokens: int = 128
     repeats: int = field(default=3, metadata={"help": "Times that each prompt is decoded in each way."})
     num_assistant_tokens: int | None = field(
-        default=None, metadata={"help": "Drafted tokens per cycle (default: 10 on a CPU, else the drafter's own)."}
+        default=None, metadata={"help": "Drafted tokens per cycle (default: the drafter's own setting)."}
     )
     branching_factor: int | None = field(
-        default=None, metadata={"help": "Tokens kept at each serial step (default: 2 on a CPU, else the drafter's)."}
+        default=None, metadata={"help": "Tokens kept at each serial step (default: the drafter's own setting)."}
     )
     full_tree_attention: bool = field(
         default=True, metadata={"help": "Whether nodes are chosen among all recombinations of the heads' tokens."}
@@ -103,11 +103,10 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(args.demo_pair / "target", dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
     gumiho = GumihoModel.from_pretrained(args.demo_pair / "gumiho", dtype=torch.float32).to(device)
-    # A CPU pays for every drafted token, so it wants a smaller tree than the default.
-    small = device == "cpu"
+    # Its settings are those that `gumiho tune` found on two CPU cores.
     settings = gumiho.generation_config
-    settings.num_assistant_tokens = args.num_assistant_tokens or (10 if small else settings.num_assistant_tokens)
-    settings.branching_factor = args.branching_factor or (2 if small else settings.branching_factor)
+    settings.num_assistant_tokens = args.num_assistant_tokens or settings.num_assistant_tokens
+    settings.branching_factor = args.branching_factor or settings.branching_factor
     settings.full_tree_attention = args.full_tree_attention
 
     with (args.demo_pair / "prompts.jsonl").open(encoding="utf-8") as file:

@@ -23,10 +23,9 @@ ALLOWED = {
     "cache": set(),
     "losses": {"configuration_gumiho", "modeling_gumiho"},
     "compilation": set(),
-    "drafting": {
-        "compilation", "configuration_gumiho", "draft_vocabulary", "modeling_gumiho", "parallel_heads", "tree",
-    },
-    "candidate_generator": {"modeling_gumiho", "drafting", "tree"},
+    "drafting_settings": {"configuration_gumiho", "draft_vocabulary", "modeling_gumiho"},
+    "drafting": {"compilation", "drafting_settings", "modeling_gumiho", "parallel_heads", "tree"},
+    "candidate_generator": {"modeling_gumiho", "drafting", "drafting_settings", "tree"},
     # The generation loop is one room of several files.
     "compatibility": {"modeling_gumiho", "cache"},
     "target": {"tree", "cache", "compatibility", "compilation"},
@@ -34,10 +33,10 @@ ALLOWED = {
     "choosing": {"compilation", "sequences", "tree", "verification"},
     "generation": {
         "modeling_gumiho", "drafting", "candidate_generator", "tree", "cache", "compatibility", "target", "sequences",
-        "choosing", "compilation", "output_head",
+        "choosing", "compilation", "drafting_settings", "output_head",
     },
     "__init__": {
-        "configuration_gumiho", "modeling_gumiho", "drafting", "candidate_generator", "generation",
+        "configuration_gumiho", "modeling_gumiho", "drafting_settings", "candidate_generator", "generation",
     },
     # Training imports nothing of the generation side.
     "training.chunked_loss": {"losses", "modeling_gumiho"},
@@ -106,7 +105,7 @@ ALLOWED = {
     },
     "tuning.result": {"tuning.costs", "tuning.search", "tuning.vocabulary"},
     "tuning.finding": {
-        "drafting", "modeling_gumiho", "tuning.acceptance", "tuning.answers", "tuning.arguments",
+        "drafting_settings", "modeling_gumiho", "tuning.acceptance", "tuning.answers", "tuning.arguments",
         "tuning.calibration", "tuning.contest", "tuning.costs", "tuning.result", "tuning.search",
         "tuning.vocabulary",
     },

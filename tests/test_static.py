@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.compilation import CycleShapes
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -54,6 +55,29 @@ def test_fixed_shapes_equal_plain(family: str) -> None:
     batch = make_prompts([3, WINDOW + 9, 1])
     dynamic = target.generate(**batch, max_new_tokens=24, do_sample=False, assistant_model=drafter)
     assert torch.equal(target.generate(**batch, max_new_tokens=24, do_sample=False, **static), dynamic)
+
+
+@pytest.mark.parametrize("branching_factor", [2, 14])
+def test_caches_have_room_for_the_last_tree(branching_factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CycleShapes, "slots_for", lambda shapes, num_slots: num_slots)  # not one slot more
+    settings = {
+        "branching_factor": branching_factor,
+        "draft_vocabulary": [5, 1, 2, 7, 3, 6],
+        "draft_temperature": [1.0, 0.5],
+    }
+    for family in ("llama", "mistral"):
+        target = make_target(family)
+        drafter = make_drafter(target, num_assistant_tokens=40, **settings)
+        for max_new_tokens in range(2, 9):
+            for inputs in (make_prompts([2]), make_prompts([WINDOW + 4, 3])):
+                static = {"assistant_model": drafter, "cache_implementation": "static"}
+                embeds = {
+                    "inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]),
+                    "attention_mask": inputs["attention_mask"],
+                }
+                for given in (inputs, embeds):
+                    arguments = {**given, "max_new_tokens": max_new_tokens, "do_sample": False}
+                    assert torch.equal(target.generate(**arguments, **static), target.generate(**arguments))
 
 
 def test_cache_can_be_continued_from() -> None:

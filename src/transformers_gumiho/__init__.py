@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .candidate_generator import GumihoCandidateGenerator
 from .configuration_gumiho import GumihoConfig
-from .drafting import DraftingSettings
+from .drafting_settings import DraftingSettings
 from .generation import GumihoGenerateOutput, GumihoGenerationMixin, install
 from .modeling_gumiho import GumihoModel, GumihoOutput
 

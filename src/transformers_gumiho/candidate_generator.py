@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers.generation import CandidateGenerator
 
-from .drafting import DraftingSettings, GumihoDrafter
+from .drafting import GumihoDrafter
+from .drafting_settings import DraftingSettings
 from .modeling_gumiho import GumihoModel
 from .tree import DraftTree
 

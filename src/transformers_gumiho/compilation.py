@@ -10,7 +10,7 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
 
-# Caches are as long as a multiple of this, so that texts of a little more or less run what is compiled already.
+# Caches grow by at least so many slots, and by a quarter, so that texts of a little more or less run what is compiled.
 CAPACITY_STEP = 64
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,7 +28,8 @@ class CycleShapes:
     What the stages of a cycle run in.
 
     Attributes:
-        capacity: Slots of the target's cache where all cycles have the same shapes. `None`: shapes follow the text.
+        capacity: Least slots of the target's cache where all cycles have the same shapes. `None`: shapes follow the
+            text.
         compiler: Compiles a stage.
     """
 
@@ -40,13 +41,22 @@ class CycleShapes:
         """Whether all cycles have the same shapes."""
         return self.capacity is not None
 
+    @property
+    def are_compiled(self) -> bool:
+        """Whether stages are compiled."""
+        return self.compiler is not run_as_it_is
+
+    def slots_for(self, num_slots: int) -> int:
+        """Returns the slots of a cache of fixed shapes that is to hold `num_slots`."""
+        if self.capacity is None or self.capacity >= num_slots:
+            return self.capacity or num_slots
+        # Powers of two and three steps between them.
+        step = max(CAPACITY_STEP, 1 << max(num_slots.bit_length() - 3, 0))
+        return -(-num_slots // step) * step
+
 
 def cycle_shapes(
-    target: PreTrainedModel,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    max_length: int,
-    num_nodes: int,
+    target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], num_nodes: int
 ) -> CycleShapes:
     """
     Returns the shapes for a generation: fixed ones with a static cache, and with a compiler wherever plain
@@ -56,7 +66,6 @@ def cycle_shapes(
         target: The target.
         generation_config: As prepared by `generate()`.
         model_kwargs: As prepared by `generate()`, with the cache.
-        max_length: The longest that the text may get.
         num_nodes: Of a tree, root included.
     """
     if generation_config.cache_implementation != "static":
@@ -64,8 +73,7 @@ def cycle_shapes(
     cache: StaticCache = model_kwargs["past_key_values"]
     # `generate()` makes it as long as the longest text so far, so that shapes seldom change.
     longest = getattr(cache, "get_max_length", None) or cache.get_max_cache_shape
-    num_slots = max(longest(), max_length) + num_nodes
-    capacity = -(-num_slots // CAPACITY_STEP) * CAPACITY_STEP
+    capacity = CycleShapes(0).slots_for(longest() + num_nodes)
     if not target._valid_auto_compile_criteria(model_kwargs, generation_config):
         return CycleShapes(capacity)
     options = (generation_config.compile_config or CompileConfig()).to_dict()

@@ -1,17 +1,13 @@
 """One round of drafting: two serial passes, one parallel pass, and the tree of the best recombinations."""
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from .compilation import CycleShapes
-from .configuration_gumiho import GumihoConfig
-from .draft_vocabulary import find_fault
-from .modeling_gumiho import DECODING_DEFAULTS, GumihoModel
+from .drafting_settings import DraftingSettings
+from .modeling_gumiho import GumihoModel
 from .parallel_heads import run_batched_heads
 from .tree import (
     DraftLevel,
@@ -22,128 +18,6 @@ from .tree import (
     first_level,
     slot_attention_mask,
 )
-
-
-# Ranking nodes more sharply than the drafter's own probabilities pays at greedy: the target then always takes the most
-# likely token, which the drafter ranks first more often than its probability says.
-GREEDY_DRAFT_TEMPERATURE = 2 / 3
-
-_WHERE = "Set it in the drafter's `generation_config`."
-
-
-@dataclass(frozen=True)
-class DraftingSettings:
-    """
-    The decoding settings of a drafter, read from its `generation_config` at every call of `generate()`.
-
-    Attributes:
-        num_assistant_tokens: Drafted tokens verified per cycle (default 63).
-        branching_factor: Tokens kept at each serial step (default 14). 1 makes the tree a chain.
-        tree_depth: Longest drafted path in tokens (default and maximum: serial tokens + parallel heads).
-        full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`), or extend
-            only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens.
-        draft_temperature: Temperature under which draft scores rank nodes: one for all depths, or one for each from
-            depth 1 down, of which the last goes on below. By default (`None`) the sampling temperature when sampling,
-            2/3 at greedy.
-        draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
-    """
-
-    num_assistant_tokens: int
-    branching_factor: int
-    tree_depth: int
-    full_tree_attention: bool
-    draft_temperature: float | tuple[float, ...]
-    draft_vocabulary: Sequence[int] | None = None
-
-    @classmethod
-    def from_generation_config(
-        cls, generation_config: GenerationConfig, config: GumihoConfig, sampling_temperature: float | None
-    ) -> "DraftingSettings":
-        """
-        Reads and checks the settings.
-
-        Args:
-            generation_config: The drafter's.
-            config: The drafter's.
-            sampling_temperature: The temperature the target samples at, `None` at greedy.
-
-        Raises:
-            ValueError: A setting is out of range.
-        """
-
-        def read(name: str, default: Any) -> Any:
-            value = getattr(generation_config, name, None)
-            return default if value is None else value
-
-        settings = cls(
-            num_assistant_tokens=read("num_assistant_tokens", DECODING_DEFAULTS["num_assistant_tokens"]),
-            branching_factor=read("branching_factor", DECODING_DEFAULTS["branching_factor"]),
-            tree_depth=read("tree_depth", config.max_draft_depth),
-            full_tree_attention=read("full_tree_attention", DECODING_DEFAULTS["full_tree_attention"]),
-            draft_temperature=_as_tuple(
-                read(
-                    "draft_temperature",
-                    GREEDY_DRAFT_TEMPERATURE if sampling_temperature is None else sampling_temperature,
-                )
-            ),
-            draft_vocabulary=read("draft_vocabulary", DECODING_DEFAULTS["draft_vocabulary"]),
-        )
-        settings._validate(config)
-        return settings
-
-    def _validate(self, config: GumihoConfig) -> None:
-        for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
-        if self.tree_depth > config.max_draft_depth:
-            raise ValueError(
-                f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
-                f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
-            )
-        if not isinstance(self.full_tree_attention, bool):
-            raise ValueError(
-                f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
-            )
-        self._validate_temperature()
-        vocab_size = config.get_text_config().vocab_size
-        if self.draft_vocabulary is not None and (fault := find_fault(self.draft_vocabulary, vocab_size)):
-            raise ValueError(
-                f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
-                f"{fault}. {_WHERE}"
-            )
-
-    def _validate_temperature(self) -> None:
-        given = self.draft_temperature
-        values = given if isinstance(given, tuple) else (given,)
-        if not values or not all(map(_is_temperature, values)):
-            shown = list(given) if isinstance(given, tuple) else given
-            raise ValueError(
-                f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
-                f"depth 1 down) or None, got {shown!r}. {_WHERE}"
-            )
-
-    @property
-    def temperatures(self) -> tuple[float, ...]:
-        """The draft temperature of each depth, from depth 1 down to `tree_depth`."""
-        given = self.draft_temperature if isinstance(self.draft_temperature, tuple) else (self.draft_temperature,)
-        return (*given, *[given[-1]] * self.tree_depth)[: self.tree_depth]
-
-    @property
-    def extension(self) -> tuple[int, int]:
-        """Below the serial tokens: how many nodes of a depth are extended, and by how many tokens each."""
-        if self.full_tree_attention and self.branching_factor > 1:
-            # As wide as the budget, a per-depth beam holds every node that can be among the best of the budget.
-            return self.num_assistant_tokens, self.num_assistant_tokens
-        return self.branching_factor, self.branching_factor
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
-
-
-def _is_temperature(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class GumihoDrafter:
@@ -184,6 +58,11 @@ class GumihoDrafter:
         self._causal = self._offsets[:, None] >= self._offsets
         self._temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._shapes = shapes or CycleShapes()
+        # A captured graph reads these where they lie, as it does parameters, instead of copying them for every replay.
+        for tensor in (
+            [tensor for pair in self._head_weights or [] for tensor in pair] if self.has_fixed_shapes else []
+        ):
+            torch._dynamo.mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
 
     @property
@@ -350,10 +229,11 @@ class GumihoDrafter:
         tokens = best.indices
         if self.token_ids is not None:
             tokens = self.token_ids.to(tokens.device)[tokens]
-        return tokens, best.values
+        # Neither rounding nor an overflow in the drafter may lift a node above its parent.
+        return tokens, best.values.clamp(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`."""
+        """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`; timed by itself."""
         return self.lm_head(features)
 
     def _run_block(

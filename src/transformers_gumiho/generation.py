@@ -22,7 +22,7 @@ from .candidate_generator import GumihoCandidateGenerator
 from .choosing import TokenChooser, pick
 from .compatibility import check_cache, check_positions, check_request
 from .compilation import cycle_shapes
-from .drafting import DraftingSettings
+from .drafting_settings import DraftingSettings
 from .modeling_gumiho import GumihoModel, unwrap_drafter
 from .output_head import drafting_head, output_head
 from .sequences import CommittedSequences, HiddenStateRecord
@@ -146,9 +146,10 @@ def decode_with_tree(
     max_new_tokens = sequences.max_length - sequences.prompt_length
     check_positions(target, model_kwargs["position_ids"], max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
-    shapes = cycle_shapes(target, generation_config, model_kwargs, sequences.max_length, num_nodes)
+    shapes = cycle_shapes(target, generation_config, model_kwargs, num_nodes)
     if shapes.are_fixed:
-        # The prompt goes through an ordinary cache. The static one that `generate()` prepared holds no memory yet.
+        # The prompt goes through an ordinary cache. The static one that `generate()` prepared is dropped; unless the
+        # prompt is read in chunks it has taken no memory yet.
         model_kwargs["past_key_values"] = DynamicCache(config=target.config.get_text_config(decoder=True))
     check_cache(model_kwargs.get("past_key_values"))
     chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes)

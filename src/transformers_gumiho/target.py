@@ -112,8 +112,10 @@ class TargetRunner:
         position_ids = position_ids.to(self.device)
 
         self.prompt_length = self.prompt_cache.get_seq_length()
-        reserved = min(max_new_tokens, MAX_RESERVED_TOKENS) + self.num_nodes
-        self.cache = TreeCache.from_dynamic(self.prompt_cache, self.shapes.capacity or self.prompt_length + reserved)
+        # A cache of fixed shapes never grows.
+        reserved = max_new_tokens if self.shapes.are_fixed else min(max_new_tokens, MAX_RESERVED_TOKENS)
+        capacity = self.shapes.slots_for(self.prompt_length + reserved + self.num_nodes)
+        self.cache = TreeCache.from_dynamic(self.prompt_cache, capacity)
         self._has_tree_cache = True
         self._hook = decoder.register_forward_hook(keep_last_hidden_state, with_kwargs=True)
         if self.prompt_mask is not None and bool(self.prompt_mask.all()):
@@ -134,7 +136,7 @@ class TargetRunner:
 
     def run_tree(self, tree: DraftTree) -> TargetOutput:
         """Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors."""
-        if self.shapes.are_fixed:
+        if self.shapes.are_compiled:
             # What captured graphs returned in the cycle before may be overwritten from here on.
             torch.compiler.cudagraph_mark_step_begin()
         tree = tree.to(self.device)
@@ -156,6 +158,7 @@ class TargetRunner:
             attention_mask=self._attention_mask(tree),
             position_ids=position_ids,
         )
+        self.cache.last_hidden_state = None
         outputs = self._run_model(self.model, model_inputs)
         last_hidden_state = self.cache.last_hidden_state
         if last_hidden_state is None:

@@ -124,8 +124,7 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         root_tokens (`(B,)`): The newest committed tokens.
         levels: The levels from depth 1 down; the parents of level d are nodes of level d - 1.
     """
-    # An overflow in the drafter may not lift a node above its parent.
-    scores = torch.cat([level.scores for level in levels], dim=1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    scores = torch.cat([level.scores for level in levels], dim=1)
     order = scores.sort(dim=1, descending=True, stable=True).indices
     chosen = order[:, :num_nodes]
 
@@ -157,15 +156,15 @@ def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
     With `A` the matrix that takes a node to itself and to its parent, `A^(2^k)` reaches ancestors up to `2^k` above.
     """
     num_nodes = parents.shape[1]
-    reach = torch.eye(num_nodes, device=parents.device).expand(parents.shape[0], -1, -1)
+    reach = torch.eye(num_nodes, dtype=torch.float32, device=parents.device).expand(parents.shape[0], -1, -1)
     reach = reach.scatter(2, parents[:, :, None], 1.0)
     distance = 1
     while distance < max_depth:
+        if distance >= 8:
+            # The entries count ways, up to 2^distance of them, and under autocast they are float16.
+            reach = reach.clamp(max=1.0)
         reach = reach @ reach
         distance *= 2
-        if distance >= 32:
-            # The entries count ways, up to 2^distance of them, and float32 ends at 2^128.
-            reach = reach.clamp(max=1.0)
     return reach > 0
 
 

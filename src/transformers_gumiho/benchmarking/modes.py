@@ -98,7 +98,7 @@ def decoding_modes(
     modes.append(DecodingMode("serial head only", gumiho, {"tree_depth": config.num_serial_tokens}))
     modes.append(DecodingMode("one serial token", gumiho, {"tree_depth": 1}))
     if compiled:
-        compile_config = CompileConfig(fullgraph=True)
+        compile_config = CompileConfig()
         compile_config._compile_all_devices = True  # or transformers would leave a CPU out
         static = {"cache_implementation": "static", "compile_config": compile_config}
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..drafting import GREEDY_DRAFT_TEMPERATURE
+from ..drafting_settings import GREEDY_DRAFT_TEMPERATURE
 from ..modeling_gumiho import GumihoModel
 from .acceptance import AcceptanceProfile, profile_acceptance
 from .answers import decode_answers, typical_context

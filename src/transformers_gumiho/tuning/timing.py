@@ -67,6 +67,7 @@ def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: An
     """Decodes after `ids` `(1, T)` without a drafter: the time of the whole less that of its first token alone."""
     seconds = []
     for kwargs in (generate_kwargs | {"max_new_tokens": 1}, generate_kwargs):
+        torch.manual_seed(torch.initial_seed())  # both sample the same text
         synchronize(target.device)
         begin = time.perf_counter()
         output = target.generate(ids, **kwargs)
