@@ -10,6 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 # Slots added when a cache outgrows its buffers.
 GROWTH = 4096
+# Moving a cache here holds so much of it twice at a time: this share, or so many bytes where that is more.
+MOVED_SHARE = 1 / 16
+MOVED_BYTES = 2**24
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -243,11 +246,15 @@ class TreeCache(Cache):
         tree_cache.layers = [TreeCacheLayer(tree_cache) for _ in cache.layers]
         # Layers that read the keys and values of another one have none of their own.
         pairs = [(new, old) for new, old in zip(tree_cache.layers, cache.layers, strict=True) if old.is_initialized]
-        tree_cache.allocate([(new, old.keys, old.values) for new, old in pairs])
-        for new, old in pairs:
-            new.keys[:, :, length - old.keys.shape[2] : length] = old.keys
-            new.values[:, :, length - old.values.shape[2] : length] = old.values
-            old.keys = old.values = None
+        num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in pairs)
+        at_once = max(int(len(pairs) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
+        for first in range(0, len(pairs), at_once):
+            moved = pairs[first : first + at_once]
+            tree_cache.allocate([(new, old.keys, old.values) for new, old in moved])
+            for new, old in moved:
+                new.keys[:, :, length - old.keys.shape[2] : length] = old.keys
+                new.values[:, :, length - old.values.shape[2] : length] = old.values
+                old.keys = old.values = None
         tree_cache.set_lengths([length] * len(tree_cache.lengths))
         return tree_cache
 
