@@ -30,7 +30,8 @@ ALLOWED = {
     "compatibility": {"modeling_gumiho", "cache"},
     "target": {"tree", "cache", "compatibility", "compilation"},
     "sequences": set(),
-    "choosing": {"compilation", "sequences", "tree", "verification"},
+    "sampling_noise": set(),
+    "choosing": {"compilation", "sampling_noise", "sequences", "tree", "verification"},
     "generation": {
         "modeling_gumiho", "drafting", "candidate_generator", "tree", "cache", "compatibility", "target", "sequences",
         "choosing", "compilation", "drafting_settings", "output_head",

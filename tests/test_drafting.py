@@ -230,11 +230,13 @@ def test_settings_out_of_range_are_refused_before_the_target_runs(
         target.generate(**make_prompts([4]), max_new_tokens=4, assistant_model=drafter)
 
 
-def test_draft_temperature_defaults_to_the_sampling_temperature() -> None:
+def test_draft_temperature_defaults_to_two_thirds() -> None:
     drafter = make_drafter(make_target())
-    read = DraftingSettings.from_generation_config
-    assert read(drafter.generation_config, drafter.config, sampling_temperature=0.8).draft_temperature == 0.8
-    assert read(drafter.generation_config, drafter.config, sampling_temperature=None).draft_temperature == 2 / 3
+    for sampling_temperature in (0.8, None):
+        settings = DraftingSettings.from_generation_config(
+            drafter.generation_config, drafter.config, sampling_temperature
+        )
+        assert (settings.draft_temperature, settings.sampling_temperature) == (2 / 3, sampling_temperature)
 
 
 def test_equal_temperatures_for_all_depths_are_one_temperature() -> None:

@@ -106,12 +106,14 @@ def test_stages_are_compiled_once(family: str) -> None:
         assert torch.equal(target.generate(**batch, assistant_model=drafter, **arguments, **static), dynamic)
 
     check([9], 0, do_sample=False)
+    assert counters["stats"]["unique_graphs"] == 4, "masks, target, walk, draft"
+    check([9], 0, **SAMPLING)
     num_graphs = counters["stats"]["unique_graphs"]
-    assert num_graphs == 4, "masks, target, walk, draft"
+    assert num_graphs == 5, "drafting for sampling, too"
     # Other prompts, lengths, and ways of choosing run what was compiled for the first.
     for seed, length in enumerate((9, 4, 17, 1), start=1):
         check([length], seed, do_sample=False)
-        check([length], seed, **SAMPLING)
+        check([length], seed, **SAMPLING | {"temperature": 0.5 + 0.1 * seed})
     assert counters["stats"]["unique_graphs"] == num_graphs
     # A batch has shapes of its own, and padding a mask.
     check([9, 4], 0, do_sample=False)

@@ -46,6 +46,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         position_ids: torch.Tensor,
         counts: list[int],
         attention_mask: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
     ) -> DraftTree:
         """
         Drafts a tree after newly committed tokens. The arguments are those of [`GumihoDrafter.draft`], on any device;
@@ -57,6 +58,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
             position_ids.to(self.device),
             counts,
             attention_mask.to(self.device) if attention_mask is not None else None,
+            noise,
         )
         return tree.to(tokens.device)
 

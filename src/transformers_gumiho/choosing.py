@@ -32,6 +32,7 @@ from transformers.generation import (
 )
 
 from .compilation import CycleShapes
+from .sampling_noise import peek_gumbel_noise
 from .sequences import CommittedSequences, StepRecord
 from .tree import DraftTree
 from .verification import AcceptedPath, find_child, longest_path, walk_tree
@@ -88,6 +89,7 @@ class TokenChooser:
         self.sequences = sequences
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
+        self._draws_like: torch.Tensor | None = None  # of the shape, and on the device, that tokens are drawn in
         self.shapes = shapes
         self._walk = shapes.compiler(_walk_greedily)
         self.batch_size = len(sequences.lengths)
@@ -104,6 +106,13 @@ class TokenChooser:
             and not self.in_lockstep
             and all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
         )
+
+    def peek_noise(self, num_draws: int) -> torch.Tensor | None:
+        """Returns the noise `(B, num_draws, V)` that the next tokens will be drawn with, `None` at greedy."""
+        if self._draws_like is None:
+            return None
+        batch_size, vocab_size = self._draws_like.shape
+        return peek_gumbel_noise(batch_size, vocab_size, num_draws, self._draws_like.device)
 
     def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """
@@ -155,6 +164,7 @@ class TokenChooser:
                     idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
                     scores = scores.masked_fill(idle, 0.0)
                 tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
+                self._draws_like = tokens.expand_as(scores)
             else:
                 tokens = scores.argmax(dim=-1, keepdim=True)
             node, found = find_child(tree, node, tokens.squeeze(1))

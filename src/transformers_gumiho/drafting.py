@@ -57,6 +57,8 @@ class GumihoDrafter:
         self._offsets = torch.arange(settings.tree_depth + 1, device=device)
         self._causal = self._offsets[:, None] >= self._offsets
         self._temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
+        # Where there is noise, tokens are drawn from the target's distribution under this temperature.
+        self._sampling_temperature = torch.tensor(settings.sampling_temperature or 1.0, device=device)
         self._shapes = shapes or CycleShapes()
         # A captured graph reads these where they lie, as it does parameters, instead of copying them for every replay.
         for tensor in (
@@ -78,6 +80,7 @@ class GumihoDrafter:
         position_ids: torch.Tensor,
         counts: list[int],
         attention_mask: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
     ) -> DraftTree:
         """
         Takes in the newly committed tokens and drafts a tree after the last of them.
@@ -88,11 +91,15 @@ class GumihoDrafter:
             position_ids (`(B, n)`): For each, the position of that state.
             counts: How many of the `n` are real in each row.
             attention_mask (`(B, n)`, *optional*): In the first call, 0 where a state belongs to padding.
+            noise (`(B, tree_depth, V)`, *optional*): When sampling, the noise that the target's tokens of each depth
+                will be drawn with; see [`peek_gumbel_noise`].
         """
+        if noise is not None and self.token_ids is not None:
+            noise = noise.index_select(2, self.token_ids.to(noise.device))
         if self.cache.starts is not None:
             # A single row has the strides of the buffer it was cut from, and these change.
             tokens = tokens.flatten().view(tokens.shape)
-            inputs = (tokens, hidden_states, position_ids, _to_device(counts, tokens.device))
+            inputs = (tokens, hidden_states, position_ids, _to_device(counts, tokens.device), noise)
             # A copy, as the next cycle, which verifies it, may overwrite what a captured graph returned.
             return self._draft_fixed(self, *inputs).clone()
         if self.cache.get_seq_length() == 0:
@@ -105,17 +112,22 @@ class GumihoDrafter:
         feature, root_tokens, root_positions = (
             _last_of_rows(tensor, counts) for tensor in (features, tokens, position_ids)
         )
-        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions)
+        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions, noise)
 
     def _draft_in_fixed_shapes(
-        self, tokens: torch.Tensor, hidden_states: torch.Tensor, position_ids: torch.Tensor, counts: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        counts: torch.Tensor,
+        noise: torch.Tensor | None,
     ) -> DraftTree:
         """Does what [`draft`] does after the prompt, with `counts` `(B,)` on the device."""
         features = self._read_committed(tokens, hidden_states, position_ids)
         self.cache.advance(counts)
         last = (counts - 1).clamp(min=0)
         feature, root_tokens, root_positions = (_pick(tensor, last) for tensor in (features, tokens, position_ids))
-        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions)
+        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions, noise)
 
     def _fix_shapes(self, device: torch.device) -> None:
         self.cache.fix_shapes(device)
@@ -123,11 +135,17 @@ class GumihoDrafter:
             missing = self.cache.capacity - self.context_mask.shape[1]
             self.context_mask = torch.nn.functional.pad(self.context_mask, (0, missing), value=True)
 
-    def _grow_tree(self, root_tokens: torch.Tensor, feature: torch.Tensor, position_ids: torch.Tensor) -> DraftTree:
+    def _grow_tree(
+        self,
+        root_tokens: torch.Tensor,
+        feature: torch.Tensor,
+        position_ids: torch.Tensor,
+        noise: torch.Tensor | None,
+    ) -> DraftTree:
         """Drafts a tree after newest tokens `(B,)`; the arguments are those of [`_draft_serially`]."""
-        levels, path_inputs = self._draft_serially(root_tokens, feature, position_ids)
+        levels, path_inputs = self._draft_serially(feature, position_ids, noise)
         if self.settings.tree_depth > len(levels):
-            levels += self._draft_in_parallel(levels[-1], path_inputs)
+            levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
         return build_tree(root_tokens.to(levels[0].tokens.device), levels, self.settings.num_assistant_tokens)
 
     def _read_prompt(
@@ -154,15 +172,15 @@ class GumihoDrafter:
         return self._run_block(fused, causal, depths, position_ids)
 
     def _draft_serially(
-        self, root_tokens: torch.Tensor, feature: torch.Tensor, position_ids: torch.Tensor
+        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
     ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
         """
         Drafts the early tokens one after the other.
 
         Args:
-            root_tokens (`(B,)`): The newest committed tokens.
-            feature (`(B, 1, H)`): The serial feature that predicts the token after them.
+            feature (`(B, 1, H)`): The serial feature that predicts the token after the newest ones.
             position_ids (`(B, 1)`): The position that the feature was made at.
+            noise (`(B, tree_depth, K)`, *optional*): That of each depth, for the tokens that may be drafted.
 
         Returns:
             The levels, and for each serial token the fused inputs `(B, paths, H)` of the paths that are extended.
@@ -172,7 +190,9 @@ class GumihoDrafter:
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, min(num_serial_tokens, settings.tree_depth) + 1):
-            tokens, log_probs = self._best_tokens(feature, settings.branching_factor, self._temperatures[step - 1])
+            step_noise = None if noise is None else noise[:, step - 1 : step]
+            temperature = self._temperatures[step - 1]
+            tokens, log_probs = self._best_tokens(feature, settings.branching_factor, temperature, step_noise)
             if level is None:
                 levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
             else:
@@ -192,7 +212,9 @@ class GumihoDrafter:
         self.cache.num_pending = 0
         return levels, path_inputs
 
-    def _draft_in_parallel(self, last_level: DraftLevel, path_inputs: list[torch.Tensor]) -> list[DraftLevel]:
+    def _draft_in_parallel(
+        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None
+    ) -> list[DraftLevel]:
         """Drafts all later tokens in one pass, and recombines them under the serial paths. Returns their levels."""
         settings = self.settings
         num_heads = settings.tree_depth - self.model.config.num_serial_tokens
@@ -203,7 +225,8 @@ class GumihoDrafter:
             features = run_batched_heads(self._head_weights, inputs, num_heads)
         width, num_candidates = settings.extension
         temperatures = self._temperatures[-num_heads:, None, None]
-        tokens, log_probs = self._best_tokens(features, num_candidates, temperatures)
+        heads_noise = None if noise is None else noise[:, -num_heads:, None]
+        tokens, log_probs = self._best_tokens(features, num_candidates, temperatures, heads_noise)
 
         level, levels = last_level.first(settings.branching_factor), []
         paths = None  # the serial path above each node; those of the first head's parents are in their order
@@ -217,13 +240,16 @@ class GumihoDrafter:
         return levels
 
     def _best_tokens(
-        self, features: torch.Tensor, num_tokens: int, temperatures: torch.Tensor
+        self, features: torch.Tensor, num_tokens: int, temperatures: torch.Tensor, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Returns the best tokens after features `(B, ..., n, H)` and their log-probabilities, both
-        `(B, ..., n, num_tokens)`, under temperatures that can be broadcast to `(B, ..., n, 1)`.
+        `(B, ..., n, num_tokens)`, under temperatures that can be broadcast to `(B, ..., n, 1)` and noise that can be
+        to `(B, ..., n, K)`.
         """
         logits = self.score(features).float()
+        if noise is not None:
+            logits = logits / self._sampling_temperature.to(logits.device) + noise.to(logits.device)
         log_probs = (logits / temperatures.to(logits.device)).log_softmax(dim=-1)
         best = log_probs.topk(min(num_tokens, logits.shape[-1]))
         tokens = best.indices

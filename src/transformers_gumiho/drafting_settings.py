@@ -12,9 +12,9 @@ from .draft_vocabulary import find_fault
 from .modeling_gumiho import DECODING_DEFAULTS
 
 
-# Ranking nodes more sharply than the drafter's own probabilities pays at greedy: the target then always takes the most
-# likely token, which the drafter ranks first more often than its probability says.
-GREEDY_DRAFT_TEMPERATURE = 2 / 3
+# Ranking nodes more sharply than the drafter's own probabilities pays: the target takes the most likely token (under
+# the noise of its draw when sampling), which the drafter ranks first more often than its probability says.
+DRAFT_TEMPERATURE = 2 / 3
 
 _WHERE = "Set it in the drafter's `generation_config`."
 
@@ -31,9 +31,9 @@ class DraftingSettings:
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`), or extend
             only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens.
         draft_temperature: Temperature under which draft scores rank nodes: one for all depths, or one for each from
-            depth 1 down, of which the last goes on below. By default (`None`) the sampling temperature when sampling,
-            2/3 at greedy.
+            depth 1 down, of which the last goes on below. By default (`None`) 2/3.
         draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
+        sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
     """
 
     num_assistant_tokens: int
@@ -42,6 +42,7 @@ class DraftingSettings:
     full_tree_attention: bool
     draft_temperature: float | tuple[float, ...]
     draft_vocabulary: Sequence[int] | None = None
+    sampling_temperature: float | None = None
 
     @classmethod
     def from_generation_config(
@@ -68,13 +69,9 @@ class DraftingSettings:
             branching_factor=read("branching_factor", DECODING_DEFAULTS["branching_factor"]),
             tree_depth=read("tree_depth", config.max_draft_depth),
             full_tree_attention=read("full_tree_attention", DECODING_DEFAULTS["full_tree_attention"]),
-            draft_temperature=_as_tuple(
-                read(
-                    "draft_temperature",
-                    GREEDY_DRAFT_TEMPERATURE if sampling_temperature is None else sampling_temperature,
-                )
-            ),
+            draft_temperature=_as_tuple(read("draft_temperature", DRAFT_TEMPERATURE)),
             draft_vocabulary=read("draft_vocabulary", DECODING_DEFAULTS["draft_vocabulary"]),
+            sampling_temperature=sampling_temperature,
         )
         settings._validate(config)
         return settings

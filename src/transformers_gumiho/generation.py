@@ -164,7 +164,7 @@ def decode_with_tree(
         sequences.stream()
         if not sequences.finished:
             generator = _make_generator(target, assistant_model, settings, runner, output)
-            tree = _draft_after_prompt(generator, sequences, runner, output)
+            tree = _draft_after_prompt(generator, sequences, runner, output, chooser.peek_noise(settings.tree_depth))
         while not sequences.finished:
             output = runner.run_tree(tree)
             nodes, kept = chooser.commit(tree, output.logits)
@@ -174,7 +174,8 @@ def decode_with_tree(
             for lengths, number in zip(accepted_lengths, kept, strict=True):
                 lengths.extend([number] if number else [])
             if not sequences.finished:
-                tree = _draft_after_cycle(generator, nodes, kept, sequences, output)
+                noise = chooser.peek_noise(settings.tree_depth)
+                tree = _draft_after_cycle(generator, nodes, kept, sequences, output, noise)
         num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
         runner.truncate(num_removed)
 
@@ -228,7 +229,11 @@ def _make_generator(
 
 
 def _draft_after_prompt(
-    generator: GumihoCandidateGenerator, sequences: CommittedSequences, runner: TargetRunner, output: TargetOutput
+    generator: GumihoCandidateGenerator,
+    sequences: CommittedSequences,
+    runner: TargetRunner,
+    output: TargetOutput,
+    noise: torch.Tensor | None,
 ) -> DraftTree:
     """Drafts the first tree. With a cache of the caller's, the drafter knows the part of the text that was run."""
     # With `inputs_embeds` the tokens of the prompt are not known, and only the generated ones are.
@@ -241,6 +246,7 @@ def _draft_after_prompt(
         output.position_ids[:, -num_known:],
         counts,
         mask[:, -num_known:] if mask is not None else None,
+        noise,
     )
 
 
@@ -250,6 +256,7 @@ def _draft_after_cycle(
     kept: list[int],
     sequences: CommittedSequences,
     output: TargetOutput,
+    noise: torch.Tensor | None,
 ) -> DraftTree:
     """Drafts the next tree from the states of the nodes that were kept."""
     states = output.last_hidden_state
@@ -260,4 +267,5 @@ def _draft_after_cycle(
         pick(states, nodes),
         output.position_ids.gather(1, nodes.to(output.position_ids.device)),
         kept,
+        noise=noise,
     )

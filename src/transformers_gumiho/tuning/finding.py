@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..drafting_settings import GREEDY_DRAFT_TEMPERATURE
+from ..drafting_settings import DRAFT_TEMPERATURE
 from ..modeling_gumiho import GumihoModel
 from .acceptance import AcceptanceProfile, profile_acceptance
 from .answers import decode_answers, typical_context
@@ -25,7 +25,7 @@ from .vocabulary import choose_vocabulary
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BRANCHING_FACTORS = (1, 2, 4, 8, 14)
 # Below 1, scores rank nodes more sharply than the drafter's probabilities.
-GREEDY_DRAFT_TEMPERATURES = (0.3, 0.4, 0.5, 2 / 3, 1.0)
+DRAFT_TEMPERATURES = (0.3, 0.4, 0.5, 2 / 3, 1.0)
 # Trees that compete on the prompts. What is expected of them differs by less than it is known.
 NUM_CONTENDERS = 5
 # Tokens over which a cycle is timed.
@@ -65,14 +65,14 @@ def find_best_tree(
     sampling: dict[str, Any] = {}
     if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
-    default = _settings_of(drafter, args.temperature)
+    default = _settings_of(drafter)
     sizes = [size for size in SIZES if size <= args.max_tree_size]
     # What the drafter did so far is told of as well, however large its trees.
     known_sizes = sorted({*sizes, default.num_assistant_tokens})
 
     answers = decode_answers(target, drafter, prompts, args.max_new_tokens, **sampling)
     fitted, of_prompts = cross_fitted(measure_draft_losses(target, drafter, answers))
-    variants = _variants(default, args.temperature, fitted, of_prompts)
+    variants = _variants(default, fitted, of_prompts)
     num_timed = min(args.max_new_tokens, TIMED_TOKENS)
     costs = measure_costs(
         target, drafter, typical_context(answers, num_timed), known_sizes,
@@ -117,11 +117,9 @@ def find_best_tree(
     )
 
 
-def _settings_of(drafter: GumihoModel, temperature: float) -> TreeSettings:
+def _settings_of(drafter: GumihoModel) -> TreeSettings:
     now = drafter.generation_config
-    given = now.draft_temperature
-    if given is None:
-        given = temperature or GREEDY_DRAFT_TEMPERATURE
+    given = DRAFT_TEMPERATURE if now.draft_temperature is None else now.draft_temperature
     return TreeSettings(
         now.num_assistant_tokens,
         now.branching_factor,
@@ -131,15 +129,15 @@ def _settings_of(drafter: GumihoModel, temperature: float) -> TreeSettings:
 
 
 def _variants(
-    default: TreeSettings, temperature: float, fitted: tuple[float, ...], of_prompts: Sequence[tuple[float, ...]]
+    default: TreeSettings, fitted: tuple[float, ...], of_prompts: Sequence[tuple[float, ...]]
 ) -> list[_Variant]:
     """Returns all that is to be profiled; that of the drafter's own settings is always among them."""
-    constants = (temperature,) if temperature else GREEDY_DRAFT_TEMPERATURES
     # A chain is the same under every temperature.
-    chain = [_Variant(1, temperature or GREEDY_DRAFT_TEMPERATURE)]
+    chain = [_Variant(1, DRAFT_TEMPERATURE)]
     others = []
     for factor in sorted({*BRANCHING_FACTORS, default.branching_factor} - {1}):
-        others += [_Variant(factor, constant) for constant in dict.fromkeys((*constants, default.draft_temperature))]
+        constants = dict.fromkeys((*DRAFT_TEMPERATURES, default.draft_temperature))
+        others += [_Variant(factor, constant) for constant in constants]
         others.append(_Variant(factor, fitted, of_prompts))
     return chain + others
 

@@ -1,0 +1,45 @@
+"""Drafts are made under the noise of the draws to come: it is the true noise, and drafts gain by it."""
+
+import pytest
+import torch
+from targets import make_drafter, make_prompts, make_target
+
+from transformers_gumiho.sampling_noise import peek_gumbel_noise
+
+
+@pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 7), (3, 50), (2, 4097)])
+def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(5, batch_size, vocab_size) * 2
+    torch.manual_seed(1)
+    noise = peek_gumbel_noise(batch_size, vocab_size, 5, torch.device("cpu"))
+    assert noise.shape == (batch_size, 5, vocab_size)
+    drawn = torch.stack([torch.multinomial(step.softmax(dim=-1), 1).squeeze(1) for step in scores])
+    assert torch.equal((scores + noise.transpose(0, 1)).argmax(dim=-1), drawn)
+    # The generator was left as it was: the draws are those of the seed.
+    torch.manual_seed(1)
+    assert torch.equal(torch.stack([torch.multinomial(s.softmax(dim=-1), 1).squeeze(1) for s in scores]), drawn)
+
+
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+def test_a_drafter_that_agrees_with_the_target_drafts_what_is_drawn(
+    cache_implementation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A target whose tokens do not depend on the text, and a drafter that knows their distribution (a flat one).
+    target = make_target(vocab_size=64)
+    drafter = make_drafter(
+        target, num_assistant_tokens=7, branching_factor=1, draft_vocabulary=list(range(63, -1, -1))
+    )
+    head = target.get_output_embeddings()
+    head.weight.data.zero_()
+    arguments = {
+        **make_prompts([3]), "do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 41,
+        "cache_implementation": cache_implementation,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    plain = target.generate(**arguments)
+    torch.manual_seed(0)
+    output = target.generate(**arguments, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain)
+    assert len(set(plain[0].tolist())) > 20, "the tokens must be random"
+    assert output.accepted_lengths == [[8] * 5]
