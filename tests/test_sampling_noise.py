@@ -21,6 +21,10 @@ def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> No
     assert torch.equal(torch.stack([torch.multinomial(s.softmax(dim=-1), 1).squeeze(1) for s in scores]), drawn)
 
 
+def test_no_noise_where_a_generator_cannot_be_put_back() -> None:
+    assert peek_gumbel_noise(1, 4, 2, torch.device("meta")) is None
+
+
 @pytest.mark.parametrize("cache_implementation", [None, "static"])
 def test_a_drafter_that_agrees_with_the_target_drafts_what_is_drawn(
     cache_implementation: str | None, monkeypatch: pytest.MonkeyPatch
