@@ -108,11 +108,20 @@ class TokenChooser:
         )
 
     def peek_noise(self, num_draws: int) -> torch.Tensor | None:
-        """Returns the noise `(B, num_draws, V)` that the next tokens will be drawn with, `None` at greedy."""
+        """
+        Returns the noise `(B, num_draws, V)` that the next tokens will be drawn with, `None` at greedy.
+
+        Rows that advance by different lengths know that of the next draw alone, and zeros after it. A row whose path
+        has ended leaves the later draws of a cycle unused; had its tree depended on them, whether they are used would
+        depend on what they are, and those that are would be biased.
+        """
         if self._draws_like is None:
             return None
         batch_size, vocab_size = self._draws_like.shape
-        return peek_gumbel_noise(batch_size, vocab_size, num_draws, self._draws_like.device)
+        if batch_size == 1 or self.in_lockstep:
+            return peek_gumbel_noise(batch_size, vocab_size, num_draws, self._draws_like.device)
+        noise = peek_gumbel_noise(batch_size, vocab_size, 1, self._draws_like.device)
+        return None if noise is None else torch.nn.functional.pad(noise, (0, 0, 0, num_draws - 1))
 
     def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """
@@ -164,7 +173,8 @@ class TokenChooser:
                     idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
                     scores = scores.masked_fill(idle, 0.0)
                 tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
-                self._draws_like = tokens.expand_as(scores)
+                # A processor may have made the scores wider or narrower than what is drafted from.
+                self._draws_like = tokens.expand_as(scores) if scores.shape == node_logits.shape else None
             else:
                 tokens = scores.argmax(dim=-1, keepdim=True)
             node, found = find_child(tree, node, tokens.squeeze(1))

@@ -58,7 +58,9 @@ class GumihoDrafter:
         self._causal = self._offsets[:, None] >= self._offsets
         self._temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         # Where there is noise, tokens are drawn from the target's distribution under this temperature.
-        self._sampling_temperature = torch.tensor(settings.sampling_temperature or 1.0, device=device)
+        self._sampling_temperature = torch.tensor(
+            settings.sampling_temperature or 1.0, dtype=torch.float32, device=device
+        )
         self._shapes = shapes or CycleShapes()
         # A captured graph reads these where they lie, as it does parameters, instead of copying them for every replay.
         for tensor in (
