@@ -1,7 +1,11 @@
 """Drafts are made under the noise of the draws to come: it is the true noise, and drafts gain by it."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 from targets import make_drafter, make_prompts, make_target
 
 from transformers_gumiho.sampling_noise import peek_gumbel_noise
@@ -47,3 +51,26 @@ def test_a_drafter_that_agrees_with_the_target_drafts_what_is_drawn(
     assert torch.equal(output.sequences, plain)
     assert len(set(plain[0].tolist())) > 20, "the tokens must be random"
     assert output.accepted_lengths == [[8] * 5]
+
+
+def test_rows_that_part_sample_without_bias() -> None:
+    # Tokens 1 and 2 at random, after any text; the drafter believes in another share of them. A tree of two nodes is
+    # either two first tokens or a path of two, and which of them must not depend on noise that a row may not use.
+    target = make_target()
+    head = torch.nn.Linear(target.config.hidden_size, target.config.vocab_size).double()
+    head.weight.data.zero_()
+    head.bias.data.fill_(-1e4)
+    head.bias.data[1:3] = 0.0
+    target.set_output_embeddings(head)
+    drafter = make_drafter(target, num_assistant_tokens=2, branching_factor=2, draft_temperature=1.0)
+    arguments = {
+        "attention_mask": torch.ones(512, 2, dtype=torch.long), "do_sample": True, "top_k": 0, "max_new_tokens": 3,
+        "eos_token_id": 7, "pad_token_id": 0, "sequence_bias": [[[1], math.log(0.7 / 0.3)]],
+    }  # fmt: skip
+    counts = torch.zeros(2)
+    for seed in range(100, 180):
+        torch.manual_seed(seed)
+        tokens = target.generate(torch.ones(512, 2, dtype=torch.long), assistant_model=drafter, **arguments)
+        counts += torch.bincount(tokens[:, -1], minlength=3)[1:3]
+    assert counts.sum() == 80 * 512
+    assert chisquare(counts.numpy(), counts.sum().item() * np.array([0.7, 0.3])).pvalue > 1e-3
