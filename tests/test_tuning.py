@@ -283,7 +283,7 @@ def test_the_tree_that_is_measured_to_be_fastest_wins(monkeypatch: pytest.Monkey
     monkeypatch.setattr(finding, "measure_in_turns", slowest_first)
     monkeypatch.setattr(finding, "choose_vocabulary", lambda *_, **__: pytest.fail("not asked for"))
     monkeypatch.setattr(finding, "BRANCHING_FACTORS", (1, 2))
-    monkeypatch.setattr(finding, "GREEDY_DRAFT_TEMPERATURES", (0.5, 1.0))
+    monkeypatch.setattr(finding, "DRAFT_TEMPERATURES", (0.5, 1.0))
     for max_tree_size in (4, 12):
         args = TuningArguments(
             "", "", max_new_tokens=8, max_tree_size=max_tree_size, repeats=1, temperature=temperature,

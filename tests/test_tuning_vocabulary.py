@@ -232,7 +232,7 @@ def test_winner_is_written_as_a_list_and_decodes_exactly(
     monkeypatch.setattr(vocabulary, "SMALLEST_VOCABULARY", 1024)
     monkeypatch.setattr(vocabulary, "measure_cycles", lambda *args, **_: {size: float(size) for size in args[3]})
     monkeypatch.setattr(finding, "BRANCHING_FACTORS", (1,))
-    monkeypatch.setattr(finding, "GREEDY_DRAFT_TEMPERATURES", ())
+    monkeypatch.setattr(finding, "DRAFT_TEMPERATURES", ())
     folder = shutil.copytree(DEMO_TARGET.parent / "gumiho", tmp_path / "gumiho")
     options: dict[str, Any] = {
         "num_prompts": 2, "max_new_tokens": 8, "max_tree_size": 2, "repeats": 1, "dtype": "float32",
