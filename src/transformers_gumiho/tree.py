@@ -47,6 +47,8 @@ class DraftTree:
         tokens (`(B, N + 1)`): Token ids; the root's first.
         parents (`(B, N + 1)`): Index of each node's parent; the root is its own.
         depths (`(B, N + 1)`): Distance to the root.
+        scores (`(B, N + 1)`): Summed draft log-probabilities (nats) of the paths that end here, 0 for the root. They
+            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws.
         ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
         max_depth (`int`): No path is longer than this.
     """
@@ -54,6 +56,7 @@ class DraftTree:
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
+    scores: torch.Tensor
     ancestors: torch.Tensor
     max_depth: int
 
@@ -65,6 +68,7 @@ class DraftTree:
             tokens=self.tokens.to(device),
             parents=self.parents.to(device),
             depths=self.depths.to(device),
+            scores=self.scores.to(device),
             ancestors=self.ancestors.to(device),
             max_depth=self.max_depth,
         )
@@ -75,6 +79,7 @@ class DraftTree:
             tokens=self.tokens.clone(),
             parents=self.parents.clone(),
             depths=self.depths.clone(),
+            scores=self.scores.clone(),
             ancestors=self.ancestors.clone(),
             max_depth=self.max_depth,
         )
@@ -110,7 +115,14 @@ def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
     tokens = root_tokens[:, None]
     none = torch.zeros_like(tokens)
-    return DraftTree(tokens, none, none, torch.ones_like(none, dtype=torch.bool)[:, None], max_depth=0)
+    return DraftTree(
+        tokens=tokens,
+        parents=none,
+        depths=none,
+        scores=none.float(),
+        ancestors=torch.ones_like(none, dtype=torch.bool)[:, None],
+        max_depth=0,
+    )
 
 
 def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int) -> DraftTree:
@@ -124,8 +136,7 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         root_tokens (`(B,)`): The newest committed tokens.
         levels: The levels from depth 1 down; the parents of level d are nodes of level d - 1.
     """
-    scores = torch.cat([level.scores for level in levels], dim=1)
-    order = scores.sort(dim=1, descending=True, stable=True).indices
+    scores, order = torch.cat([level.scores for level in levels], dim=1).sort(dim=1, descending=True, stable=True)
     chosen = order[:, :num_nodes]
 
     # Place of every candidate in the tree (the root is 0), and the candidate that is its parent (0: the root).
@@ -144,6 +155,7 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         tokens=torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), dim=1),
         parents=tree_parents,
         depths=ancestors.sum(dim=2) - 1,
+        scores=torch.nn.functional.pad(scores[:, :num_nodes], (1, 0)),
         ancestors=ancestors,
         max_depth=len(levels),
     )
