@@ -118,7 +118,27 @@ ALLOWED = {
         "tuning.contest", "tuning.costs", "tuning.counting", "tuning.finding", "tuning.result", "tuning.search",
         "tuning.vocabulary",
     },
-    "cli": {"benchmarking", "benchmarking.report", "tuning"},
+    # What people are shown of a generation; nothing sees it but the command line.
+    "presenting.arguments": set(),
+    "presenting.colours": set(),
+    "presenting.cycles": {"benchmarking.stages", "choosing", "tree", "verification"},
+    "presenting.labels": {"presenting.cycles"},
+    "presenting.streaming": {"presenting.colours", "presenting.cycles"},
+    "presenting.answering": {
+        "modeling_gumiho", "presenting.colours", "presenting.cycles", "presenting.streaming",
+    },
+    "presenting.terminal_tree": {"presenting.colours", "presenting.cycles", "presenting.labels"},
+    "presenting.tree_picture": {"presenting.cycles", "presenting.labels"},
+    "presenting.command": {
+        "benchmarking.loading", "benchmarking.prompts", "drafting_settings", "modeling_gumiho",
+        "presenting.answering", "presenting.arguments", "presenting.colours", "presenting.cycles",
+        "presenting.labels", "presenting.terminal_tree", "presenting.tree_picture",
+    },
+    "presenting.__init__": {
+        "presenting.answering", "presenting.arguments", "presenting.command", "presenting.cycles",
+        "presenting.labels", "presenting.streaming", "presenting.terminal_tree",
+    },
+    "cli": {"benchmarking", "benchmarking.report", "presenting", "tuning"},
     "metrics.acceptance": set(),
     "metrics.acceptance_length": set(),
     "metrics.__init__": {"metrics.acceptance"},
