@@ -1,4 +1,4 @@
-.PHONY: style quality test
+.PHONY: style quality test docs
 
 style:
 	ruff check --fix .
@@ -11,3 +11,6 @@ quality:
 
 test:
 	python -m pytest
+
+docs:
+	python docs/build_api_reference.py build/api

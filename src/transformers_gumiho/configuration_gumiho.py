@@ -29,6 +29,10 @@ class GumihoConfig(PreTrainedConfig):
             Residual blocks in each parallel head, after the block that narrows its input to the hidden size.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
+        initializer_range (`float`, defaults to 0.02):
+            Standard deviation of new weights; those of the parallel heads begin at zero.
+        tie_word_embeddings (`bool`, defaults to `False`):
+            For transformers, which reads it of every model; a drafter has no output head to tie.
 
     Raises:
         ValueError: A field is out of range, or `model` does not describe a Llama.
@@ -70,7 +74,12 @@ class GumihoConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Checks the fields against each other; part of the `@strict` validation."""
+        """
+        Checks the fields against each other; part of the `@strict` validation.
+
+        Raises:
+            ValueError: A number is too small, or `model` does not describe a Llama.
+        """
         for name, minimum in {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0}.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")

@@ -126,7 +126,7 @@ class GumihoModel(GumihoPreTrainedModel):
         trust_remote_code: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Loads `generation_config.json`; `from_pretrained` calls this on models that carry a generation config."""
+        """Loads `generation_config.json` for `from_pretrained`. The arguments are those of `GenerationMixin`."""
         if generation_config is not None:
             self.generation_config = GenerationConfig.from_dict(generation_config.to_dict())
         elif pretrained_model_name_or_path is not None:
@@ -167,6 +167,9 @@ class GumihoModel(GumihoPreTrainedModel):
             target_config: The target's.
             embedding (`(V or more, H)`): The weight of its token embedding; the drafter gets its device and dtype.
             **overrides: Passed to [`GumihoConfig.from_target`].
+
+        Raises:
+            ValueError: The embedding is offloaded, or has another shape than the config asks for.
         """
         if embedding.device.type == "meta":
             raise ValueError(
@@ -302,21 +305,18 @@ class GumihoModel(GumihoPreTrainedModel):
         Predicts, at every position, the target's next hidden states.
 
         Args:
-            input_ids (`torch.Tensor` of shape `(B, T)`):
-                Position t holds the token *after* hidden state t.
-            hidden_states (`torch.Tensor` of shape `(B, T, H)`):
-                The target's last hidden states, after its final norm.
-            attention_mask (`torch.Tensor`, *optional*):
-                As in [`run_serial_head`].
-            position_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
-                As in [`run_serial_head`].
-            past_key_values (`Cache`, *optional*):
-                The serial head's cache; extended in place.
-            use_cache (`bool`, *optional*):
-                Whether to create a cache where none is given. Defaults to `False`.
-            unroll (`bool`, defaults to `False`):
-                Draft every serial token beyond the first from the drafter's own feature instead of the target's
-                state, at every position, as it happens in drafting. For training and evaluation, without a cache.
+            input_ids (`(B, T)`): Position t holds the token *after* hidden state t.
+            hidden_states (`(B, T, H)`): The target's last hidden states, after its final norm.
+            attention_mask (*optional*): As in [`run_serial_head`].
+            position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
+            past_key_values (`Cache`, *optional*): The serial head's cache; extended in place.
+            use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
+            unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
+                feature instead of the target's state, at every position, as it happens in drafting. For training and
+                evaluation, without a cache.
+
+        Raises:
+            ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
         """
         hidden_size = self.config.get_text_config().hidden_size
         if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != hidden_size:

@@ -19,7 +19,7 @@ class Answer:
     """
     Attributes:
         tokens: The new tokens.
-        cycles: The verification cycles that made them, all but the first, which is chosen after the prompt.
+        cycles: The verification cycles that made all of them but the first, which is chosen after the prompt.
         seconds: From the prompt to the last token.
         is_whole: Whether it was not interrupted.
     """

@@ -47,7 +47,8 @@ class CycleStreamer(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """
-        Takes the prompt `(1, T)`, which is not written, in the first call, and a new token `(1,)` in every other one.
+        Takes as `value` the prompt `(1, T)`, which is not written, in the first call, and a new token `(1,)` in every
+        other one.
 
         Raises:
             ValueError: There are several sequences.

@@ -38,11 +38,14 @@ class CycleCosts:
     plain: float
 
     def verify_seconds(self, num_assistant_tokens: int) -> float:
-        """Returns what verifying so many drafted tokens costs."""
+        """Returns the seconds of verifying `num_assistant_tokens` drafted tokens."""
         return _interpolate(num_assistant_tokens, self.verify)
 
     def cycle_seconds(self, num_assistant_tokens: int, branching_factor: int, tree_depth: int) -> float:
-        """Returns what a cycle costs; the branching factor must be one that was measured."""
+        """
+        Returns the seconds of a cycle with a tree of `num_assistant_tokens` drafted tokens and `tree_depth` levels;
+        `branching_factor` must be one that was measured.
+        """
         at_depths = {
             depth: _interpolate(num_assistant_tokens, seconds)
             for (factor, depth), seconds in self.rest.items()

@@ -60,6 +60,15 @@ def find_best_tree(
     """
     Returns the tree that decodes `prompts` fastest, and the tokens to draft it from; the drafter's settings stay as
     they are.
+
+    Args:
+        target: The target.
+        drafter: The drafter.
+        prompts: Token ids `(T,)` of each prompt.
+        args: What to try, and for which temperature.
+
+    Raises:
+        ValueError: The texts end before anything is drafted, or with their first token.
     """
     config = drafter.config
     sampling: dict[str, Any] = {}

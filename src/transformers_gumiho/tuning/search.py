@@ -14,7 +14,7 @@ DraftTemperature = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class TreeSettings:
-    """Decoding settings of a drafter; see [`DraftingSettings`]."""
+    """The decoding settings of a drafter that are tuned; their meanings are those in [`DraftingSettings`]."""
 
     num_assistant_tokens: int
     branching_factor: int
