@@ -10,7 +10,7 @@ quality:
 	mypy
 
 test:
-	python -m pytest
+	python -m pytest -n 2 --dist worksteal
 
 docs:
 	python docs/build_api_reference.py build/api
