@@ -16,7 +16,8 @@ ALLOWED = {
     "parallel_heads": {"configuration_gumiho"},
     "unrolling": set(),
     "draft_vocabulary": set(),
-    "modeling_gumiho": {"configuration_gumiho", "draft_vocabulary", "parallel_heads", "unrolling"},
+    "saving": set(),
+    "modeling_gumiho": {"configuration_gumiho", "draft_vocabulary", "parallel_heads", "saving", "unrolling"},
     "output_head": set(),
     "tree": set(),
     "verification": {"tree"},
@@ -39,6 +40,8 @@ ALLOWED = {
     "__init__": {
         "configuration_gumiho", "modeling_gumiho", "drafting_settings", "candidate_generator", "generation",
     },
+    # The code in a drafter's repository imports this, and gets the package with it.
+    "custom_generation": {"modeling_gumiho"},
     # Training imports nothing of the generation side.
     "training.chunked_loss": {"losses", "modeling_gumiho"},
     "training.arguments": {"losses", "training.chunked_loss"},

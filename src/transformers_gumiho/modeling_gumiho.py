@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_gumiho import GumihoConfig
 from .draft_vocabulary import adopt_released_vocabulary
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
+from .saving import SavingMixin
 from .unrolling import unrolled_attention_mask
 
 
@@ -66,7 +67,7 @@ class GumihoOutput(ModelOutput):
     attentions: tuple[torch.Tensor, ...] | None = None
 
 
-class GumihoPreTrainedModel(PreTrainedModel):
+class GumihoPreTrainedModel(SavingMixin, PreTrainedModel):
     config: GumihoConfig
     config_class = GumihoConfig
     base_model_prefix = "model"
