@@ -23,6 +23,7 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.custom_generation import generate
 
 
+ROOT = Path(__file__).parent.parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -204,10 +205,17 @@ def test_saving_and_pushing_at_once_uploads_the_code(
 
 
 def test_code_asks_for_this_package(repository: Path) -> None:
-    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
     assert (repository / "custom_generate" / "requirements.txt").read_text().split() == re.findall(
         '^name = "(.*)"', project, re.MULTILINE
     )
+
+
+def test_the_demo_pair_is_such_a_repository(repository: Path) -> None:
+    for file in (repository / "custom_generate").iterdir():
+        assert (
+            ROOT / "examples" / "demo_pair" / "gumiho" / "custom_generate" / file.name
+        ).read_text() == file.read_text()
 
 
 def test_call_without_a_repository(target: PreTrainedModel) -> None:
