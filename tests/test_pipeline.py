@@ -108,8 +108,7 @@ def test_a_saved_drafter_carries_the_tokenizer_it_was_given(
     tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, tmp_path: Path
 ) -> None:
     drafter.save_pretrained(tmp_path / "without")
-    with pytest.raises((OSError, ValueError)):
-        AutoTokenizer.from_pretrained(tmp_path / "without")
+    assert not list((tmp_path / "without").glob("tokenizer*"))
     drafter.tokenizer = tokenizer
     drafter.save_pretrained(tmp_path / "with")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "with")
