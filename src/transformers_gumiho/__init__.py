@@ -7,6 +7,7 @@ decode with a draft tree where the assistant is one.
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .candidate_generator import GumihoCandidateGenerator
+from .checkpoint_loading import register_released_names
 from .configuration_gumiho import GumihoConfig
 from .drafting_settings import DraftingSettings
 from .generation import GumihoGenerateOutput, GumihoGenerationMixin, install
@@ -16,6 +17,7 @@ from .modeling_gumiho import GumihoModel, GumihoOutput
 AutoConfig.register(GumihoConfig.model_type, GumihoConfig, exist_ok=True)
 AutoModel.register(GumihoConfig, GumihoModel, exist_ok=True)
 AutoModelForCausalLM.register(GumihoConfig, GumihoModel, exist_ok=True)
+register_released_names()
 install()
 
 __all__ = [
