@@ -1,21 +1,18 @@
 """Released drafters, loaded by name from a cache of the Hub: with a config of either layout, and without one."""
 
 import json
-import logging
+import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import scan_cache_dir
 from hub_cache import COMMIT, note_missing, write_to_hub_cache
+from huggingface_hub import scan_cache_dir
 from safetensors.torch import load_file, save_file
 from targets import make_prompts, make_target
 from test_modeling import reference_shapes
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from transformers_gumiho import GumihoConfig, GumihoModel, released_configs
@@ -182,8 +179,8 @@ def test_repository_without_a_config_gets_the_packaged_one(
     assert model.name_or_path == REPO
     settings = model.generation_config.to_dict()
     assert settings.items() >= tiny_packaged_config.items()
-    lack = "has no config.json" if noted else "has no config.json in the cache, and the Hub was not reached"
-    assert f"'{REPO}' {lack}; the packaged one of Gumiho-llama3-8b is used." in caplog.messages
+    message = rf"'{REPO}' has no config\.json.*; the packaged one of Gumiho-llama3-8b is used\."
+    assert any(re.fullmatch(message, logged) for logged in caplog.messages)
     # A copy that is called like the repository, and the folder that `snapshot_download` returns.
     for copy in (shutil.copytree(snapshot, tmp_path / "Gumiho-llama3-8b"), snapshot):
         assert_loaded(GumihoModel.from_pretrained(copy), weights)
@@ -275,7 +272,7 @@ def test_repositories_of_other_models_are_refused(tmp_path: Path) -> None:
 
 def test_language_models_of_few_layers_are_told_by_their_tensors(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_FIELDS)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is not a Gumiho drafter: it has no `fc`.*\nmissing: fc\.bias, fc\.weight, "):
+    with pytest.raises(ValueError, match=r"is not a Gumiho drafter: it has no `fc`.*\nmissing: fc\.bias, "):
         GumihoModel.from_pretrained(tmp_path)
 
 
@@ -286,7 +283,7 @@ def test_folders_without_a_config_are_refused(tmp_path: Path) -> None:
             load(tmp_path)
     write_repository(tmp_path / "cache", make_weights(), repo="someone/drafter")
     note_missing(tmp_path / "cache", "someone/drafter", "config.json")
-    with pytest.raises(OSError, match="'someone/drafter' has no config.json"):
+    with pytest.raises(OSError, match=r"'someone/drafter' has no config\.json.* Pass `config=`"):
         GumihoModel.from_pretrained("someone/drafter", cache_dir=tmp_path / "cache")
 
 

@@ -98,7 +98,7 @@ def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) 
     if not problems:
         return
     if "fc.weight" in info["missing_keys"]:
-        reason = "is not a Gumiho drafter: it has no `fc`, which fuses a token with the state that it was predicted from."
+        reason = "is not a Gumiho drafter: it has no `fc`, which fuses a token with the state before it."
     else:
         reason = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
     raise ValueError(f"The checkpoint {str(name_or_path)!r} {reason}\n" + "\n".join(problems))

@@ -99,14 +99,14 @@ class GumihoConfig(PreTrainedConfig):
             OSError: There is no `config.json`, neither there nor in this package.
             ValueError: The file describes another kind of model.
         """
-        name, lack = pretrained_model_name_or_path, "has no config.json"
+        name, lack, cause = pretrained_model_name_or_path, "has no config.json", None
         try:
             fields, unused = super().get_config_dict(name, **kwargs)
         except OSError as error:
             # Offline, a file that the repository lacks and one that was not downloaded look the same.
-            if not isinstance(error.__cause__, LocalEntryNotFoundError) or find_packaged_folder(name) is None:
+            if not isinstance(error.__cause__, LocalEntryNotFoundError):
                 raise
-            fields, lack = {}, "has no config.json in the cache, and the Hub was not reached"
+            fields, lack, cause = {}, "has no config.json in the cache (the Hub was not reached)", error
         if not fields:
             folder = find_packaged_folder(name)
             if folder is None:
@@ -114,7 +114,7 @@ class GumihoConfig(PreTrainedConfig):
                     f"{str(name)!r} {lack}, and is called like none of the released drafters, whose "
                     f"configs this package brings: {', '.join(released_names())}. Pass `config=`, with a "
                     f"`GumihoConfig` or with the name of the released drafter that it is a copy of."
-                )
+                ) from cause
             logger.warning(f"{str(name)!r} {lack}; the packaged one of {folder.name} is used.")
             fields, unused = super().get_config_dict(folder, **kwargs | {"subfolder": ""})
         return as_drafter_fields(fields, name), unused

@@ -196,10 +196,11 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
 
-        The released drafters load by their names, with or without a config of their own; [`GumihoConfig`] tells of the
-        layouts. Tensors may be called as in the released weights, in vLLM or in what the reference's training writes.
-        An output head is left out. Of more parallel heads than the config asks for, the first are used. A `token_map`
-        or `d2t` becomes the setting `draft_vocabulary`, unless there is a setting already.
+        The released drafters load by their names; [`GumihoConfig.get_config_dict`] tells which configs are read, and
+        what happens without one. Tensors may be called as in the released weights, with vLLM's prefixes, or as the
+        reference's training writes them. An output head is left out: features are turned into tokens by the head of
+        the target. Of more parallel heads than the config asks for, the first are used, and the log says so. A
+        `token_map` or `d2t` becomes the setting `draft_vocabulary`, unless there is a setting already.
 
         Raises:
             OSError: There is no config or no weight file.
