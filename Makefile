@@ -10,4 +10,4 @@ quality:
 	mypy
 
 test:
-	python -m pytest
+	python -m pytest -n 2 --dist worksteal

@@ -124,24 +124,24 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         root_tokens (`(B,)`): The newest committed tokens.
         levels: The levels from depth 1 down; the parents of level d are nodes of level d - 1.
     """
-    scores = torch.cat([level.scores for level in levels], dim=1)
+    root = torch.zeros_like(root_tokens)[:, None]
+    best_score = levels[0].scores.new_full(root.shape, torch.inf)
+    scores = torch.cat([best_score, *(level.scores for level in levels)], dim=1)
     order = scores.sort(dim=1, descending=True, stable=True).indices
-    chosen = order[:, :num_nodes]
+    chosen = order[:, : num_nodes + 1]
 
-    # Place of every candidate in the tree (the root is 0), and the candidate that is its parent (0: the root).
-    num_candidates = order.shape[1]
-    ranks = order.new_zeros(order.shape[0], num_candidates + 1)
-    ranks[:, 1:].scatter_(1, order, torch.arange(1, num_candidates + 1, device=order.device).expand_as(order))
+    # The candidate that is each candidate's parent, and the place of every candidate in the tree. The root is the
+    # first candidate and the first in order.
     starts = itertools.accumulate([1, *(level.tokens.shape[1] for level in levels)])
-    parents = torch.cat(
-        [levels[0].parents] + [level.parents + start for level, start in zip(levels[1:], starts, strict=False)], dim=1
-    )
-    tokens = torch.cat([level.tokens for level in levels], dim=1)
+    parents = [level.parents + start for level, start in zip(levels[1:], starts, strict=False)]
+    parents_of_chosen = torch.cat([root, levels[0].parents, *parents], dim=1).gather(1, chosen)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(1, order, places)
 
-    tree_parents = torch.nn.functional.pad(ranks.gather(1, parents.gather(1, chosen)), (1, 0))
+    tree_parents = ranks.gather(1, parents_of_chosen)
     ancestors = find_ancestors(tree_parents, len(levels))
     return DraftTree(
-        tokens=torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), dim=1),
+        tokens=torch.cat([root_tokens[:, None], *(level.tokens for level in levels)], dim=1).gather(1, chosen),
         parents=tree_parents,
         depths=ancestors.sum(dim=2) - 1,
         ancestors=ancestors,
@@ -163,7 +163,7 @@ def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
         if distance >= 8:
             # The entries count ways, up to 2^distance of them, and under autocast they are float16.
             reach = reach.clamp(max=1.0)
-        reach = reach @ reach
+        reach = torch.bmm(reach, reach)
         distance *= 2
     return reach > 0
 
@@ -203,14 +203,13 @@ def block_attention_mask(
     query_depths = depths[:, -num_queries:]
     hidden = torch.finfo(dtype).min
     mask = torch.zeros(batch_size, 1, num_queries, longest + num_new, dtype=dtype, device=device)
-    context = mask[:, 0, :, :longest]
     if context_mask is not None:
-        context.masked_fill_(~context_mask[:, None], hidden)
+        mask[:, 0, :, :longest].masked_fill_(~context_mask[:, None], hidden)
     if window is not None:
         visible = visible & (query_depths[:, :, None] - depths[:, None, :] < window)
         slots = torch.arange(longest, device=device)
-        context.masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)
-    mask[:, 0, :, longest:].masked_fill_(~visible, hidden)
+        mask[:, 0, :, :longest].masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)
+    mask[..., longest:].masked_fill_(~visible[:, None], hidden)
     return mask
 
 
