@@ -12,12 +12,17 @@ ROOT = Path(transformers_gumiho.__file__).parent
 
 # What each module may import from the package. A module of a room sees the rooms before it, never those after.
 ALLOWED = {
-    "configuration_gumiho": set(),
+    "released_configs": set(),
+    "configuration_gumiho": {"released_configs"},
+    "checkpoint_loading": {"configuration_gumiho"},
     "parallel_heads": {"configuration_gumiho"},
     "unrolling": set(),
     "draft_vocabulary": set(),
     "saving": set(),
-    "modeling_gumiho": {"configuration_gumiho", "draft_vocabulary", "parallel_heads", "saving", "unrolling"},
+    "modeling_gumiho": {
+        "checkpoint_loading", "configuration_gumiho", "draft_vocabulary", "parallel_heads", "released_configs",
+        "saving", "unrolling",
+    },
     "output_head": set(),
     "tree": set(),
     "verification": {"tree"},
@@ -38,7 +43,8 @@ ALLOWED = {
         "choosing", "compilation", "drafting_settings", "output_head",
     },
     "__init__": {
-        "configuration_gumiho", "modeling_gumiho", "drafting_settings", "candidate_generator", "generation",
+        "checkpoint_loading", "configuration_gumiho", "modeling_gumiho", "drafting_settings", "candidate_generator",
+        "generation",
     },
     # The code in a drafter's repository imports this, and gets the package with it.
     "custom_generation": {"modeling_gumiho"},

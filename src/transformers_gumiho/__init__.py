@@ -9,6 +9,7 @@ import importlib
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .candidate_generator import GumihoCandidateGenerator
+from .checkpoint_loading import register_released_names
 from .configuration_gumiho import GumihoConfig
 from .drafting_settings import DraftingSettings
 from .generation import GumihoGenerateOutput, GumihoGenerationMixin, install
@@ -21,6 +22,7 @@ AutoModelForCausalLM.register(GumihoConfig, GumihoModel, exist_ok=True)
 # For an assistant given by name, a pipeline looks here for the class that its config names. transformers makes its
 # module anew while its models are imported, so it is asked for only now.
 importlib.import_module("transformers").GumihoModel = GumihoModel  # type: ignore[attr-defined]
+register_released_names()
 install()
 
 __all__ = [
