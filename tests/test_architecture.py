@@ -12,11 +12,17 @@ ROOT = Path(transformers_gumiho.__file__).parent
 
 # What each module may import from the package. A module of a room sees the rooms before it, never those after.
 ALLOWED = {
-    "configuration_gumiho": set(),
+    "released_configs": set(),
+    "configuration_gumiho": {"released_configs"},
+    "checkpoint_loading": {"configuration_gumiho"},
     "parallel_heads": {"configuration_gumiho"},
     "unrolling": set(),
     "draft_vocabulary": set(),
-    "modeling_gumiho": {"configuration_gumiho", "draft_vocabulary", "parallel_heads", "unrolling"},
+    "saving": set(),
+    "modeling_gumiho": {
+        "checkpoint_loading", "configuration_gumiho", "draft_vocabulary", "parallel_heads", "released_configs",
+        "saving", "unrolling",
+    },
     "output_head": set(),
     "tree": set(),
     "verification": {"tree"},
@@ -37,8 +43,11 @@ ALLOWED = {
         "choosing", "compilation", "drafting_settings", "output_head",
     },
     "__init__": {
-        "configuration_gumiho", "modeling_gumiho", "drafting_settings", "candidate_generator", "generation",
+        "checkpoint_loading", "configuration_gumiho", "modeling_gumiho", "drafting_settings", "candidate_generator",
+        "generation",
     },
+    # The code in a drafter's repository imports this, and gets the package with it.
+    "custom_generation": {"modeling_gumiho"},
     # Training imports nothing of the generation side.
     "training.chunked_loss": {"losses", "modeling_gumiho"},
     "training.arguments": {"losses", "training.chunked_loss"},

@@ -78,6 +78,8 @@ class GumihoTrainer(Trainer):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
             args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, **kwargs)
+        if self.processing_class is not None:
+            self.drafter.tokenizer = self.processing_class
         # The loss is an average over all positions of a step, however many batches and processes they come in. Older
         # versions of transformers know only the first of these.
         self.model_accepts_loss_kwargs = True
