@@ -1,6 +1,7 @@
 """Tiny random targets of many families, and drafters for them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import (
@@ -111,3 +112,12 @@ def make_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
         input_ids[row, longest - length :] = torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
         attention_mask[row, longest - length :] = 1
     return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def passes_of(target: PreTrainedModel, call: Callable[[], Any]) -> tuple[int, Any]:
+    """Returns how often `call` runs the target, and what it returns."""
+    passes: list[int] = []
+    handle = target.register_forward_hook(lambda *_: passes.append(1))
+    output = call()
+    handle.remove()
+    return len(passes), output

@@ -19,6 +19,7 @@ ALLOWED = {
     "unrolling": set(),
     "draft_vocabulary": set(),
     "saving": set(),
+    "placement": set(),
     "modeling_gumiho": {
         "checkpoint_loading", "configuration_gumiho", "draft_vocabulary", "parallel_heads", "released_configs",
         "saving", "unrolling",
@@ -47,7 +48,7 @@ ALLOWED = {
         "generation",
     },
     # The code in a drafter's repository imports this, and gets the package with it.
-    "custom_generation": {"modeling_gumiho"},
+    "custom_generation": {"modeling_gumiho", "placement"},
     # Training imports nothing of the generation side.
     "training.chunked_loss": {"losses", "modeling_gumiho"},
     "training.arguments": {"losses", "training.chunked_loss"},
@@ -90,7 +91,7 @@ ALLOWED = {
     "benchmarking.summary": {"benchmarking.modes", "benchmarking.runner", "metrics"},
     "benchmarking.report": {"benchmarking.modes", "benchmarking.summary"},
     "benchmarking.plots": {"benchmarking.modes", "benchmarking.summary"},
-    "benchmarking.loading": {"modeling_gumiho"},
+    "benchmarking.loading": {"modeling_gumiho", "placement"},
     "benchmarking.command": {
         "benchmarking.loading", "benchmarking.modes", "benchmarking.plots", "benchmarking.prompts",
         "benchmarking.report", "benchmarking.runner", "benchmarking.summary",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi
-from targets import make_drafter, make_prompts, make_target
+from targets import make_drafter, make_prompts, make_target, passes_of
 from transformers import PreTrainedModel, dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
 
@@ -69,14 +69,6 @@ def repository(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.Monk
 def pretend_to_push(monkeypatch: pytest.MonkeyPatch, create_commit: Callable[..., None]) -> None:
     monkeypatch.setattr(HfApi, "create_commit", create_commit)
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=repo_id))
-
-
-def passes_of(target: PreTrainedModel, call: Callable[[], Any]) -> tuple[int, Any]:
-    passes: list[int] = []
-    handle = target.register_forward_hook(lambda *_: passes.append(1))
-    output = call()
-    handle.remove()
-    return len(passes), output
 
 
 def test_pushed_repository_generates_what_plain_decoding_does(target: PreTrainedModel, repository: Path) -> None:

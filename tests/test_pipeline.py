@@ -1,11 +1,11 @@
 """`pipeline("text-generation", assistant_model=...)` writes what it writes without the assistant, in fewer passes."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from targets import passes_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from transformers_gumiho import GumihoModel
@@ -37,14 +37,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture
 def drafter() -> GumihoModel:
     return GumihoModel.from_pretrained(FOLDER / "gumiho", dtype=torch.float32)
-
-
-def passes_of(target: PreTrainedModel, call: Callable[[], Any]) -> tuple[int, Any]:
-    passes: list[int] = []
-    handle = target.register_forward_hook(lambda *_: passes.append(1))
-    output = call()
-    handle.remove()
-    return len(passes), output
 
 
 def check(target: PreTrainedModel, plain: Any, assisted: Any, inputs: Any, **kwargs: Any) -> None:

@@ -149,6 +149,19 @@ def test_characters_of_several_tokens_are_written_whole() -> None:
         assert [is_coloured for _, is_coloured in written] == [i < num_coloured for i in range(len(text))]
 
 
+def test_prompt_that_ends_within_a_character_is_gone_on_with() -> None:
+    text = "日本語 é"
+    tokens = TOKENIZER(text)["input_ids"]
+    for cut in range(1, len(tokens)):
+        stream = io.StringIO()
+        streamer = CycleStreamer(TOKENIZER, stream, colours=False)
+        for value in [[tokens[:cut]], *([token] for token in tokens[cut:])]:
+            streamer.put(torch.tensor(value))
+        streamer.end()
+        assert text.endswith(stream.getvalue())
+        assert TOKENIZER.decode(tokens[:cut]).rstrip("\N{REPLACEMENT CHARACTER}") + stream.getvalue() == text
+
+
 def test_text_that_ends_within_a_character_is_written_all_the_same() -> None:
     tokens = TOKENIZER("🦊")["input_ids"]
     stream = io.StringIO()

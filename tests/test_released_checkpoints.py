@@ -225,9 +225,12 @@ def test_config_of_vllm_that_says_nothing_of_a_bias_has_none(tmp_path: Path) -> 
     fields = {name: value for name, value in VLLM_FIELDS.items() if name != "gumiho_fc_bias"}
     weights = {name: tensor for name, tensor in make_weights().items() if name != "fc.bias"}
     write_repository(tmp_path, weights, fields)
-    assert GumihoModel.from_pretrained(REPO, cache_dir=tmp_path).fc.bias is None
-    with pytest.raises(ValueError, match="asks for `add_para_norm`, two norms before `fc`"):
-        released_configs.as_drafter_fields(fields | {"add_para_norm": True}, REPO)
+    for loaded in (GumihoModel, AutoModel, AutoModelForCausalLM):
+        assert loaded.from_pretrained(REPO, cache_dir=tmp_path).fc.bias is None
+    for kind in (GumihoConfig, AutoConfig):
+        write_repository(tmp_path / kind.__name__, weights, fields | {"add_para_norm": True})
+        with pytest.raises(ValueError, match="asks for `add_para_norm`, two norms before `fc`"):
+            kind.from_pretrained(REPO, cache_dir=tmp_path / kind.__name__)
 
 
 @pytest.mark.parametrize("layout", ["vllm", "reference", None])
@@ -294,6 +297,19 @@ def test_folders_without_a_config_are_refused(tmp_path: Path) -> None:
     note_missing(tmp_path / "cache", "someone/drafter", "config.json")
     with pytest.raises(OSError, match=r"'someone/drafter' has no config\.json.* Pass `config=`"):
         GumihoModel.from_pretrained("someone/drafter", cache_dir=tmp_path / "cache")
+
+
+def test_drafter_of_another_owner_is_none_of_the_released_ones(tmp_path: Path) -> None:
+    """Whatever its name is: its own config counts, with the settings that go with it."""
+    theirs = REPO.replace("amd/", "someone/")
+    weights = {name: tensor for name, tensor in make_weights().items() if not name.startswith(("mlp.3.", "mlp.4."))}
+    write_repository(tmp_path, weights, VLLM_FIELDS | {"num_parallel_heads": 3}, repo=theirs)
+    drafter = GumihoModel.from_pretrained(theirs, cache_dir=tmp_path)
+    assert drafter.generation_config.tree_depth == 5
+    write_repository(tmp_path / "bare", make_weights(), repo=theirs)
+    note_missing(tmp_path / "bare", theirs, "config.json")
+    with pytest.raises(OSError, match=r"has no config\.json.* Pass `config=`"):
+        GumihoModel.from_pretrained(theirs, cache_dir=tmp_path / "bare")
 
 
 def test_tensors_that_do_not_fit_the_packaged_config_are_named(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import torch
 from targets import make_drafter, make_prompts, make_target
 from transformers import AutoModelForCausalLM
 
+from transformers_gumiho.placement import drafter_device
+
 
 SCRIPT = Path(__file__).with_name("split_generation.py")
 
@@ -34,18 +36,19 @@ def test_tensor_parallel_target(tmp_path: Path) -> None:
     assert first["greedy"]["plain"] == whole.tolist()
 
 
-@pytest.mark.parametrize("head", ["cpu", "disk"])
-def test_target_split_by_a_device_map(head: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("embedding", "head"), [("cpu", "cpu"), ("cpu", "disk"), ("disk", "cpu")])
+def test_target_split_by_a_device_map(embedding: str, head: str, tmp_path: Path) -> None:
     whole = make_target()
     whole.save_pretrained(tmp_path / "target")
     device_map = {
-        "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu",
+        "model.embed_tokens": embedding, "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu",
         "model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": head,
     }  # fmt: skip
     target = AutoModelForCausalLM.from_pretrained(
         tmp_path / "target", dtype=torch.float64, device_map=device_map, offload_folder=tmp_path / "offloaded"
     )
     assert target.hf_device_map == device_map
+    assert drafter_device(target).type == "cpu"
     for settings in ({}, {"draft_vocabulary": [0, 1, 2, 3, 4, 5]}):
         drafter = make_drafter(whole, **settings)
         for lengths in ([6], [6, 3]):

@@ -21,7 +21,8 @@ AutoModel.register(GumihoConfig, GumihoModel, exist_ok=True)
 AutoModelForCausalLM.register(GumihoConfig, GumihoModel, exist_ok=True)
 # For an assistant given by name, a pipeline looks here for the class that its config names. transformers makes its
 # module anew while its models are imported, so it is asked for only now.
-importlib.import_module("transformers").GumihoModel = GumihoModel  # type: ignore[attr-defined]
+if not hasattr(importlib.import_module("transformers"), GumihoModel.__name__):
+    importlib.import_module("transformers").GumihoModel = GumihoModel  # type: ignore[attr-defined]
 register_released_names()
 install()
 

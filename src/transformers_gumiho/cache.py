@@ -136,7 +136,8 @@ class TreeCache(Cache):
         key = device, num_heads, num_new, self.num_pending
         if key not in self._new_entries:
             slots = self.row_starts(device) + torch.arange(num_new, device=device)
-            self._new_entries[key] = _flat_index((len(self.lengths), num_heads), self.capacity, slots)
+            first_slots = _first_slots((len(self.lengths), num_heads), self.capacity, device)
+            self._new_entries[key] = (first_slots + slots[:, None]).flatten()
         return self._new_entries[key]
 
     def update(
@@ -313,16 +314,16 @@ def _assign_views(group: torch.Tensor, places: list[tuple[TreeCacheLayer, str]])
 def _move_rows(group: torch.Tensor, nodes: torch.Tensor, starts: torch.Tensor) -> None:
     """Moves the entries `nodes` `(B, n)` behind the slots `starts` `(B, 1)` to the first slots from there on."""
     kept = torch.arange(nodes.shape[1], device=group.device)
-    source, target = (_flat_index(group.shape[:3], group.shape[3], starts + places) for places in (nodes, kept))
+    first_slots = _first_slots(group.shape[:3], group.shape[3], group.device)
+    source, target = ((first_slots + (starts + places)[:, None]).flatten() for places in (nodes, kept))
     # Whole rows: several times as fast as gathering and scattering single numbers.
     entries = group.view(-1, group.shape[4])
     entries.index_copy_(0, target, entries.index_select(0, source))
 
 
-def _flat_index(shape: Sequence[int], capacity: int, slots: torch.Tensor) -> torch.Tensor:
+def _first_slots(shape: Sequence[int], capacity: int, device: torch.device) -> torch.Tensor:
     """
-    Returns where the slots `(B, n)` of all heads are in buffers `(*shape, capacity, head_dim)` that are flattened but
-    for the last dimension, in this order. `shape` ends in `(B, heads)`.
+    Returns `(*shape, 1)`: where the slots of each head begin in buffers `(*shape, capacity, head_dim)` that are
+    flattened but for the last dimension. `shape` ends in `(B, heads)`.
     """
-    firsts = torch.arange(math.prod(shape), device=slots.device).view(*shape, 1) * capacity
-    return (firsts + slots[:, None]).flatten()
+    return torch.arange(math.prod(shape), device=device).view(*shape, 1) * capacity

@@ -128,6 +128,22 @@ class GumihoConfig(PreTrainedConfig):
             fields, unused = super().get_config_dict(folder, **kwargs | {"subfolder": ""})
         return as_drafter_fields(fields, name), unused
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """
+        Makes a config of the content of a `config.json`, as `PreTrainedConfig.from_dict` does. What is saved here
+        always says whether `fc` has a bias; where a file does not, it has none, as for vLLM.
+
+        Raises:
+            ValueError: It asks for vLLM's `add_para_norm`.
+        """
+        if config_dict.get("add_para_norm"):
+            raise ValueError(
+                "The config asks for `add_para_norm`, two norms before `fc` that the published drafters do not have, "
+                "and that are not available here. Load this drafter with vLLM."
+            )
+        return super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
+
     @property
     def max_draft_depth(self) -> int:
         """The longest path this drafter can draft, in tokens."""

@@ -5,16 +5,17 @@ import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from .modeling_gumiho import GumihoModel
+from .placement import drafter_device
 
 
 # Arguments of `generate()` that say how a repository is read; they are for the drafter as for the code next to it.
 _LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
-# For each target the drafters that it was called with, by where they came from and where they went.
-_drafters: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], GumihoModel]] = WeakKeyDictionary()
+# For each target the drafters that it was called with, by where they came from.
+_drafters: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, Any], GumihoModel]] = WeakKeyDictionary()
 
 
 def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = None, **kwargs: Any) -> Any:
@@ -40,11 +41,9 @@ def _drafter_for(target: PreTrainedModel, repository: str, loading: dict[str, An
     """Returns the drafter of a repository for `target`; the same one in every call."""
     source = os.path.abspath(repository) if os.path.isdir(repository) else repository
     loaded = _drafters.setdefault(target, {})
-    key = (source, loading.get("revision"), target.device, target.dtype)
-    if key not in loaded:
-        loaded[key] = GumihoModel.from_pretrained(
-            repository, dtype=target.dtype, device_map=target.device, **loading
-        ).eval()
+    key, device = (source, loading.get("revision")), drafter_device(target)
+    if key not in loaded or (loaded[key].device, loaded[key].dtype) != (device, target.dtype):
+        loaded[key] = GumihoModel.from_pretrained(repository, dtype=target.dtype, device_map=device, **loading)
     return loaded[key]
 
 
@@ -57,7 +56,8 @@ def _repository_of_call() -> str:
     """
     frame = inspect.currentframe()
     while frame is not None:
-        if isinstance(name := frame.f_locals.get("custom_generate"), str):
+        is_generate = frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__
+        if is_generate and isinstance(name := frame.f_locals.get("custom_generate"), str):
             return name
         frame = frame.f_back
     raise ValueError(

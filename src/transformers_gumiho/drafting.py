@@ -257,8 +257,8 @@ class GumihoDrafter:
         tokens = best.indices
         if self.token_ids is not None:
             tokens = self.token_ids.to(tokens.device)[tokens]
-        # An overflow in the drafter, which makes all of them NaN, may not lift a node above its parent.
-        return tokens, best.values.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        # Neither rounding nor an overflow in the drafter may lift a node above its parent.
+        return tokens, best.values.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`; timed by itself."""

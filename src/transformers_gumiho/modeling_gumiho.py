@@ -136,9 +136,11 @@ class GumihoModel(GumihoPreTrainedModel):
             kwargs |= {"_from_auto": from_auto_class, "_from_pipeline": from_pipeline}
             try:
                 self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
-            except OSError:  # there is no such file: without a packaged one, the defaults stay
+            except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
                 if packaged := find_packaged_folder(pretrained_model_name_or_path):
-                    self.generation_config = GenerationConfig.from_pretrained(packaged)
+                    settings = GenerationConfig.from_pretrained(packaged)
+                    if settings.tree_depth <= self.config.max_draft_depth:
+                        self.generation_config = settings
         self._complete_generation_config()
 
     def _complete_generation_config(self) -> None:

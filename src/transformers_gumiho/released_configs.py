@@ -10,6 +10,9 @@ from transformers import LlamaConfig
 # In a wheel the configs are inside the package; a clone keeps them in its top-level folder.
 _FOLDERS = (Path(__file__).parent / "hub_configs", Path(__file__).parents[2] / "hub_configs")
 
+# Of the released drafters, on the Hub.
+_OWNER = "amd"
+
 # The serial heads that the reference trains have 2 layers. A Llama of more layers than this is a language model, and
 # to tell that from its tensors would mean to download and load them all.
 _MOST_LAYERS = 8
@@ -20,22 +23,28 @@ def find_packaged_folder(name_or_path: Any) -> Path | None:
     Returns the packaged folder with the `config.json` and `generation_config.json` of a released drafter.
 
     Args:
-        name_or_path: A name on the Hub, the path of a copy whose folder is called like the repository, or that of a
-            snapshot in a cache of the Hub.
+        name_or_path: A name on the Hub with its owner, the path of a copy whose folder is called like the repository,
+            or that of a snapshot in a cache of the Hub.
 
     Returns:
         The folder, `None` where `name_or_path` is called like none of the released drafters.
     """
     parts = Path(os.path.abspath(name_or_path)).parts
-    # `huggingface_hub` keeps its files under models--{owner}--{name}/snapshots/{commit}.
-    is_snapshot = len(parts) > 3 and parts[-2] == "snapshots"
-    name = parts[-3].rpartition("--")[2] if is_snapshot else parts[-1]
+    if len(parts) > 3 and parts[-2] == "snapshots":
+        # `huggingface_hub` keeps its files under models--{owner}--{name}/snapshots/{commit}.
+        owner, _, name = parts[-3].removeprefix("models--").partition("--")
+    elif os.path.isdir(name_or_path):
+        owner, name = _OWNER, parts[-1]
+    else:
+        owner, _, name = str(name_or_path).partition("/")
+    if owner != _OWNER:
+        return None
     return next((folder / name for folder in _FOLDERS if (folder / name / "config.json").is_file()), None)
 
 
 def released_names() -> list[str]:
     """Returns the names on the Hub of the drafters whose configs are packaged."""
-    return sorted(f"amd/{path.parent.name}" for folder in _FOLDERS for path in folder.glob("*/config.json"))
+    return sorted(f"{_OWNER}/{path.parent.name}" for folder in _FOLDERS for path in folder.glob("*/config.json"))
 
 
 def as_drafter_fields(fields: dict[str, Any], name_or_path: Any) -> dict[str, Any]:
@@ -51,13 +60,7 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any) -> dict[str, An
     """
     model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
     if model_type == "gumiho":
-        if fields.get("add_para_norm"):
-            raise ValueError(
-                f"The config.json of {str(name_or_path)!r} asks for `add_para_norm`, two norms before `fc` that the "
-                f"published drafters do not have, and that are not available here. Load it with vLLM."
-            )
-        # As vLLM reads a file that does not say it. What is saved here always does.
-        return {"gumiho_fc_bias": False} | fields
+        return fields
     where = f"{str(name_or_path)!r} is not a Gumiho drafter"
     if model_type != LlamaConfig.model_type:
         raise ValueError(
@@ -71,4 +74,5 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any) -> dict[str, An
             f"has 2 (at most {_MOST_LAYERS} are taken for one). Pass the name of a drafter, or its `GumihoConfig` as "
             f"`config`."
         )
-    return {"model_type": "gumiho", "model": fields, "dtype": fields.get("dtype", fields.get("torch_dtype"))}
+    dtype = fields.get("dtype", fields.get("torch_dtype"))
+    return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}

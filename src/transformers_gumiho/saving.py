@@ -34,7 +34,8 @@ class SavingMixin:
     ) -> None:
         """As `PreTrainedModel.save_pretrained`; also writes the tokenizer and the folder `custom_generate`."""
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
-        if self.should_save_on_this_rank(is_main_process):  # type: ignore[attr-defined]
+        # transformers tells in the log why it does not save into a file.
+        if self.should_save_on_this_rank(is_main_process) and Path(save_directory).is_dir():  # type: ignore[attr-defined]
             self._save_companions(save_directory)
 
     def _upload_modified_files(
@@ -58,7 +59,8 @@ class SavingMixin:
             (folder / name).write_text(text, encoding="utf-8")
         written = {folder.name}
         if self.tokenizer is not None:
-            written |= {Path(file).name for file in self.tokenizer.save_pretrained(save_directory)}
+            files = self.tokenizer.save_pretrained(save_directory)
+            written |= {Path(os.path.relpath(file, save_directory)).parts[0] for file in files}
         return written
 
 

@@ -4,6 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling_gumiho import GumihoModel
+from ..placement import drafter_device
 
 
 def load_pair(
@@ -20,5 +21,5 @@ def load_pair(
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map or device)
-    drafter = GumihoModel.from_pretrained(assistant, dtype=model.dtype, device_map=model.device)
+    drafter = GumihoModel.from_pretrained(assistant, dtype=model.dtype, device_map=drafter_device(model))
     return model, AutoTokenizer.from_pretrained(target), drafter

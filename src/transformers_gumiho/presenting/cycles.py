@@ -1,6 +1,7 @@
 """What happens in each verification cycle: the drafted tree, and what the target took from it."""
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,15 +67,17 @@ class Cycle:
 @contextmanager
 def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
     """
-    Calls `on_cycle` after each verification cycle of the generations within it, before a streamer gets the cycle's
-    tokens. The choice of the first token, after the prompt, is no cycle.
+    Calls `on_cycle` after each verification cycle of this thread's generations within it, before a streamer gets the
+    cycle's tokens. The choice of the first token, after the prompt, is no cycle.
 
     Raises:
         ValueError: In `generate()`, for a batch of several sequences.
     """
-    commit = TokenChooser.commit
+    commit, thread = TokenChooser.commit, threading.get_ident()
 
     def watched_commit(self: TokenChooser, tree: DraftTree, logits: torch.Tensor) -> Any:
+        if threading.get_ident() != thread:
+            return commit(self, tree, logits)
         if self.batch_size != 1:
             raise ValueError(f"Cycles of one sequence can be watched, got a batch of {self.batch_size}.")
         nodes, kept = commit(self, tree, logits)

@@ -73,7 +73,8 @@ class CycleStreamer(BaseStreamer):
         text = self._decode(context + piece)
         if text.endswith(_INCOMPLETE) and not is_last:
             return
-        text = text[len(self._decode(context)) :]
+        # A prompt may end within a character, which is written whole.
+        text = text[len(self._decode(context).rstrip(_INCOMPLETE)) :]
         self.stream.write(coloured(text, self.colours and all(is_draft for _, is_draft in self._piece)))
         self.stream.flush()
         self._context, self._piece = (context + piece)[-_CONTEXT:], []

@@ -31,7 +31,8 @@ class CycleCosts:
         rest: For each branching factor and tree depth, the seconds of all else in a cycle (drafting and keeping the
             books) for each number of drafted tokens.
         plain: Seconds of a step of plain decoding.
-        setup: Seconds before the first cycle of a text, its prompt aside: making ready, and the draft after it.
+        setup: Seconds before the first cycle of a text, its prompt aside: making ready, and the draft after it. The
+            median over all shapes.
     """
 
     verify: dict[int, float]
@@ -89,6 +90,9 @@ def measure_costs(
         max_new_tokens: Tokens of each run; its cycles are averaged. At least enough for two of them are decoded.
         repeats: Runs of each shape, of which the median counts.
         **generate_kwargs: For `generate()`.
+
+    Raises:
+        ValueError: The target ends its texts before two cycles.
     """
     num_serial_tokens, deepest = drafter.config.num_serial_tokens, drafter.config.max_draft_depth
     depths = sorted({1, num_serial_tokens, deepest})
@@ -111,6 +115,10 @@ def measure_costs(
             for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
                 shape = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
                 timed[tree].append(time_drafted(target, drafter, ids, shape, split=True, **settings))
+    if any(taken.num_cycles < 2 for times in timed.values() for taken in times):
+        raise ValueError(
+            "The texts end in their first cycle, and no whole one can be timed. Check the target's settings."
+        )
     verify, rest = {}, {}
     for tree, times in timed.items():
         verify[tree] = statistics.median(taken.verify_seconds for taken in times[1:])

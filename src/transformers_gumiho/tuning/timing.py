@@ -5,6 +5,7 @@ drafts as verifications, the first draft included. Every speed is the tokens aft
 prompt, per second of that time.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +32,7 @@ class DecodingTime:
         num_cycles: Passes over draft trees; 0 without a drafter.
         setup_seconds: Before the first pass, where cycles were timed: making ready, and the draft after the prompt.
         verify_seconds: The mean pass, where cycles were timed.
-        cycle_seconds: The mean time from the beginning of a pass to that of the next, where there were two of them.
+        cycle_seconds: The mean time from the beginning of a pass to that of the next; NaN where there is no next.
     """
 
     num_tokens: int = 0
@@ -39,7 +40,7 @@ class DecodingTime:
     num_cycles: int = 0
     setup_seconds: float = 0.0
     verify_seconds: float = 0.0
-    cycle_seconds: float = 0.0
+    cycle_seconds: float = math.nan
 
 
 def time_drafted(
@@ -114,4 +115,5 @@ def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
         begins, ends = zip(*passes, strict=True)
         taken.setup_seconds = begins[0] - begin
         taken.verify_seconds = (sum(ends) - sum(begins)) / len(passes)
-        taken.cycle_seconds = (begins[-1] - begins[0]) / max(len(passes) - 1, 1)
+        if len(passes) > 1:
+            taken.cycle_seconds = (begins[-1] - begins[0]) / (len(passes) - 1)

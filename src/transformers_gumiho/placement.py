@@ -1,0 +1,18 @@
+"""Where a drafter belongs."""
+
+import torch
+from transformers import PreTrainedModel
+
+
+def drafter_device(target: PreTrainedModel) -> torch.device:
+    """
+    Returns the device for a drafter of `target`: the target's. Of a target whose first parameters are offloaded, which
+    are on no device, the first one that computes.
+    """
+    if target.device.type != "meta":
+        return target.device
+    places = getattr(target, "hf_device_map", None) or {}
+    return next((torch.device(place) for place in places.values() if place != "disk"), torch.device("cpu"))
+
+
+__all__ = ["drafter_device"]
