@@ -92,8 +92,12 @@ class TargetRunner:
             self.cache.to_dynamic(self.prompt_cache)
 
     def read_prompt(self, input_ids: torch.Tensor, max_new_tokens: int) -> TargetOutput:
-        """Runs the prompt exactly as plain `generate()` does."""
+        """Runs the prompt as plain `generate()` does, but all of it through all layers."""
         self.max_new_tokens = max_new_tokens
+        if "logits_to_keep" in self.model_kwargs:
+            # With a number here, decoders whose last layers read the keys and values of earlier ones run these on the
+            # last token alone; the drafter wants the states of the whole prompt.
+            self.model_kwargs["logits_to_keep"] = torch.tensor([-1])
         position_ids = self.model_kwargs["position_ids"]
         decoder = self.model.get_decoder()
         with _capture_last_hidden_states(decoder) as states:
