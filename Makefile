@@ -1,4 +1,4 @@
-.PHONY: style quality test
+.PHONY: style quality test docs
 
 style:
 	ruff check --fix .
@@ -10,4 +10,7 @@ quality:
 	mypy
 
 test:
-	python -m pytest
+	python -m pytest -n 2 --dist worksteal
+
+docs:
+	python docs/build_api_reference.py build/api

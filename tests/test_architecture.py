@@ -12,11 +12,17 @@ ROOT = Path(transformers_gumiho.__file__).parent
 
 # What each module may import from the package. A module of a room sees the rooms before it, never those after.
 ALLOWED = {
-    "configuration_gumiho": set(),
+    "released_configs": set(),
+    "configuration_gumiho": {"released_configs"},
+    "checkpoint_loading": {"configuration_gumiho"},
     "parallel_heads": {"configuration_gumiho"},
     "unrolling": set(),
     "draft_vocabulary": set(),
-    "modeling_gumiho": {"configuration_gumiho", "draft_vocabulary", "parallel_heads", "unrolling"},
+    "saving": set(),
+    "modeling_gumiho": {
+        "checkpoint_loading", "configuration_gumiho", "draft_vocabulary", "parallel_heads", "released_configs",
+        "saving", "unrolling",
+    },
     "output_head": set(),
     "tree": set(),
     "verification": {"tree"},
@@ -37,8 +43,11 @@ ALLOWED = {
         "choosing", "compilation", "drafting_settings", "output_head",
     },
     "__init__": {
-        "configuration_gumiho", "modeling_gumiho", "drafting_settings", "candidate_generator", "generation",
+        "checkpoint_loading", "configuration_gumiho", "modeling_gumiho", "drafting_settings", "candidate_generator",
+        "generation",
     },
+    # The code in a drafter's repository imports this, and gets the package with it.
+    "custom_generation": {"modeling_gumiho"},
     # Training imports nothing of the generation side.
     "training.chunked_loss": {"losses", "modeling_gumiho"},
     "training.arguments": {"losses", "training.chunked_loss"},
@@ -118,7 +127,27 @@ ALLOWED = {
         "tuning.contest", "tuning.costs", "tuning.counting", "tuning.finding", "tuning.result", "tuning.search",
         "tuning.vocabulary",
     },
-    "cli": {"benchmarking", "benchmarking.report", "tuning"},
+    # What people are shown of a generation; nothing sees it but the command line.
+    "presenting.arguments": set(),
+    "presenting.colours": set(),
+    "presenting.cycles": {"benchmarking.stages", "choosing", "tree", "verification"},
+    "presenting.labels": {"presenting.cycles"},
+    "presenting.streaming": {"presenting.colours", "presenting.cycles"},
+    "presenting.answering": {
+        "modeling_gumiho", "presenting.colours", "presenting.cycles", "presenting.streaming",
+    },
+    "presenting.terminal_tree": {"presenting.colours", "presenting.cycles", "presenting.labels"},
+    "presenting.tree_picture": {"presenting.cycles", "presenting.labels"},
+    "presenting.command": {
+        "benchmarking.loading", "benchmarking.prompts", "drafting_settings", "modeling_gumiho",
+        "presenting.answering", "presenting.arguments", "presenting.colours", "presenting.cycles",
+        "presenting.labels", "presenting.terminal_tree", "presenting.tree_picture",
+    },
+    "presenting.__init__": {
+        "presenting.answering", "presenting.arguments", "presenting.command", "presenting.cycles",
+        "presenting.labels", "presenting.streaming", "presenting.terminal_tree",
+    },
+    "cli": {"benchmarking", "benchmarking.report", "presenting", "tuning"},
     "metrics.acceptance": set(),
     "metrics.acceptance_length": set(),
     "metrics.__init__": {"metrics.acceptance"},

@@ -250,7 +250,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "token_map32": {"model.token_map": torch.tensor(IDS, dtype=torch.int32)},
     "d2t": {"d2t": torch.tensor(IDS) - torch.arange(5)},
     "d2t_and_t2d": {
-        "model.d2t": torch.tensor(IDS) - torch.arange(5),
+        "model.model.d2t": torch.tensor(IDS) - torch.arange(5),
         "t2d": torch.zeros(CHECKPOINT_VOCAB_SIZE, dtype=torch.bool),
     },
 }
@@ -341,7 +341,7 @@ def test_setting_of_the_checkpoint_comes_first(tmp_path: Path) -> None:
         (MAPS["token_map"] | MAPS["d2t"], r"draft vocabulary more than once: d2t, token_map\. Keep one"),
         ({"t2d": torch.ones(50).bool()}, r"unexpected: t2d"),
         (MAPS["token_map"] | {"t2d": torch.ones(50).bool()}, r"unexpected: t2d"),
-        (MAPS["d2t"] | {"lm_head.weight": torch.ones(5, 32)}, r"unexpected: lm_head\.weight$"),
+        (MAPS["d2t"] | {"norm.weight": torch.ones(32)}, r"unexpected: norm\.weight$"),
     ],
 )
 def test_released_vocabularies_that_make_no_sense_are_refused(

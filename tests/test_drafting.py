@@ -90,6 +90,7 @@ def check_scores(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tenso
     }
     expected = sorted(scores.values(), reverse=True)[: tree.tokens.shape[1] - 1]
     torch.testing.assert_close([scores[path] for path in paths_of(tree, row)], expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(tree.scores[row].tolist(), [0.0, *expected], atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("draft_temperature", [1.3, [0.6, 2.0, 0.8, 1.5, 9.0], [1.5, 0.7, 1.1]], ids=str)

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from targets import make_drafter, make_prompts, make_target
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -20,6 +22,7 @@ from transformers import (
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     StaticCache,
@@ -157,7 +160,13 @@ def test_drafter_of_another_target(target: PreTrainedModel) -> None:
 
 
 def test_assistant_tokenizer(target: PreTrainedModel) -> None:
-    refuses(target, "shares the target's tokenizer", assistant_tokenizer=object(), tokenizer=object())
+    own = Tokenizer(WordLevel({"a": 0, "b": 1}))
+    other = Tokenizer(WordLevel({"a": 1, "b": 0}))
+    tokenizer, foreign = (PreTrainedTokenizerFast(tokenizer_object=backend) for backend in (own, other))
+    message = "`assistant_tokenizer` is not known to be the target's tokenizer.*Leave it out"
+    for _ in range(2):
+        refuses(target, message, assistant_tokenizer=foreign, tokenizer=tokenizer)
+    refuses(target, message, assistant_tokenizer=tokenizer)
 
 
 def test_candidates_without_states(target: PreTrainedModel) -> None:

@@ -17,6 +17,7 @@ from targets import make_drafter, make_target
 from training_data import DEMO_TARGET
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     EarlyStoppingCallback,
     PreTrainedModel,
     TorchAoConfig,
@@ -336,9 +337,8 @@ def test_pushed_drafter_has_a_filled_model_card(
     )  # fmt: skip
     trainer.train()
     trainer.push_to_hub(finetuned_from="someone/tiny-llama", dataset="someone/chats")
-    assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} <= uploaded[
-        "someone/gumiho-tiny"
-    ]
+    expected = {"README.md", "config.json", "generation_config.json", "model.safetensors", "custom_generate"}
+    assert expected <= uploaded["someone/gumiho-tiny"]
     card = (tmp_path / "README.md").read_text()
     history = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
     for fact in (
@@ -351,6 +351,15 @@ def test_pushed_drafter_has_a_filled_model_card(
         f"| `eval_agreement_1` | {history['eval_agreement_1']:.4g} |",
     ):
         assert fact in card
+
+
+def test_the_drafter_keeps_the_tokenizer_that_the_trainer_was_given(target: PreTrainedModel, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
+    trainer = make_trainer(target, tmp_path, processing_class=tokenizer)
+    trainer.save_model(tmp_path / "saved")
+    trainer.drafter.save_pretrained(tmp_path / "saved again")
+    for folder in ("saved", "saved again"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder).get_vocab() == tokenizer.get_vocab()
 
 
 def test_a_diverged_run_stops_and_keeps_its_checkpoints(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_tree_holds_the_best_nodes_of_all_recombinations(case: tuple[torch.Tenso
         assert len(set(paths)) == len(paths) == len(expected)
         # Ties may be broken either way, so scores are compared, not paths. In order: parents before children.
         assert [scores[path] for path in paths] == expected
+        assert tree.scores[row].tolist() == [0.0, *expected]
         assert all(int(tree.parents[row, node]) < node for node in range(1, len(paths) + 1))
         assert [len(path) for path in paths] == tree.depths[row, 1:].tolist()
         # Of each path, every prefix is in the tree.

@@ -240,7 +240,10 @@ def test_prediction_and_check_count_the_same_tokens_and_cycles() -> None:
     tokens = cycles = 0
     for prompt in prompts:
         taken = time_drafted(target, drafter, prompt[None], settings, split=True, max_new_tokens=20, do_sample=False)
-        assert 0 < taken.verify_seconds < taken.seconds
+        assert 0 < taken.verify_seconds < taken.cycle_seconds
+        # What is told apart adds up: the last cycle drafts nothing after it.
+        cycles_but_last = (taken.num_cycles - 1) * taken.cycle_seconds
+        assert 0 < taken.setup_seconds < taken.seconds - cycles_but_last - taken.verify_seconds / 2
         assert taken.num_tokens == 19
         tokens, cycles = tokens + taken.num_tokens, cycles + taken.num_cycles
     assert profile.tau(5, 6) == pytest.approx(tokens / cycles)
@@ -258,6 +261,14 @@ def test_cycles_are_timed_in_a_context_of_average_length() -> None:
     # Contexts grow from 20 to 100 and from 40 to 60, so they have 55 tokens on average.
     assert typical_context(answers, 32).tolist() == list(range(55 - 16))
     assert typical_context([Answer(torch.arange(3), 1)], 32).tolist() == [0]
+
+
+def test_short_texts_bear_the_setup_of_each() -> None:
+    costs = CycleCosts(verify={4: 0.9}, rest={(1, 4): {4: 0.1}}, plain=1.0, setup=2.0)
+    profile = AcceptanceProfile(np.array([[[1, 2, 3, np.inf]] * 4]))  # tau 4
+    ranked = [rank_trees({(1, 1.0): profile}, costs, [4], 2, 4, length)[0] for length in (8, 800, np.inf)]
+    # 8 tokens: two cycles of a second each, and two seconds before them.
+    assert [tree.tokens_per_second for tree in ranked] == pytest.approx([2.0, 800 / 202, 4.0])
 
 
 def test_trees_that_are_alike_do_not_compete_with_each_other() -> None:

@@ -4,9 +4,12 @@ Importing this package registers [`GumihoModel`] with the Auto classes, and make
 decode with a draft tree where the assistant is one.
 """
 
+import importlib
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .candidate_generator import GumihoCandidateGenerator
+from .checkpoint_loading import register_released_names
 from .configuration_gumiho import GumihoConfig
 from .drafting_settings import DraftingSettings
 from .generation import GumihoGenerateOutput, GumihoGenerationMixin, install
@@ -16,6 +19,10 @@ from .modeling_gumiho import GumihoModel, GumihoOutput
 AutoConfig.register(GumihoConfig.model_type, GumihoConfig, exist_ok=True)
 AutoModel.register(GumihoConfig, GumihoModel, exist_ok=True)
 AutoModelForCausalLM.register(GumihoConfig, GumihoModel, exist_ok=True)
+# For an assistant given by name, a pipeline looks here for the class that its config names. transformers makes its
+# module anew while its models are imported, so it is asked for only now.
+importlib.import_module("transformers").GumihoModel = GumihoModel  # type: ignore[attr-defined]
+register_released_names()
 install()
 
 __all__ = [

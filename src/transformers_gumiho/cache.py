@@ -1,7 +1,9 @@
 """A key-value cache for draft trees: rows advance by different lengths, and accepted entries are kept in place."""
 
+import math
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,8 +65,8 @@ class TreeCacheLayer(CacheLayerMixin):
             if self.cache.is_uniform:
                 buffer[:, :, stop - num_new : stop] = states
             else:
-                slots = self.cache.row_starts(buffer.device) + torch.arange(num_new, device=buffer.device)
-                buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+                index = self.cache.new_entries(states.shape[1], num_new, buffer.device)
+                buffer.view(-1, buffer.shape[3]).index_copy_(0, index, states.reshape(-1, states.shape[3]))
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def update_at(
@@ -118,7 +120,9 @@ class TreeCache(Cache):
         self.last_hidden_state: torch.Tensor | None = None
         # Buffers (places, B, heads, capacity, head_dim): layers of one shape share one, to be rearranged in one step.
         self._groups: list[tuple[torch.Tensor, list[tuple[TreeCacheLayer, str]]]] = []
+        # What every layer asks for again until the number of slots changes.
         self._row_starts: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._new_entries: dict[tuple[torch.device, int, int, int], torch.Tensor] = {}
 
     @property
     def is_uniform(self) -> bool:
@@ -131,6 +135,17 @@ class TreeCache(Cache):
         if key not in self._row_starts:
             self._row_starts[key] = torch.tensor(self.lengths, device=device)[:, None] + self.num_pending
         return self._row_starts[key]
+
+    def new_entries(self, num_heads: int, num_new: int, device: torch.device) -> torch.Tensor:
+        """
+        Returns `(B * num_heads * num_new,)`: where the next `update` writes, in a layer's buffer flattened to
+        `(B * num_heads * capacity, head_dim)`.
+        """
+        key = device, num_heads, num_new, self.num_pending
+        if key not in self._new_entries:
+            slots = self.row_starts(device) + torch.arange(num_new, device=device)
+            self._new_entries[key] = _flat_index((len(self.lengths), num_heads), self.capacity, slots)
+        return self._new_entries[key]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -184,6 +199,7 @@ class TreeCache(Cache):
     def reserve(self, num_slots: int) -> None:
         """Grows the buffers to hold at least `num_slots` slots, and then some, as this copies them."""
         old_capacity, self.capacity = self.capacity, num_slots + GROWTH
+        self._new_entries.clear()
         for index, (group, places) in enumerate(self._groups):
             grown = group.new_zeros(*group.shape[:3], self.capacity, group.shape[4])
             grown[:, :, :, :old_capacity] = group
@@ -229,6 +245,7 @@ class TreeCache(Cache):
         self.lengths = lengths
         self.num_pending = 0
         self._row_starts.clear()
+        self._new_entries.clear()
         if self.starts is not None:
             self.starts.copy_(torch.tensor(lengths)[:, None])
 
@@ -303,8 +320,17 @@ def _assign_views(group: torch.Tensor, places: list[tuple[TreeCacheLayer, str]])
 
 def _move_rows(group: torch.Tensor, nodes: torch.Tensor, starts: torch.Tensor) -> None:
     """Moves the entries `nodes` `(B, n)` behind the slots `starts` `(B, 1)` to the first slots from there on."""
-    num_kept = nodes.shape[1]
-    shape = (*group.shape[:3], num_kept, group.shape[4])
-    source = (nodes + starts)[None, :, None, :, None].expand(shape)
-    target = (torch.arange(num_kept, device=group.device) + starts)[None, :, None, :, None].expand(shape)
-    group.scatter_(3, target, group.gather(3, source))
+    kept = torch.arange(nodes.shape[1], device=group.device)
+    source, target = (_flat_index(group.shape[:3], group.shape[3], starts + places) for places in (nodes, kept))
+    # Whole rows: several times as fast as gathering and scattering single numbers.
+    entries = group.view(-1, group.shape[4])
+    entries.index_copy_(0, target, entries.index_select(0, source))
+
+
+def _flat_index(shape: Sequence[int], capacity: int, slots: torch.Tensor) -> torch.Tensor:
+    """
+    Returns where the slots `(B, n)` of all heads are in buffers `(*shape, capacity, head_dim)` that are flattened but
+    for the last dimension, in this order. `shape` ends in `(B, heads)`.
+    """
+    firsts = torch.arange(math.prod(shape), device=slots.device).view(*shape, 1) * capacity
+    return (firsts + slots[:, None]).flatten()

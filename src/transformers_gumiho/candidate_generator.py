@@ -75,6 +75,9 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
         Returns:
             Candidates `(1, T + depth)`, and no candidate logits: drafted tokens are verified as point masses.
+
+        Raises:
+            ValueError: There are no hidden states, or several sequences.
         """
         if hidden_states is None:
             raise ValueError("Gumiho drafts from the target's last hidden states; pass them as `hidden_states`.")

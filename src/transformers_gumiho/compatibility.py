@@ -2,9 +2,10 @@
 
 import inspect
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 
 from .cache import is_convertible
@@ -57,10 +58,32 @@ def check_request(
             "`synced_gpus` (ZeRO-3 or FSDP over several processes) is not available with a Gumiho assistant. Gather "
             "the parameters first, or generate without `assistant_model`."
         )
-    if mode_kwargs.get("assistant_tokenizer") is not None:
-        raise ValueError("A Gumiho assistant shares the target's tokenizer. Leave `assistant_tokenizer` out.")
+    check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
     check_target(target)
     check_pair(target, assistant)
+
+
+# For each tokenizer of an assistant, those of targets that it was found to be the same as.
+_same_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, WeakSet[PreTrainedTokenizerBase]] = WeakKeyDictionary()
+
+
+def check_tokenizers(
+    tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """
+    Raises `ValueError` where the assistant was given a tokenizer of its own. Where only the ids of special tokens
+    differ between the two configs, a pipeline passes the same tokenizer twice.
+    """
+    if assistant_tokenizer is None or assistant_tokenizer is tokenizer:
+        return
+    known = _same_tokenizers.setdefault(assistant_tokenizer, WeakSet())
+    if tokenizer is not None and tokenizer not in known and tokenizer.get_vocab() == assistant_tokenizer.get_vocab():
+        known.add(tokenizer)
+    if tokenizer not in known:
+        raise ValueError(
+            "A Gumiho assistant reads the target's tokens, and `assistant_tokenizer` is not known to be the target's "
+            "tokenizer. Leave it out, or pass the target's as `tokenizer` and as `assistant_tokenizer`."
+        )
 
 
 def check_target(target: PreTrainedModel) -> None:

@@ -1,11 +1,18 @@
 """Configuration of a Gumiho drafter."""
 
 import dataclasses
+import os
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig, PreTrainedConfig
+from transformers.utils import logging
 
+from .released_configs import as_drafter_fields, find_packaged_folder, released_names
+
+
+logger = logging.get_logger(__name__)
 
 # The rotary scalings that a Llama layer can take over from the target as they are.
 _TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -29,6 +36,10 @@ class GumihoConfig(PreTrainedConfig):
             Residual blocks in each parallel head, after the block that narrows its input to the hidden size.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
+        initializer_range (`float`, defaults to 0.02):
+            Standard deviation of new weights; those of the parallel heads begin at zero.
+        tie_word_embeddings (`bool`, defaults to `False`):
+            For transformers, which reads it of every model; a drafter has no output head to tie.
 
     Raises:
         ValueError: A field is out of range, or `model` does not describe a Llama.
@@ -70,7 +81,12 @@ class GumihoConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Checks the fields against each other; part of the `@strict` validation."""
+        """
+        Checks the fields against each other; part of the `@strict` validation.
+
+        Raises:
+            ValueError: A number is too small, or `model` does not describe a Llama.
+        """
         for name, minimum in {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0}.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
@@ -78,6 +94,39 @@ class GumihoConfig(PreTrainedConfig):
             raise ValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
         if self.model.num_hidden_layers < 1:
             raise ValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """
+        Reads a `config.json` as `PreTrainedConfig.get_config_dict` does. One that describes a small Llama, as the
+        reference writes it, is read as the `model` of a drafter. For the released drafters, whose repositories may
+        have none, the packaged one is used, and the log says so.
+
+        Raises:
+            OSError: There is no `config.json`, neither there nor in this package.
+            ValueError: The file describes another kind of model.
+        """
+        name, lack, cause = pretrained_model_name_or_path, "has no config.json", None
+        try:
+            fields, unused = super().get_config_dict(name, **kwargs)
+        except OSError as error:
+            # Offline, a file that the repository lacks and one that was not downloaded look the same.
+            if not isinstance(error.__cause__, LocalEntryNotFoundError):
+                raise
+            fields, lack, cause = {}, "has no config.json in the cache (the Hub was not reached)", error
+        if not fields:
+            folder = find_packaged_folder(name)
+            if folder is None:
+                raise OSError(
+                    f"{str(name)!r} {lack}, and is called like none of the released drafters, whose "
+                    f"configs this package brings: {', '.join(released_names())}. Pass `config=`, with a "
+                    f"`GumihoConfig` or with the name of the released drafter that it is a copy of."
+                ) from cause
+            logger.warning(f"{str(name)!r} {lack}; the packaged one of {folder.name} is used.")
+            fields, unused = super().get_config_dict(folder, **kwargs | {"subfolder": ""})
+        return as_drafter_fields(fields, name), unused
 
     @property
     def max_draft_depth(self) -> int:

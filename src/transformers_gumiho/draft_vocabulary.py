@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -89,7 +90,7 @@ def adopt_released_vocabulary(
 
 
 def _plain_name(key: str) -> str:
-    return key.removeprefix("model.")
+    return re.sub(r"^(?:model\.){1,2}", "", key)
 
 
 def _token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) -> list[int]:

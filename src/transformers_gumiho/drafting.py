@@ -56,7 +56,9 @@ class GumihoDrafter:
         # For a cycle's committed tokens: what each of them sees of the others, and where it is.
         self._offsets = torch.arange(settings.tree_depth + 1, device=device)
         self._causal = self._offsets[:, None] >= self._offsets
-        self._temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
+        temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
+        self._serial_temperatures = temperatures.unbind()
+        self._heads_temperatures = temperatures[model.config.num_serial_tokens :, None, None]
         # Where there is noise, tokens are drawn from the target's distribution under this temperature.
         self._sampling_temperature = torch.tensor(
             settings.sampling_temperature or 1.0, dtype=torch.float32, device=device
@@ -193,7 +195,7 @@ class GumihoDrafter:
         visible = depths = None
         for step in range(1, min(num_serial_tokens, settings.tree_depth) + 1):
             step_noise = None if noise is None else noise[:, step - 1 : step]
-            temperature = self._temperatures[step - 1]
+            temperature = self._serial_temperatures[step - 1]
             tokens, log_probs = self._best_tokens(feature, settings.branching_factor, temperature, step_noise)
             if level is None:
                 levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
@@ -226,14 +228,12 @@ class GumihoDrafter:
         else:
             features = run_batched_heads(self._head_weights, inputs, num_heads)
         width, num_candidates = settings.extension
-        temperatures = self._temperatures[-num_heads:, None, None]
         heads_noise = None if noise is None else noise[:, -num_heads:, None]
-        tokens, log_probs = self._best_tokens(features, num_candidates, temperatures, heads_noise)
+        tokens, log_probs = self._best_tokens(features, num_candidates, self._heads_temperatures, heads_noise)
 
         level, levels = last_level.first(settings.branching_factor), []
         paths = None  # the serial path above each node; those of the first head's parents are in their order
-        for head in range(num_heads):
-            candidates, scores = tokens[:, head], log_probs[:, head]
+        for candidates, scores in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
             if paths is not None:
                 candidates, scores = _gather_rows(candidates, paths), _gather_rows(scores, paths)
             levels.append(extend_level(level, candidates, scores, settings.num_assistant_tokens))
@@ -257,8 +257,8 @@ class GumihoDrafter:
         tokens = best.indices
         if self.token_ids is not None:
             tokens = self.token_ids.to(tokens.device)[tokens]
-        # Neither rounding nor an overflow in the drafter may lift a node above its parent.
-        return tokens, best.values.clamp(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        # An overflow in the drafter, which makes all of them NaN, may not lift a node above its parent.
+        return tokens, best.values.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`; timed by itself."""

@@ -124,7 +124,9 @@ def gumiho_loss(
     position_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
-    Computes the loss of a drafter on a batch of text.
+    Computes the loss of a drafter on a batch of text: the sum over its predictors of `w_f * smooth_l1(f, h)` and
+    `w_ce * cross_entropy(lm_head(f), lm_head(h))`, for the feature f that predicts state h. Source: arXiv 2503.10135,
+    with the weights and shifts of the published training code.
 
     Args:
         output: The drafter's output for tokens `x_1 ..` and states `.. h_{L-2}`.
@@ -138,6 +140,9 @@ def gumiho_loss(
     Returns:
         The loss and its unweighted terms: `serial_feature`, `serial_ce`, `parallel_i_feature` and so on, each
         averaged over the positions it has.
+
+    Raises:
+        ValueError: The output lacks the features of a head.
     """
     with torch.no_grad():
         target_probs = lm_head(hidden_states).float().softmax(dim=-1)

@@ -1,6 +1,5 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,12 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 
+from .checkpoint_loading import IGNORED_KEYS, check_fit, set_surplus_heads_aside
 from .configuration_gumiho import GumihoConfig
 from .draft_vocabulary import adopt_released_vocabulary
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
+from .released_configs import find_packaged_folder
+from .saving import SavingMixin
 from .unrolling import unrolled_attention_mask
 
 
@@ -66,7 +68,7 @@ class GumihoOutput(ModelOutput):
     attentions: tuple[torch.Tensor, ...] | None = None
 
 
-class GumihoPreTrainedModel(PreTrainedModel):
+class GumihoPreTrainedModel(SavingMixin, PreTrainedModel):
     config: GumihoConfig
     config_class = GumihoConfig
     base_model_prefix = "model"
@@ -75,6 +77,7 @@ class GumihoPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LlamaDecoderLayer", "GumihoParallelHeads"]
     _skip_keys_device_placement = ["past_key_values"]
+    _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -126,14 +129,16 @@ class GumihoModel(GumihoPreTrainedModel):
         trust_remote_code: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Loads `generation_config.json`; `from_pretrained` calls this on models that carry a generation config."""
+        """Loads `generation_config.json` for `from_pretrained`. The arguments are those of `GenerationMixin`."""
         if generation_config is not None:
             self.generation_config = GenerationConfig.from_dict(generation_config.to_dict())
         elif pretrained_model_name_or_path is not None:
-            with contextlib.suppress(OSError):  # there is no such file: the defaults stay
-                self.generation_config = GenerationConfig.from_pretrained(
-                    pretrained_model_name_or_path, _from_auto=from_auto_class, _from_pipeline=from_pipeline, **kwargs
-                )
+            kwargs |= {"_from_auto": from_auto_class, "_from_pipeline": from_pipeline}
+            try:
+                self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+            except OSError:  # there is no such file: without a packaged one, the defaults stay
+                if packaged := find_packaged_folder(pretrained_model_name_or_path):
+                    self.generation_config = GenerationConfig.from_pretrained(packaged)
         self._complete_generation_config()
 
     def _complete_generation_config(self) -> None:
@@ -167,6 +172,9 @@ class GumihoModel(GumihoPreTrainedModel):
             target_config: The target's.
             embedding (`(V or more, H)`): The weight of its token embedding; the drafter gets its device and dtype.
             **overrides: Passed to [`GumihoConfig.from_target`].
+
+        Raises:
+            ValueError: The embedding is offloaded, or has another shape than the config asks for.
         """
         if embedding.device.type == "meta":
             raise ValueError(
@@ -190,40 +198,28 @@ class GumihoModel(GumihoPreTrainedModel):
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """
-        Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit. A
-        `token_map` or `d2t` in it becomes the setting `draft_vocabulary`, unless there is a setting already.
+        Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
+
+        The released drafters load by their names; [`GumihoConfig.get_config_dict`] tells which configs are read, and
+        what happens without one. Tensors may be called as in the released weights, with vLLM's prefixes, or as the
+        reference's training writes them. An output head is left out: features are turned into tokens by the head of
+        the target. Of more parallel heads than the config asks for, the first are used, and the log says so. A
+        `token_map` or `d2t` becomes the setting `draft_vocabulary`, unless there is a setting already.
 
         Raises:
-            ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape.
+            OSError: There is no config or no weight file.
+            ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; or its config is
+                that of another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
-        vocab_size = model.config.get_text_config().vocab_size
-        info["unexpected_keys"] = adopt_released_vocabulary(
-            model.generation_config, info["unexpected_keys"], vocab_size, pretrained_model_name_or_path, kwargs
-        )
-        problems = [
-            f"{kind}: {', '.join(sorted(names))}"
-            for kind, names in (
-                ("missing", info["missing_keys"]),
-                ("unexpected", info["unexpected_keys"]),
-                (
-                    "wrong shape",
-                    [
-                        f"{name} is {tuple(found)}, expected {tuple(expected)}"
-                        for name, found, expected in ([] if allow_mismatch else info["mismatched_keys"])
-                    ],
-                ),
-            )
-            if names
-        ]
-        if problems:
-            raise ValueError(
-                f"The checkpoint {str(pretrained_model_name_or_path)!r} does not fit its GumihoConfig. Check that it "
-                f"is a Gumiho drafter and that its config belongs to it.\n" + "\n".join(problems)
-            )
+        name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
+        unexpected = set_surplus_heads_aside(info["unexpected_keys"], config, settings, name)
+        vocab_size = config.get_text_config().vocab_size
+        info["unexpected_keys"] = adopt_released_vocabulary(settings, unexpected, vocab_size, name, kwargs)
+        check_fit(info, name, allow_mismatch)
         return (model, info) if output_loading_info else model
 
     def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -302,21 +298,18 @@ class GumihoModel(GumihoPreTrainedModel):
         Predicts, at every position, the target's next hidden states.
 
         Args:
-            input_ids (`torch.Tensor` of shape `(B, T)`):
-                Position t holds the token *after* hidden state t.
-            hidden_states (`torch.Tensor` of shape `(B, T, H)`):
-                The target's last hidden states, after its final norm.
-            attention_mask (`torch.Tensor`, *optional*):
-                As in [`run_serial_head`].
-            position_ids (`torch.Tensor` of shape `(B, T)`, *optional*):
-                As in [`run_serial_head`].
-            past_key_values (`Cache`, *optional*):
-                The serial head's cache; extended in place.
-            use_cache (`bool`, *optional*):
-                Whether to create a cache where none is given. Defaults to `False`.
-            unroll (`bool`, defaults to `False`):
-                Draft every serial token beyond the first from the drafter's own feature instead of the target's
-                state, at every position, as it happens in drafting. For training and evaluation, without a cache.
+            input_ids (`(B, T)`): Position t holds the token *after* hidden state t.
+            hidden_states (`(B, T, H)`): The target's last hidden states, after its final norm.
+            attention_mask (*optional*): As in [`run_serial_head`].
+            position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
+            past_key_values (`Cache`, *optional*): The serial head's cache; extended in place.
+            use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
+            unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
+                feature instead of the target's state, at every position, as it happens in drafting. For training and
+                evaluation, without a cache.
+
+        Raises:
+            ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
         """
         hidden_size = self.config.get_text_config().hidden_size
         if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != hidden_size:

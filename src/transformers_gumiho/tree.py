@@ -47,6 +47,8 @@ class DraftTree:
         tokens (`(B, N + 1)`): Token ids; the root's first.
         parents (`(B, N + 1)`): Index of each node's parent; the root is its own.
         depths (`(B, N + 1)`): Distance to the root.
+        scores (`(B, N + 1)`): Summed draft log-probabilities (nats) of the paths that end here, 0 for the root. They
+            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws.
         ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
         max_depth (`int`): No path is longer than this.
     """
@@ -54,6 +56,7 @@ class DraftTree:
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
+    scores: torch.Tensor
     ancestors: torch.Tensor
     max_depth: int
 
@@ -65,6 +68,7 @@ class DraftTree:
             tokens=self.tokens.to(device),
             parents=self.parents.to(device),
             depths=self.depths.to(device),
+            scores=self.scores.to(device),
             ancestors=self.ancestors.to(device),
             max_depth=self.max_depth,
         )
@@ -75,6 +79,7 @@ class DraftTree:
             tokens=self.tokens.clone(),
             parents=self.parents.clone(),
             depths=self.depths.clone(),
+            scores=self.scores.clone(),
             ancestors=self.ancestors.clone(),
             max_depth=self.max_depth,
         )
@@ -110,7 +115,14 @@ def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
     tokens = root_tokens[:, None]
     none = torch.zeros_like(tokens)
-    return DraftTree(tokens, none, none, torch.ones_like(none, dtype=torch.bool)[:, None], max_depth=0)
+    return DraftTree(
+        tokens=tokens,
+        parents=none,
+        depths=none,
+        scores=none.float(),
+        ancestors=torch.ones_like(none, dtype=torch.bool)[:, None],
+        max_depth=0,
+    )
 
 
 def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int) -> DraftTree:
@@ -124,26 +136,27 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         root_tokens (`(B,)`): The newest committed tokens.
         levels: The levels from depth 1 down; the parents of level d are nodes of level d - 1.
     """
-    scores = torch.cat([level.scores for level in levels], dim=1)
-    order = scores.sort(dim=1, descending=True, stable=True).indices
-    chosen = order[:, :num_nodes]
+    root = torch.zeros_like(root_tokens)[:, None]
+    # The root is sure: it scores 0, and comes first among equals.
+    scores = torch.cat([levels[0].scores.new_zeros(root.shape), *(level.scores for level in levels)], dim=1)
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    chosen = order[:, : num_nodes + 1]
 
-    # Place of every candidate in the tree (the root is 0), and the candidate that is its parent (0: the root).
-    num_candidates = order.shape[1]
-    ranks = order.new_zeros(order.shape[0], num_candidates + 1)
-    ranks[:, 1:].scatter_(1, order, torch.arange(1, num_candidates + 1, device=order.device).expand_as(order))
+    # The candidate that is each candidate's parent, and the place of every candidate in the tree. The root is the
+    # first candidate and the first in order.
     starts = itertools.accumulate([1, *(level.tokens.shape[1] for level in levels)])
-    parents = torch.cat(
-        [levels[0].parents] + [level.parents + start for level, start in zip(levels[1:], starts, strict=False)], dim=1
-    )
-    tokens = torch.cat([level.tokens for level in levels], dim=1)
+    parents = [level.parents + start for level, start in zip(levels[1:], starts, strict=False)]
+    parents_of_chosen = torch.cat([root, levels[0].parents, *parents], dim=1).gather(1, chosen)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(1, order, places)
 
-    tree_parents = torch.nn.functional.pad(ranks.gather(1, parents.gather(1, chosen)), (1, 0))
+    tree_parents = ranks.gather(1, parents_of_chosen)
     ancestors = find_ancestors(tree_parents, len(levels))
     return DraftTree(
-        tokens=torch.cat((root_tokens[:, None], tokens.gather(1, chosen)), dim=1),
+        tokens=torch.cat([root_tokens[:, None], *(level.tokens for level in levels)], dim=1).gather(1, chosen),
         parents=tree_parents,
         depths=ancestors.sum(dim=2) - 1,
+        scores=scores[:, : num_nodes + 1],
         ancestors=ancestors,
         max_depth=len(levels),
     )
@@ -163,7 +176,7 @@ def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
         if distance >= 8:
             # The entries count ways, up to 2^distance of them, and under autocast they are float16.
             reach = reach.clamp(max=1.0)
-        reach = reach @ reach
+        reach = torch.bmm(reach, reach)
         distance *= 2
     return reach > 0
 
@@ -203,14 +216,13 @@ def block_attention_mask(
     query_depths = depths[:, -num_queries:]
     hidden = torch.finfo(dtype).min
     mask = torch.zeros(batch_size, 1, num_queries, longest + num_new, dtype=dtype, device=device)
-    context = mask[:, 0, :, :longest]
     if context_mask is not None:
-        context.masked_fill_(~context_mask[:, None], hidden)
+        mask[:, 0, :, :longest].masked_fill_(~context_mask[:, None], hidden)
     if window is not None:
         visible = visible & (query_depths[:, :, None] - depths[:, None, :] < window)
         slots = torch.arange(longest, device=device)
-        context.masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)
-    mask[:, 0, :, longest:].masked_fill_(~visible, hidden)
+        mask[:, 0, :, :longest].masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)
+    mask[..., longest:].masked_fill_(~visible[:, None], hidden)
     return mask
 
 

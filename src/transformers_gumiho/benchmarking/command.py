@@ -39,7 +39,7 @@ class BenchmarkArguments:
     branching_factor: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
     dtype: str = field(default="auto", metadata={"help": "Precision of all models."})
     device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})
-    seed: int = 0
+    seed: int = field(default=0, metadata={"help": "For sampling."})
 
 
 def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
@@ -49,6 +49,9 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
 
     Returns:
         The rows of the summary.
+
+    Raises:
+        SystemExit: It was interrupted before anything was measured.
     """
     # Not needed by those who only tune.
     from .plots import plot_summary

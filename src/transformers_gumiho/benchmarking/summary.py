@@ -59,7 +59,7 @@ class SummaryRow:
 
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
-    """Returns a row for each mode, category, temperature and batch size, and one over all categories."""
+    """Returns a row for each mode, category, temperature and batch size of `samples`, and one over all categories."""
     settings = list(dict.fromkeys((sample.temperature, sample.batch_size) for sample in samples))
     rows = []
     for temperature, batch_size in settings:

@@ -56,6 +56,9 @@ class AcceptanceCallback(TrainerCallback):
         trainer: The drafter's trainer.
         target: The target.
         prompts: Token ids `(T,)` of each prompt.
+
+    Raises:
+        ValueError: The trainer splits the drafter over processes (FSDP, DeepSpeed).
     """
 
     def __init__(self, trainer: Trainer, target: PreTrainedModel, prompts: Sequence[torch.Tensor]):

@@ -91,6 +91,9 @@ def chunked_gumiho_loss(
         counts (`(Q,)`, *optional*): The number of positions that each term is to be averaged over, where the batch is
             a part of a larger one. By default those of this batch.
         chunk_size: Rows of logits held at a time.
+
+    Returns:
+        The loss and its unweighted terms, as in [`gumiho_loss`], each of a single number.
     """
     predictions = predictions_of(output, weights or LossWeights())
     selected = select_positions(predictions, hidden_states, loss_mask, position_ids)

@@ -65,6 +65,7 @@ def load_conversations(
 
     Raises:
         FileNotFoundError: `name` looks like a file, and there is none.
+        ValueError: The file is empty.
     """
     path = Path(name)
     lines = sorted(map(str, path.glob("*.jsonl"))) if path.is_dir() else [name] if path.suffix == ".jsonl" else []

@@ -86,6 +86,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         tokenizer: Where given, the cache must have been made with it.
 
     Raises:
+        FileNotFoundError: The folder holds no cache.
         ValueError: The cache is not complete, or was made from something else.
     """
 
@@ -132,6 +133,9 @@ class CachedFeatures:
 
     Args:
         folder: The cache.
+
+    Raises:
+        FileNotFoundError: The folder holds no cache.
     """
 
     def __init__(self, folder: str | Path):
@@ -149,21 +153,26 @@ class CachedFeatures:
         self._head = scaled_head(self._linear, self.config)
 
     def make_drafter(self, **overrides: Any) -> GumihoModel:
-        """Makes an untrained drafter for the target, as [`GumihoModel.from_target`] does."""
+        """Makes an untrained drafter for the target, as [`GumihoModel.from_target`] does, with its `overrides`."""
         return GumihoModel.from_embedding(self.config, self.embedding, **overrides)
 
     def to(self, device: torch.device) -> None:
-        """Moves the output head."""
+        """Moves the output head to `device`."""
         self._linear.to(device)
 
     def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the cached states of a batch."""
+        """
+        Returns the cached states `(B, L, H)` among the `inputs`, a batch of rows of a [`FeatureDataset`].
+
+        Raises:
+            ValueError: The rows come from elsewhere and have none.
+        """
         if "hidden_states" not in inputs:
             raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
         return inputs["hidden_states"]
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the target's output head, taking features of any dtype."""
+        """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
         return lambda features: self._head(features.to(self._linear.weight.dtype))
 
 

@@ -26,7 +26,14 @@ DEFAULT_SHARD_BYTES = 2**29
 
 
 def cache_size(dataset: Dataset, target_config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes that the features of a prepared dataset will take."""
+    """
+    Returns the bytes that the features of a prepared dataset will take.
+
+    Args:
+        dataset: From [`prepare_dataset`].
+        target_config: The target's.
+        dtype: Of the features.
+    """
     config = target_config.get_text_config(decoder=True)
     hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
     return sum(_row_lengths(dataset)) * (hidden_size * dtype.itemsize + 4 * len(_columns(dataset)))

@@ -148,6 +148,13 @@ def collect_prompts(
     """
     Returns the prompts `(T,)` of the first rows of a dataset, for measuring tau: everything before the first answer,
     or the first `num_text_tokens` of a raw text. Malformed rows and prompts longer than `max_length` are passed over.
+
+    Args:
+        dataset: Rows in any of the forms of [`read_row`].
+        tokenizer: The target's.
+        num_prompts: Prompts to return, at most.
+        max_length: Tokens of a prompt, at most.
+        num_text_tokens: Tokens of a raw text that are a prompt.
     """
     prompts: list[torch.Tensor] = []
     for row in dataset:

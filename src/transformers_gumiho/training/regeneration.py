@@ -49,6 +49,10 @@ def regenerate_dataset(
         num_prompt_tokens: Tokens of a raw text that the target continues.
         seed: For sampling.
         **generate_kwargs: For `generate()`. Greedy unless they say otherwise.
+
+    Raises:
+        ValueError: It runs in several processes, the tokenizer does not belong to the target, `max_length` exceeds the
+            target's positions, or the file was begun with other settings.
     """
     if PartialState().num_processes > 1:
         raise ValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")

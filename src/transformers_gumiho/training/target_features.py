@@ -16,13 +16,16 @@ class TargetFeatures(Protocol):
     config: PreTrainedConfig
 
     def to(self, device: torch.device) -> None:
-        """Moves what is not placed on a device already."""
+        """Moves what is not placed on a device already to `device`."""
 
     def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the last hidden states `(B, L, H)` of a batch of [`GumihoDataCollator`], after the final norm."""
+        """
+        Returns the last hidden states `(B, L, H)`, after the final norm, of `inputs`, a batch of
+        [`GumihoDataCollator`].
+        """
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the function from features to logits, for states like `like`."""
+        """Returns the function from features `(..., H)` to logits `(..., V)`, for states like `like`."""
 
 
 class OnlineFeatures:
@@ -41,21 +44,27 @@ class OnlineFeatures:
         self._packing_is_checked = False
 
     def to(self, device: torch.device) -> None:
-        """Moves the target, unless it was placed when it was loaded (split, offloaded or quantised)."""
+        """Moves the target to `device`, unless it was placed when it was loaded (split, offloaded or quantised)."""
         placed = ("hf_device_map", "_hf_hook", "is_quantized")
         if not any(getattr(self.target, name, None) for name in placed):
             self.target.to(device)
 
     @torch.no_grad()
     def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Runs the target on `input_ids`; with `position_ids`, each row holds several texts."""
+        """
+        Runs the target on the `input_ids` `(B, L)` among the `inputs`; with `position_ids`, each row holds several
+        texts. Returns its last hidden states `(B, L, H)`, after the final norm.
+
+        Raises:
+            ValueError: There are several texts in a row, and the target does not keep them apart.
+        """
         input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
         if position_ids is not None and not self._packing_is_checked:
             self._check_packing(input_ids.device)
         return self._run(input_ids, position_ids).to(input_ids.device)
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the target's output head, taking features of any dtype and device."""
+        """Returns the target's output head, from features `(..., H)` of any dtype to logits where `like` is."""
         return lambda features: self._head(features.to(like.dtype)).to(like.device)
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:

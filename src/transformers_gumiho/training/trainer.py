@@ -44,6 +44,11 @@ class GumihoTrainer(Trainer):
 
     `evaluate()` reports, besides the loss and its terms, the top-1 `agreement_k` with the target at each draft
     position k, and the `expected_acceptance_length` that these imply.
+
+    Raises:
+        TypeError: `args` or `model` is of another type.
+        ValueError: The drafter was not made for the target, the rows come from another cache than the target's
+            features, or tau is to be measured without prompts or without the target itself.
     """
 
     args: GumihoTrainingArguments
@@ -73,6 +78,8 @@ class GumihoTrainer(Trainer):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
             args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, **kwargs)
+        if self.processing_class is not None:
+            self.drafter.tokenizer = self.processing_class
         # The loss is an average over all positions of a step, however many batches and processes they come in. Older
         # versions of transformers know only the first of these.
         self.model_accepts_loss_kwargs = True
@@ -147,6 +154,10 @@ class GumihoTrainer(Trainer):
         """
         As `Trainer.train`. `resume_from_checkpoint=True` takes the newest checkpoint of `output_dir` that is whole: a
         run that is killed while it writes one leaves a broken one behind.
+
+        Raises:
+            ValueError: There is no whole checkpoint to go on from.
+            FloatingPointError: Training diverged.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -162,7 +173,12 @@ class GumihoTrainer(Trainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer.log`, with the loss terms averaged over the steps since they were logged last."""
+        """
+        As `Trainer.log`, with the loss terms averaged over the steps since they were logged last.
+
+        Raises:
+            FloatingPointError: A loss term is not finite.
+        """
         if "loss" in logs and self._terms.sums:
             sums = self.accelerator.reduce(torch.stack(list(self._terms.sums.values())), "sum").tolist()
             averages = {

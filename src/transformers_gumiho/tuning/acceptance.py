@@ -32,7 +32,8 @@ class AcceptanceProfile:
 
     def tau(self, num_assistant_tokens: int, tree_depth: int) -> float:
         """
-        Returns the mean acceptance length, bonus token included.
+        Returns the mean acceptance length (tokens per cycle, bonus token included) of trees of at most
+        `num_assistant_tokens` drafted tokens and `tree_depth` levels.
 
         The last cycle of a text counts with the tokens that the text still took, as in any measurement of finished
         texts; so tau is that of texts of about this length.
@@ -60,6 +61,9 @@ def profile_acceptance(
         settings: Decoding settings of the drafter, for all prompts or for each; `num_assistant_tokens` is the largest
             tree that can be told of.
         **generate_kwargs: For `generate()`.
+
+    Raises:
+        ValueError: The texts end before anything is drafted.
     """
     cycles: list[np.ndarray] = []
     max_depth = drafter.config.max_draft_depth

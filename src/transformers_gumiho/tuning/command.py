@@ -17,6 +17,9 @@ def tune(args: TuningArguments) -> TuningResult:
     Fits the temperature of the drafts at each depth, measures what cycles cost here and how far trees are accepted,
     lets the trees that should be fastest decode the prompts in turns, does the same with numbers of tokens that may be
     drafted, and writes the settings of the winners into `generation_config.json`.
+
+    Raises:
+        SystemExit: There is no folder to write into, or nothing to begin prompts with.
     """
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
     prompts = _read_prompts(args, target, tokenizer)

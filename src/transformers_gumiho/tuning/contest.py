@@ -37,6 +37,9 @@ def measure_in_turns(
 
     Returns:
         Tokens per second over all prompts, as [`timing`] counts them, of each tree and of plain decoding (`None`).
+
+    Raises:
+        ValueError: The texts end with their first token.
     """
     ways = {tree: [tree.as_dict()] * len(prompts) for tree in trees}
     return decode_in_turns(target, drafter, prompts, ways, max_new_tokens, **generate_kwargs)
@@ -64,6 +67,9 @@ def decode_in_turns(
 
     Returns:
         Tokens per second over all prompts, as [`timing`] counts them, of each way and of plain decoding (`PLAIN`).
+
+    Raises:
+        ValueError: The texts end with their first token.
     """
     names: list[Hashable] = [PLAIN, *ways]
     seconds, tokens = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)

@@ -29,20 +29,25 @@ class CycleCosts:
     Attributes:
         verify: For each number of drafted tokens, the seconds of the target's pass over the tree.
         rest: For each branching factor and tree depth, the seconds of all else in a cycle (drafting and keeping the
-            books) for each number of drafted tokens. Together they are what [`timing`] times, per cycle.
+            books) for each number of drafted tokens.
         plain: Seconds of a step of plain decoding.
+        setup: Seconds before the first cycle of a text, its prompt aside: making ready, and the draft after it.
     """
 
     verify: dict[int, float]
     rest: dict[Shape, dict[int, float]]
     plain: float
+    setup: float = 0.0
 
     def verify_seconds(self, num_assistant_tokens: int) -> float:
-        """Returns what verifying so many drafted tokens costs."""
+        """Returns the seconds of verifying `num_assistant_tokens` drafted tokens."""
         return _interpolate(num_assistant_tokens, self.verify)
 
     def cycle_seconds(self, num_assistant_tokens: int, branching_factor: int, tree_depth: int) -> float:
-        """Returns what a cycle costs; the branching factor must be one that was measured."""
+        """
+        Returns the seconds of a cycle with a tree of `num_assistant_tokens` drafted tokens and `tree_depth` levels;
+        `branching_factor` must be one that was measured.
+        """
         at_depths = {
             depth: _interpolate(num_assistant_tokens, seconds)
             for (factor, depth), seconds in self.rest.items()
@@ -81,7 +86,7 @@ def measure_costs(
         context: Token ids, as many as cycles are to be timed after.
         sizes: Drafted tokens of the trees, increasing.
         branching_factors: Tokens kept at a serial step.
-        max_new_tokens: Tokens of each run, at least 2; its cycles are averaged.
+        max_new_tokens: Tokens of each run; its cycles are averaged. At least enough for two of them are decoded.
         repeats: Runs of each shape, of which the median counts.
         **generate_kwargs: For `generate()`.
     """
@@ -97,6 +102,8 @@ def measure_costs(
     timed: dict[tuple[int, int, int], list[DecodingTime]] = {tree: [] for tree in trees}
     plain = []
     ids = context[None].to(target.device)
+    # The prompt's token, the longest cycle, and one token of another.
+    max_new_tokens = max(max_new_tokens, deepest + 3)
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
     with _without_end(target):
         for repeat in range(repeats + 1):  # the first one warms up
@@ -106,10 +113,8 @@ def measure_costs(
                 timed[tree].append(time_drafted(target, drafter, ids, shape, split=True, **settings))
     verify, rest = {}, {}
     for tree, times in timed.items():
-        verify[tree] = statistics.median(taken.verify_seconds / taken.num_cycles for taken in times[1:])
-        rest[tree] = statistics.median(
-            (taken.seconds - taken.verify_seconds) / taken.num_cycles for taken in times[1:]
-        )
+        verify[tree] = statistics.median(taken.verify_seconds for taken in times[1:])
+        rest[tree] = statistics.median(taken.cycle_seconds - taken.verify_seconds for taken in times[1:])
     return CycleCosts(
         # The target's pass does not know how its tree was drafted.
         verify=smooth({size: statistics.median(s for tree, s in verify.items() if tree[2] == size) for size in sizes}),
@@ -118,6 +123,7 @@ def measure_costs(
             for shape in dict.fromkeys(tree[:2] for tree in trees)
         },
         plain=statistics.median(taken.seconds / taken.num_tokens for taken in plain[1:]),
+        setup=statistics.median(taken.setup_seconds for times in timed.values() for taken in times[1:]),
     )
 
 

@@ -22,8 +22,9 @@ def rank_tokens(answers: Iterable[Answer], vocab_size: int) -> list[int]:
 
 def rank_on_other_half(answers: Sequence[Answer], vocab_size: int) -> list[list[int]]:
     """
-    Returns for each answer the ranking counted on the half that it is not in (every other answer), so that what is
-    measured on it does not flatter a vocabulary that was counted on it. Needs two answers at least.
+    Returns for each answer the ranking of the token ids below `vocab_size`, counted on the half that it is not in
+    (every other answer), so that what is measured on it does not flatter a vocabulary that was counted on it. Needs
+    two answers at least.
     """
     of_other_half = [rank_tokens(answers[1 - half :: 2], vocab_size) for half in (0, 1)]
     return [of_other_half[row % 2] for row in range(len(answers))]

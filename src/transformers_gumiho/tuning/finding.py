@@ -60,6 +60,15 @@ def find_best_tree(
     """
     Returns the tree that decodes `prompts` fastest, and the tokens to draft it from; the drafter's settings stay as
     they are.
+
+    Args:
+        target: The target.
+        drafter: The drafter.
+        prompts: Token ids `(T,)` of each prompt.
+        args: What to try, and for which temperature.
+
+    Raises:
+        ValueError: The texts end before anything is drafted, or with their first token.
     """
     config = drafter.config
     sampling: dict[str, Any] = {}
@@ -85,8 +94,9 @@ def find_best_tree(
             target, drafter, prompts, args.max_new_tokens, settings, **sampling
         )
     sizes_to_rank = range(1, max(sizes) + 1)
-    ranked = rank_trees(profiles, costs, sizes_to_rank, config.num_serial_tokens, config.max_draft_depth)
-    expected_default = _expect(default, profiles, costs, config.num_serial_tokens)
+    text_length = sum(len(answer.new_tokens) - 1 for answer in answers) / len(answers)
+    ranked = rank_trees(profiles, costs, sizes_to_rank, config.num_serial_tokens, config.max_draft_depth, text_length)
+    expected_default = _expect(default, profiles, costs, config.num_serial_tokens, text_length)
 
     contenders = choose_contenders(ranked, NUM_CONTENDERS)
     trees = [candidate.settings for candidate in (*contenders, expected_default)]
@@ -147,6 +157,7 @@ def _expect(
     profiles: dict[tuple[int, DraftTemperature], AcceptanceProfile],
     costs: CycleCosts,
     num_serial_tokens: int,
+    text_length: float,
 ) -> Candidate:
     """Returns what is expected of the settings that a drafter has; a chain may be profiled under others."""
     factor, depth = tree.branching_factor, tree.tree_depth
@@ -154,4 +165,5 @@ def _expect(
         p for (f, _), p in profiles.items() if f == factor
     )
     size = int(min(tree.num_assistant_tokens, tree_capacity(factor, depth, num_serial_tokens)))
-    return Candidate(tree, profile.tau(size, depth), costs.cycle_seconds(size, factor, depth))
+    seconds = costs.cycle_seconds(size, factor, depth)
+    return Candidate(tree, profile.tau(size, depth), seconds, costs.setup / text_length)

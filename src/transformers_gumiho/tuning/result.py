@@ -49,7 +49,7 @@ class TuningResult:
 
 
 def describe(result: TuningResult) -> str:
-    """Returns what `gumiho tune` prints."""
+    """Returns what `gumiho tune` prints of a `result`."""
     lines = [
         "drafted  verify ms  cycle ms    tau  tokens/s  branching  depth  draft temperature",
         *[_row(result.costs, candidate) for candidate in result.by_size],

@@ -1,5 +1,6 @@
 """Choosing the trees that should decode fastest."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,7 @@ DraftTemperature = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class TreeSettings:
-    """Decoding settings of a drafter; see [`DraftingSettings`]."""
+    """The decoding settings of a drafter that are tuned; their meanings are those in [`DraftingSettings`]."""
 
     num_assistant_tokens: int
     branching_factor: int
@@ -35,16 +36,18 @@ class Candidate:
         settings: The tree.
         tau: Expected tokens per cycle.
         cycle_seconds: Expected time of a cycle.
+        setup_seconds: What a text costs before its first cycle, for each of its tokens.
     """
 
     settings: TreeSettings
     tau: float
     cycle_seconds: float
+    setup_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         """Expected speed, prompt aside."""
-        return self.tau / self.cycle_seconds
+        return 1 / (self.cycle_seconds / self.tau + self.setup_seconds)
 
 
 def rank_trees(
@@ -53,6 +56,7 @@ def rank_trees(
     sizes: Iterable[int],
     num_serial_tokens: int,
     max_depth: int,
+    text_length: float = math.inf,
 ) -> list[Candidate]:
     """
     Returns every tree with what is expected of it, the fastest first.
@@ -63,6 +67,7 @@ def rank_trees(
         sizes: Numbers of drafted tokens to consider.
         num_serial_tokens: Of the drafter.
         max_depth: Of the drafter's trees.
+        text_length: New tokens of a text after the first, over which its setup spreads.
     """
     candidates = []
     for (factor, temperature), profile in profiles.items():
@@ -72,7 +77,7 @@ def rank_trees(
                     continue
                 settings = TreeSettings(size, factor, depth, temperature)
                 seconds = costs.cycle_seconds(size, factor, depth)
-                candidates.append(Candidate(settings, profile.tau(size, depth), seconds))
+                candidates.append(Candidate(settings, profile.tau(size, depth), seconds, costs.setup / text_length))
     return sorted(candidates, key=lambda candidate: -candidate.tokens_per_second)
 
 

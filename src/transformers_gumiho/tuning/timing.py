@@ -28,14 +28,18 @@ class DecodingTime:
     Attributes:
         num_tokens: New tokens after the first.
         seconds: For all of them.
-        verify_seconds: The target's passes over draft trees in it, where they were timed.
-        num_cycles: Those passes; 0 without a drafter.
+        num_cycles: Passes over draft trees; 0 without a drafter.
+        setup_seconds: Before the first pass, where cycles were timed: making ready, and the draft after the prompt.
+        verify_seconds: The mean pass, where cycles were timed.
+        cycle_seconds: The mean time from the beginning of a pass to that of the next, where there were two of them.
     """
 
     num_tokens: int = 0
     seconds: float = 0.0
-    verify_seconds: float = 0.0
     num_cycles: int = 0
+    setup_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    cycle_seconds: float = 0.0
 
 
 def time_drafted(
@@ -54,7 +58,7 @@ def time_drafted(
         drafter: The drafter. Its settings are as before afterwards.
         ids: The prompt.
         settings: Decoding settings of the drafter.
-        split: Time the target's passes apart, which waits for the device twice in each cycle.
+        split: Time cycles, and the target's passes in them, which waits for the device twice in each cycle.
         **generate_kwargs: For `generate()`.
     """
     with decoding_settings(drafter, settings), _timer(target.device, split) as taken:
@@ -80,6 +84,7 @@ def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: An
 def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
     taken, read_prompt, run_tree = DecodingTime(), TargetRunner.read_prompt, TargetRunner.run_tree
     begin = 0.0
+    passes: list[tuple[float, float]] = []  # when each begins and ends
 
     def timed_prompt(self: TargetRunner, *args: Any) -> Any:
         nonlocal begin
@@ -96,7 +101,7 @@ def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
         begin_of_pass = time.perf_counter()
         output = run_tree(self, *args)
         synchronize(device)
-        taken.verify_seconds += time.perf_counter() - begin_of_pass
+        passes.append((begin_of_pass, time.perf_counter()))
         return output
 
     with ExitStack() as stack:
@@ -105,3 +110,8 @@ def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
         yield taken
         synchronize(device)
         taken.seconds = time.perf_counter() - begin
+    if passes:
+        begins, ends = zip(*passes, strict=True)
+        taken.setup_seconds = begins[0] - begin
+        taken.verify_seconds = (sum(ends) - sum(begins)) / len(passes)
+        taken.cycle_seconds = (begins[-1] - begins[0]) / max(len(passes) - 1, 1)

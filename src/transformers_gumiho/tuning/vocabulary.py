@@ -53,7 +53,7 @@ class VocabularyCandidate:
         return self.tau / self.cycle_seconds
 
     def settings(self, tree: TreeSettings) -> list[dict[str, Any]]:
-        """Returns the decoding settings for each prompt."""
+        """Returns the decoding settings for each prompt, with those of `tree`."""
         return [tree.as_dict() | {"draft_vocabulary": token_ids} for token_ids in self.of_prompts]
 
 

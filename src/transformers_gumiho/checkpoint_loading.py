@@ -1,0 +1,104 @@
+"""How the tensors of released checkpoints are named, and what a checkpoint must hold to be loaded."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.utils import logging
+
+from .configuration_gumiho import GumihoConfig
+
+
+logger = logging.get_logger(__name__)
+
+# An output head that a checkpoint may bring along: features are turned into tokens by the head of the target.
+IGNORED_KEYS = {r"^(?:model\.){0,2}lm_head\."}
+
+_HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
+
+
+class RenamingOnLoad(WeightRenaming):
+    """Reads a tensor under another name. What is saved keeps the drafter's own names, whatever was loaded."""
+
+    __slots__ = ()
+
+    def reverse_transform(self) -> WeightRenaming:
+        """Returns a renaming that changes no name."""
+        return WeightRenaming(source_patterns=r"(?!)", target_patterns="")
+
+
+def register_released_names() -> None:
+    """Tells transformers under which names a checkpoint may hold the tensors of a drafter."""
+    register_checkpoint_conversion_mapping(
+        GumihoConfig.model_type,
+        [
+            # As in vLLM, around the whole drafter or the serial head alone.
+            RenamingOnLoad(r"^(?:model\.){1,2}(embed_tokens|fc|layers|mlp)\.", r"\1."),
+            # As the reference's training writes them.
+            RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
+        ],
+        overwrite=True,
+    )
+
+
+def set_surplus_heads_aside(
+    unexpected_keys: Iterable[str], config: GumihoConfig, generation_config: GenerationConfig, name_or_path: Any
+) -> set[str]:
+    """
+    Accepts a checkpoint with more parallel heads than the config asks for: the first ones are used, and a `tree_depth`
+    that counts on all of them is cut.
+
+    Args:
+        unexpected_keys: The checkpoint's entries that the model has no place for.
+        config: The drafter's.
+        generation_config: The drafter's; `tree_depth` is cut.
+        name_or_path: The checkpoint.
+
+    Returns:
+        The entries that are still unexpected.
+    """
+    unexpected = set(unexpected_keys)
+    found: dict[int, set[str]] = {}
+    for key in unexpected:
+        if (match := _HEAD_TENSOR.fullmatch(key)) and int(match[1]) >= config.num_parallel_heads:
+            found.setdefault(int(match[1]), set()).add(key)
+    # A weight and a bias in each block: what is left of a head that is not whole stays unexpected.
+    tensors_per_head = 2 * (config.num_residual_blocks + 1)
+    surplus = [keys for keys in found.values() if len(keys) == tensors_per_head]
+    if not surplus:
+        return unexpected
+    generation_config.tree_depth = min(generation_config.tree_depth, config.max_draft_depth)
+    logger.warning(
+        f"The checkpoint {str(name_or_path)!r} holds {config.num_parallel_heads + len(surplus)} parallel heads; the "
+        f"first {config.num_parallel_heads} are used, as `num_parallel_heads` says. Drafts are at most "
+        f"{config.max_draft_depth} tokens long."
+    )
+    return unexpected.difference(*surplus)
+
+
+def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) -> None:
+    """
+    Refuses a checkpoint that does not fit the drafter.
+
+    Args:
+        info: The loading info of `from_pretrained`.
+        name_or_path: The checkpoint.
+        allow_mismatch: Whether tensors may be of the wrong shape.
+
+    Raises:
+        ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape.
+    """
+    mismatched = [] if allow_mismatch else info["mismatched_keys"]
+    shapes = [f"{name} is {tuple(found)}, expected {tuple(expected)}" for name, found, expected in mismatched]
+    found = (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"]), ("wrong shape", shapes))
+    problems = [f"{kind}: {', '.join(sorted(names))}" for kind, names in found if names]
+    if not problems:
+        return
+    if "fc.weight" in info["missing_keys"]:
+        reason = "is not a Gumiho drafter: it has no `fc`, which fuses a token with the state before it."
+    else:
+        reason = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
+    raise ValueError(f"The checkpoint {str(name_or_path)!r} {reason}\n" + "\n".join(problems))

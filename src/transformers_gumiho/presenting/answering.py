@@ -1,0 +1,98 @@
+"""Answering one prompt while it is read."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..modeling_gumiho import GumihoModel
+from .colours import coloured
+from .cycles import Cycle, watch_cycles
+from .streaming import CycleStreamer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    Attributes:
+        tokens: The new tokens.
+        cycles: The verification cycles that made all of them but the first, which is chosen after the prompt.
+        seconds: From the prompt to the last token.
+        is_whole: Whether it was not interrupted.
+    """
+
+    tokens: tuple[int, ...]
+    cycles: tuple[Cycle, ...]
+    seconds: float
+    is_whole: bool
+
+    @property
+    def tau(self) -> float | None:
+        """The mean acceptance length: tokens per cycle, bonus tokens included. `None` without a cycle."""
+        return sum(len(cycle.committed) for cycle in self.cycles) / len(self.cycles) if self.cycles else None
+
+
+def stream_answer(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: GumihoModel,
+    prompt: Sequence[int],
+    stream: TextIO,
+    *,
+    colours: bool,
+    max_new_tokens: int,
+    temperature: float,
+) -> Answer:
+    """
+    Writes the answer to a prompt as it is decoded. Ctrl-C ends it.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        drafter: The drafter.
+        prompt: Token ids.
+        stream: Where the answer goes.
+        colours: Whether to colour accepted drafts.
+        max_new_tokens: The most to generate.
+        temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
+    """
+    cycles: list[Cycle] = []
+    streamer = CycleStreamer(tokenizer, stream, colours)
+
+    def on_cycle(cycle: Cycle) -> None:
+        cycles.append(cycle)
+        streamer.expect(cycle)
+
+    input_ids = torch.tensor([list(prompt)], device=target.device)
+    # What a greedy target's configuration says of sampling would only be warned about.
+    sampling = {"temperature": temperature} if temperature else {"temperature": None, "top_p": None, "top_k": None}
+    is_whole, start = True, time.perf_counter()
+    with watch_cycles(on_cycle):
+        try:
+            target.generate(
+                input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, streamer=streamer,
+                max_new_tokens=max_new_tokens, do_sample=temperature > 0, **sampling,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            is_whole = False
+            streamer.end()
+    return Answer(tuple(streamer.tokens), tuple(cycles), time.perf_counter() - start, is_whole)
+
+
+def describe_answer(answer: Answer, colours: bool) -> str:
+    """Returns the line below an answer: tau, speed and what it was made of."""
+    num_accepted = sum(len(cycle.accepted) for cycle in answer.cycles)
+    tau = "no cycles" if answer.tau is None else f"tau {answer.tau:.2f}"
+    speed = len(answer.tokens) / answer.seconds
+    parts = [
+        tau,
+        f"{speed:.1f} tokens/s",
+        f"{len(answer.cycles)} cycles",
+        f"{len(answer.tokens)} tokens, {coloured(f'{num_accepted} accepted drafts', colours)}",
+    ]
+    if not answer.is_whole:
+        parts.append("interrupted")
+    return f"[{' | '.join(parts)}]"

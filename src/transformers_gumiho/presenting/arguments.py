@@ -1,0 +1,39 @@
+"""The options of `gumiho generate` and `gumiho show`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class PairArguments:
+    """The options that both commands have."""
+
+    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
+    assistant: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
+    num_assistant_tokens: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
+    branching_factor: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
+    draft_temperature: float | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
+    color: Literal["auto", "always", "never"] = field(
+        default="auto", metadata={"help": "auto: in a terminal, unless NO_COLOR is set."}
+    )
+    dtype: str = field(default="auto", metadata={"help": "Precision of both models."})
+    device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})
+
+
+@dataclass(kw_only=True)
+class GenerateArguments(PairArguments):
+    """The options of `gumiho generate`; [`generate`] takes them, too."""
+
+    prompt: str | None = field(default=None, metadata={"help": "What to answer (default: every line that is typed)."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Tokens of each answer, at most."})
+    temperature: float = field(default=0.0, metadata={"help": "0 is greedy."})
+    seed: int = field(default=0, metadata={"help": "For sampling."})
+
+
+@dataclass(kw_only=True)
+class ShowArguments(PairArguments):
+    """The options of `gumiho show`; [`show`] takes them, too."""
+
+    prompt: str = field(metadata={"help": "The text to go on from."})
+    step: int = field(default=1, metadata={"help": "Which verification cycle to show, counted from 1."})
+    output: str | None = field(default=None, metadata={"help": "Also draw it into this file, .svg or .png."})

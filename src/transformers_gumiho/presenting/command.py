@@ -1,0 +1,137 @@
+"""`gumiho generate` and `gumiho show`."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..benchmarking.loading import load_pair
+from ..benchmarking.prompts import encode_turn
+from ..drafting_settings import DraftingSettings
+from ..modeling_gumiho import GumihoModel
+from .answering import Answer, describe_answer, stream_answer
+from .arguments import GenerateArguments, PairArguments, ShowArguments
+from .colours import wants_colours
+from .cycles import Cycle, watch_cycles
+from .labels import label_cycle
+from .terminal_tree import draw_in_terminal
+
+
+def generate(args: GenerateArguments) -> list[Answer]:
+    """
+    Answers a prompt, or every line that is typed, as it is decoded, and tells the acceptance length tau and the speed.
+    Accepted drafts are coloured; what the target chose itself is plain. Where the tokenizer has a chat template the
+    lines are a conversation; otherwise each of them is continued for itself. Ctrl-C ends an answer, Ctrl-D the
+    conversation.
+
+    Returns:
+        The answers.
+    """
+    target, tokenizer, drafter = _load(args)
+    colours = wants_colours(args.color, sys.stdout)
+    torch.manual_seed(args.seed)
+    turns: list[str] = []
+    texts: list[str] = []
+    answers = []
+    for line in [args.prompt] if args.prompt is not None else _typed_lines():
+        if not tokenizer.chat_template:
+            turns, texts = [], []
+        turns.append(line)
+        answer = stream_answer(
+            target, tokenizer, drafter, _encode(tokenizer, turns, texts), sys.stdout, colours=colours,
+            max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+        )  # fmt: skip
+        sys.stdout.write(f"\n\n{describe_answer(answer, colours)}\n")
+        texts.append(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        answers.append(answer)
+    return answers
+
+
+def show(args: ShowArguments) -> Cycle:
+    """
+    Decodes a prompt greedily up to a verification cycle, and draws the cycle's draft tree: every node with the
+    drafter's probabilities, the accepted path and the bonus token.
+
+    Returns:
+        The cycle.
+
+    Raises:
+        SystemExit: The text ends before this cycle, or the file's name ends neither in .svg nor in .png.
+    """
+    if args.output is not None and Path(args.output).suffix not in (".svg", ".png"):
+        raise SystemExit(f"A tree can be drawn into an .svg or a .png file, got --output {args.output}.")
+    if args.step < 1:
+        raise SystemExit(f"Cycles are counted from 1, got --step {args.step}.")
+    target, tokenizer, drafter = _load(args)
+    prompt = _encode(tokenizer, [args.prompt], [])
+    committed, cycle = _decode_until(target, drafter, prompt, args.step)
+    labels = label_cycle(tokenizer, committed, cycle)
+    temperatures = _describe_temperatures(drafter)
+    colours = wants_colours(args.color, sys.stdout)
+    sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colours=colours) + "\n")
+    if args.output is not None:
+        # Only pictures need matplotlib.
+        from .tree_picture import draw_picture
+
+        draw_picture(cycle, labels, temperatures, args.output)
+        sys.stdout.write(f"\ndrawn into {args.output}\n")
+    return cycle
+
+
+def _load(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
+    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
+    for name in ("num_assistant_tokens", "branching_factor", "draft_temperature"):
+        if getattr(args, name) is not None:
+            setattr(drafter.generation_config, name, getattr(args, name))
+    return target, tokenizer, drafter
+
+
+def _describe_temperatures(drafter: GumihoModel) -> str:
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+    shown = [f"{temperature:.2g}" for temperature in settings.temperatures]
+    return shown[0] if len(set(shown)) == 1 else f"{', '.join(shown)} (from depth 1 down)"
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
+    prompt = encode_turn(tokenizer, turns, texts)
+    if not prompt:
+        raise SystemExit("The prompt has no tokens to go on from. Give a longer --prompt.")
+    return prompt
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yields the lines that are typed, or that standard input has, until its end; empty ones are left out."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # gives `input` its editing keys, where there is one
+            import readline  # noqa: F401
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            line = input("> " if is_terminal else "")
+            if line.strip():
+                yield line
+    sys.stdout.write("\n")
+
+
+def _decode_until(
+    target: PreTrainedModel, drafter: GumihoModel, prompt: list[int], step: int
+) -> tuple[list[int], Cycle]:
+    """Returns the text before the cycle with number `step`, and the cycle."""
+    cycles: list[Cycle] = []
+    input_ids = torch.tensor([prompt], device=target.device)
+    # The first token is chosen after the prompt, and a cycle commits at most a whole path and a bonus token.
+    most = 1 + step * (drafter.config.max_draft_depth + 1)
+    with watch_cycles(cycles.append):
+        text = target.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, max_new_tokens=most,
+            do_sample=False, temperature=None, top_p=None, top_k=None,
+        )  # fmt: skip
+    if not cycles:
+        raise SystemExit("The text ends before anything is drafted. Give another --prompt.")
+    if len(cycles) < step:
+        raise SystemExit(f"The text ends after {len(cycles)} cycles; give --step a number from 1 to {len(cycles)}.")
+    num_later = sum(len(cycle.committed) for cycle in cycles[step - 1 :])
+    return text[0, : text.shape[1] - num_later].tolist(), cycles[step - 1]

@@ -1,0 +1,103 @@
+"""What happens in each verification cycle: the drafted tree, and what the target took from it."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..benchmarking.stages import replace_until_left
+from ..choosing import TokenChooser
+from ..tree import DraftTree
+from ..verification import find_child
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """
+    One verification cycle of a single sequence. Node 0 is the root, the newest token that was committed before.
+
+    Attributes:
+        tokens: The token id of each node.
+        parents: Each node's parent; the root is its own. Children of a node follow it, the best first.
+        scores: For each node, the drafter's summed log-probability (nats) of the tokens from the root down to it, by
+            which the tree's nodes were chosen; 0 for the root.
+        accepted: The drafted nodes that the target agreed with, from depth 1 down.
+        bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    scores: tuple[float, ...]
+    accepted: tuple[int, ...]
+    bonus_token: int | None
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """The tokens that the cycle added to the text: accepted drafts, then the bonus token."""
+        drafts = tuple(self.tokens[node] for node in self.accepted)
+        return drafts if self.bonus_token is None else (*drafts, self.bonus_token)
+
+    @property
+    def expected_accepted(self) -> float:
+        """
+        The number of drafted tokens that the drafter expects to be accepted: the sum of all path probabilities, as a
+        node is accepted where its whole path is. For a chain this is `sum_k prod_{i<=k} p_i`, the quantity that the
+        paper of Gumiho (https://arxiv.org/abs/2503.10135) reasons with.
+        """
+        return sum(self.path_probability(node) for node in range(1, len(self.tokens)))
+
+    def path_probability(self, node: int) -> float:
+        """The drafter's probability of all tokens from the root down to `node`."""
+        return math.exp(self.scores[node])
+
+    def token_probability(self, node: int) -> float:
+        """The drafter's probability of the token of `node` after the tokens above it."""
+        above = self.scores[self.parents[node]]
+        return math.exp(self.scores[node] - above) if math.isfinite(above) else 0.0
+
+    def children(self, node: int) -> list[int]:
+        """The children of `node`, the best first."""
+        return [child for child in range(1, len(self.parents)) if self.parents[child] == node]
+
+
+@contextmanager
+def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
+    """
+    Calls `on_cycle` after each verification cycle of the generations within it, before a streamer gets the cycle's
+    tokens. The choice of the first token, after the prompt, is no cycle.
+
+    Raises:
+        ValueError: In `generate()`, for a batch of several sequences.
+    """
+    commit = TokenChooser.commit
+
+    def watched_commit(self: TokenChooser, tree: DraftTree, logits: torch.Tensor) -> Any:
+        if self.batch_size != 1:
+            raise ValueError(f"Cycles of one sequence can be watched, got a batch of {self.batch_size}.")
+        nodes, kept = commit(self, tree, logits)
+        if tree.max_depth:  # not the prompt
+            on_cycle(_describe_cycle(tree, nodes[:, : kept[0]], self.sequences.newest(kept)))
+        return nodes, kept
+
+    with ExitStack() as stack:
+        replace_until_left(stack, TokenChooser, "commit", watched_commit)
+        yield
+
+
+def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) -> Cycle:
+    """Returns the cycle that visited `nodes` `(1, n)` and chose `tokens` `(1, n)` after them."""
+    accepted = nodes[0, 1:].tolist()
+    # A text that ends within a drafted path ends with a draft, and there is no bonus token.
+    child, is_drafted = find_child(tree, nodes[:, -1], tokens[:, -1])
+    if is_drafted:
+        accepted.append(int(child))
+    return Cycle(
+        tokens=tuple(tree.tokens[0].tolist()),
+        parents=tuple(tree.parents[0].tolist()),
+        scores=tuple(tree.scores[0].tolist()),
+        accepted=tuple(accepted),
+        bonus_token=None if is_drafted else int(tokens[0, -1]),
+    )

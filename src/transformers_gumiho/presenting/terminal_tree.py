@@ -1,0 +1,57 @@
+"""A draft tree as lines of text."""
+
+from .colours import coloured
+from .cycles import Cycle
+from .labels import CycleLabels
+
+
+_LEGEND = """\
+token: the drafter's probability of the token after those above it, at draft temperature {temperatures}
+path: its probability of all of them, by which the nodes were chosen
+* drafted and accepted   + bonus token, the target's own"""
+
+
+def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colours: bool) -> str:
+    """
+    Draws the draft tree of a cycle, a line for each node.
+
+    Args:
+        cycle: The cycle.
+        labels: The texts of its tokens.
+        temperatures: The draft temperatures that its probabilities were computed under, as text.
+        colours: Whether to colour the accepted path, which has its marks either way.
+    """
+    num_drafted, num_accepted = len(cycle.tokens) - 1, len(cycle.accepted)
+    lines = [
+        f"after {labels.context}",
+        "",
+        " token   path",
+        f"{'':16}{labels.nodes[0]}  (the newest committed token)",
+        *_draw_children(cycle, labels, 0, "", colours),
+        "",
+        _LEGEND.format(temperatures=temperatures),
+        "",
+        f"{num_drafted} tokens drafted, {num_accepted} accepted (the drafter expected {cycle.expected_accepted:.2f}, "
+        f"the sum of its path probabilities), {len(cycle.committed)} committed",
+    ]
+    return "\n".join(lines)
+
+
+def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colours: bool) -> list[str]:
+    """Returns the lines below `node`, whose own line begins its children's branches at `indent`."""
+    children = cycle.children(node)
+    has_bonus = labels.bonus is not None and node == (cycle.accepted[-1] if cycle.accepted else 0)
+    lines = []
+    for child in children:
+        is_last = child == children[-1] and not has_bonus
+        is_accepted = child in cycle.accepted
+        numbers = f"{cycle.token_probability(child):6.3f} {cycle.path_probability(child):6.3f}"
+        branch = f"{indent}{'└' if is_last else '├'}─ "
+        lines.append(
+            f"{numbers} {coloured('*', colours) if is_accepted else ' '} {branch}"
+            f"{coloured(labels.nodes[child], colours and is_accepted)}"
+        )
+        lines += _draw_children(cycle, labels, child, indent + ("   " if is_last else "│  "), colours)
+    if has_bonus:
+        lines.append(f"{'':13} + {indent}└─ {labels.bonus}")
+    return lines

@@ -1,0 +1,65 @@
+"""What lies next to the weights of a saved drafter: the target's tokenizer, and code for `custom_generate`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+
+# What `generate(custom_generate=<repository>)` reads: the code, and the packages that it needs.
+CUSTOM_GENERATE = {
+    "generate.py": (
+        '"""Decodes with the drafter of this repository: `target.generate(..., custom_generate=<repository>)`."""\n\n'
+        "from transformers_gumiho.custom_generation import generate\n\n\n"
+        '__all__ = ["generate"]\n'
+    ),
+    "requirements.txt": "transformers-gumiho\n",
+}
+
+
+class SavingMixin:
+    """
+    Saves a drafter with the files that a server of texts needs besides the drafter itself; for `PreTrainedModel`s.
+
+    Attributes:
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. Where given, it is saved with the drafter, so
+            that a pipeline can load it as an assistant by its name.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """As `PreTrainedModel.save_pretrained`; also writes the tokenizer and the folder `custom_generate`."""
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
+        if self.should_save_on_this_rank(is_main_process):  # type: ignore[attr-defined]
+            self._save_companions(save_directory)
+
+    def _upload_modified_files(
+        self,
+        working_dir: str | os.PathLike,
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # `save_pretrained(push_to_hub=True)` uploads what is newer than its own start, before it comes back.
+        written = self._save_companions(working_dir)
+        older = {name: time for name, time in files_timestamps.items() if name not in written}
+        return super()._upload_modified_files(working_dir, repo_id, older, *args, **kwargs)  # type: ignore[misc]
+
+    def _save_companions(self, save_directory: str | os.PathLike) -> set[str]:
+        """Writes the files, and returns the names in `save_directory` that hold them."""
+        folder = Path(save_directory, "custom_generate")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in CUSTOM_GENERATE.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        written = {folder.name}
+        if self.tokenizer is not None:
+            written |= {Path(file).name for file in self.tokenizer.save_pretrained(save_directory)}
+        return written
+
+
+__all__ = ["CUSTOM_GENERATE", "SavingMixin"]
