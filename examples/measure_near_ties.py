@@ -148,7 +148,7 @@ def main() -> None:
         gumiho = GumihoModel.from_pretrained(args.demo_pair / "gumiho", dtype=dtype)
         counts = count_near_ties(target, exact_target, gumiho, args)
         gaps = torch.tensor(counts.gaps)
-        parting = f"{gaps.median():.3f} ({gaps.max():.3f})" if len(gaps) else ""
+        parting = f"{gaps.median():.4f} ({gaps.max():.4f})" if len(gaps) else ""
         print(
             f"| {name if quantization is None else f'{name}, {quantization}'} | {len(gaps)} of {counts.num_texts} | "
             f"{counts.plain_flips} of {counts.num_tokens} | {counts.drafted_flips} of {counts.drafted_tokens} | "
