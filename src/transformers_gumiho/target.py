@@ -236,11 +236,15 @@ def _slot_masks(
     }
 
 
-def keep_last_hidden_state(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def keep_last_hidden_state(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> None:
     """
     A forward hook for the decoder that leaves its last hidden state with the [`TreeCache`] of the pass. As the cache
     is an argument of the pass, generations in several threads do not meet, and a compiled pass stays the same.
     """
+    if output is None:
+        # While another thread adds or removes its hook, PyTorch may call that one without the keyword arguments. This
+        # thread's own is called as well.
+        return
     cache = kwargs.get("past_key_values")
     if isinstance(cache, TreeCache):
         cache.last_hidden_state = output[0]
