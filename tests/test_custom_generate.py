@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi
 from targets import make_drafter, make_prompts, make_target, passes_of
-from transformers import PreTrainedModel, dynamic_module_utils
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoModel
@@ -194,6 +194,26 @@ def test_saving_and_pushing_at_once_uploads_the_code(
     for names in uploaded:
         assert {"custom_generate/generate.py", "custom_generate/requirements.txt", "model.safetensors"} <= names
     assert len(uploaded) == 2
+
+
+def test_a_target_may_bring_its_drafter(target: PreTrainedModel, repository: Path, tmp_path: Path) -> None:
+    """As docs/serving.md tells for `transformers serve`, which calls the `generate()` of the target it loads."""
+    docs = (ROOT / "docs" / "serving.md").read_text()
+    (code,) = re.findall("<!-- served-target -->\n```python\n(.*?)```", docs, re.DOTALL)
+    target.save_pretrained(tmp_path / "served")
+    (tmp_path / "served" / "custom_generate").mkdir()
+    (tmp_path / "served" / "custom_generate" / "generate.py").write_text(
+        code.replace("my/gumiho-llama3-8b", repository.as_posix())
+    )
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.float64, trust_remote_code=True)
+    streamer = Recorder()
+    settings = GenerationConfig(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    num_passes, drafted = passes_of(
+        served, lambda: served.generate(**make_prompts([6]), generation_config=settings, streamer=streamer)
+    )
+    assert torch.equal(drafted, target.generate(**make_prompts([6]), generation_config=settings))
+    assert streamer.tokens == drafted[0].tolist()
+    assert num_passes < 40
 
 
 def test_code_asks_for_this_package(repository: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import time
 from typing import Any
 
@@ -491,26 +490,6 @@ def test_offloaded_target(drafter: GumihoModel) -> None:
     assert next(model.parameters()).device.type == "meta"
     drafted = model.generate(**make_prompts([5]), max_new_tokens=40, do_sample=False, assistant_model=drafter)
     assert torch.equal(drafted, plain)
-
-
-def test_two_threads_share_both_models(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    prompts = [make_prompts([length], seed=length) for length in (3, 5, 7, 9)]
-    plain = [target.generate(**prompt, max_new_tokens=40, do_sample=False) for prompt in prompts]
-    drafted: dict[int, torch.Tensor] = {}
-
-    def run(index: int) -> None:
-        for _ in range(3):
-            drafted[index] = target.generate(
-                **prompts[index], max_new_tokens=40, do_sample=False, assistant_model=drafter
-            )
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, expected in enumerate(plain):
-        assert torch.equal(drafted[index], expected)
 
 
 def test_cache_of_a_batch_after_an_exception_is_a_prefix_of_every_row(

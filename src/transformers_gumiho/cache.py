@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 
+# The layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put
+# it where a layer reads the keys and values of another one; earlier ones leave such layers out.
+CONVERTIBLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
+)
 # Slots added when a cache outgrows its buffers.
 GROWTH = 4096
 # Moving a cache here holds so much of it twice at a time: this share, or so many bytes where that is more.
@@ -259,11 +267,11 @@ class TreeCache(Cache):
         sees them.
         """
         length = cache.get_seq_length()
-        filled = [layer for layer in cache.layers if layer.is_initialized]
-        tree_cache = cls(filled[0].keys.shape[0], max(capacity, length))
+        batch_size = next(layer.keys.shape[0] for layer in cache.layers if layer.keys is not None)
+        tree_cache = cls(batch_size, max(capacity, length))
         tree_cache.layers = [TreeCacheLayer(tree_cache) for _ in cache.layers]
         # Layers that read the keys and values of another one have none of their own.
-        pairs = [(new, old) for new, old in zip(tree_cache.layers, cache.layers, strict=True) if old.is_initialized]
+        pairs = [(new, old) for new, old in zip(tree_cache.layers, cache.layers, strict=True) if old.keys is not None]
         num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in pairs)
         at_once = max(int(len(pairs) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
         for first in range(0, len(pairs), at_once):
@@ -302,7 +310,7 @@ def is_convertible(cache: Any) -> bool:
     return (
         isinstance(cache, DynamicCache)
         and not cache.offloading
-        and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+        and all(type(layer) in CONVERTIBLE_LAYERS for layer in cache.layers)
     )
 
 

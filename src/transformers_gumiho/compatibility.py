@@ -99,6 +99,11 @@ def check_target(target: PreTrainedModel) -> None:
             f"{name} has {kinds}, whose state cannot hold the branches of a draft tree. A Gumiho assistant needs a "
             f"target with full or sliding-window attention only."
         )
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"{name} has layers that attend to an image instead of the text, whose keys and values a draft tree has "
+            f"no place for. Generate without `assistant_model`."
+        )
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
     if not takes_positions or getattr(config, "alibi", False):
         raise ValueError(

@@ -240,8 +240,10 @@ def _draft_after_prompt(
     num_known = min(output.last_hidden_state.shape[1], sequences.lengths[0])
     mask = runner.prompt_mask
     counts = [num_known] * len(sequences.lengths)
+    # A multimodal prompt may mark its images by ids outside the vocabulary; the states tell what is there.
+    vocab_size = generator.assistant_model.config.get_text_config().vocab_size
     return generator.get_tree(
-        sequences.newest(counts),
+        sequences.newest(counts).clamp(0, vocab_size - 1),
         output.last_hidden_state[:, -num_known:],
         output.position_ids[:, -num_known:],
         counts,

@@ -92,8 +92,13 @@ class TargetRunner:
             self.cache.to_dynamic(self.prompt_cache)
 
     def read_prompt(self, input_ids: torch.Tensor, max_new_tokens: int) -> TargetOutput:
-        """Runs the prompt exactly as plain `generate()` does."""
+        """Runs the prompt as plain `generate()` does, and all of it through all layers."""
         self.max_new_tokens = max_new_tokens
+        config = self.model.config.get_text_config(decoder=True)
+        if getattr(config, "num_kv_shared_layers", 0) and "logits_to_keep" in self.model_kwargs:
+            # With a number here, decoders whose last layers read the keys and values of earlier ones run these on the
+            # last token alone; the drafter wants the states of the whole prompt.
+            self.model_kwargs["logits_to_keep"] = torch.tensor([-1])
         position_ids = self.model_kwargs["position_ids"]
         decoder = self.model.get_decoder()
         with _capture_last_hidden_states(decoder) as states:
@@ -232,11 +237,15 @@ def _slot_masks(
     }
 
 
-def keep_last_hidden_state(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def keep_last_hidden_state(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> None:
     """
     A forward hook for the decoder that leaves its last hidden state with the [`TreeCache`] of the pass. As the cache
     is an argument of the pass, generations in several threads do not meet, and a compiled pass stays the same.
     """
+    if output is None:
+        # While another thread adds or removes its hook, PyTorch may call that one without the keyword arguments. This
+        # thread's own is called as well.
+        return
     cache = kwargs.get("past_key_values")
     if isinstance(cache, TreeCache):
         cache.last_hidden_state = output[0]

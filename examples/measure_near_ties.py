@@ -1,0 +1,161 @@
+"""Measures how often low precision or quantisation decides a near-tie between two tokens differently.
+
+    python examples/measure_near_ties.py
+    python examples/measure_near_ties.py --dtypes float32 --quantizations Int8WeightOnlyConfig load_in_4bit
+
+A target sums in one order over one token, in another one over a draft tree, and in a third one over a whole text. In
+float32 the results hardly differ; in bfloat16 and float16 the two best tokens may swap places where their logits
+nearly tie. Prompts are decoded plainly and with the drafter. A teacher-forced pass over each text tells, in the same
+precision, at how many of its tokens another one would have been chosen, and in float32, with the same weights, how
+close the two tokens are at which the texts part.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    HfArgumentParser,
+    PreTrainedModel,
+    TorchAoConfig,
+    logging,
+)
+
+from transformers_gumiho import GumihoModel
+
+
+@dataclass
+class NearTieArguments:
+    demo_pair: Path = field(
+        default=Path(__file__).parent / "demo_pair", metadata={"help": "Folder with `target`, `gumiho` and prompts."}
+    )
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16", "float16"])
+    quantizations: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Measure the target quantised instead: names of torchao's configs, and `load_in_8bit` or "
+            "`load_in_4bit` for bitsandbytes'."
+        },
+    )
+    num_prompts: int = 24
+    max_new_tokens: int = 64
+
+
+@dataclass
+class NearTies:
+    """
+    What was counted in one precision.
+
+    Attributes:
+        num_texts: Texts decoded in each of the two ways.
+        num_tokens: Tokens of the plain texts.
+        plain_flips: Tokens of the plain texts that a teacher-forced pass would not have chosen.
+        drafted_tokens, drafted_flips: The same of the texts decoded with the drafter.
+        gaps: For each text that differs, by how much the logits of the two tokens at its first difference differ in a
+            teacher-forced pass in float32 (of a quantised target: in its own precision).
+        margins: For each plain token, by how much the best logit exceeds the second best one there.
+    """
+
+    num_texts: int = 0
+    num_tokens: int = 0
+    plain_flips: int = 0
+    drafted_tokens: int = 0
+    drafted_flips: int = 0
+    gaps: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+
+
+def read_prompts(args: NearTieArguments) -> Iterator[torch.Tensor]:
+    """Yields the token ids of the prompts, each `(1, T)`."""
+    tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
+    lines = (args.demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in lines[: args.num_prompts]:
+        yield torch.tensor([tokenizer(json.loads(line)["text"])["input_ids"]])
+
+
+def load_targets(
+    args: NearTieArguments, dtype: torch.dtype, quantization: str | None
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Returns the target, and one with the same weights in float32; quantised, it is the same one."""
+    path = args.demo_pair / "target"
+    if quantization is None:
+        # The second one's weights are rounded as the first one's are.
+        target, exact = (AutoModelForCausalLM.from_pretrained(path, dtype=dtype) for _ in range(2))
+        return target, exact.float()
+    if quantization.startswith("load_in"):
+        config = BitsAndBytesConfig(**{quantization: True})
+    else:
+        from torchao import quantization as torchao_configs
+
+        config = TorchAoConfig(getattr(torchao_configs, quantization)())
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=config)
+    return target, target
+
+
+@torch.no_grad()
+def forced_logits(target: PreTrainedModel, text: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """Returns `(new tokens, V)`: the logits from which one pass over the whole text would choose each new token."""
+    return target(text).logits[0, prompt_length - 1 : -1].float()
+
+
+def count_near_ties(
+    target: PreTrainedModel, exact_target: PreTrainedModel, gumiho: GumihoModel, args: NearTieArguments
+) -> NearTies:
+    """Decodes the prompts in both ways; `exact_target` tells how close two tokens are."""
+    counts = NearTies()
+    settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    for prompt in read_prompts(args):
+        length = prompt.shape[1]
+        plain = target.generate(prompt, **settings)
+        drafted = target.generate(prompt, **settings, assistant_model=gumiho)
+        exact = forced_logits(exact_target, plain, length)
+        best = exact.topk(2).values
+        counts.num_texts += 1
+        counts.num_tokens += plain.shape[1] - length
+        counts.plain_flips += count_flips(target, plain, length)
+        counts.drafted_tokens += drafted.shape[1] - length
+        counts.drafted_flips += count_flips(target, drafted, length)
+        counts.margins += (best[:, 0] - best[:, 1]).tolist()
+        if not torch.equal(plain, drafted):
+            ours, theirs = drafted[0, length:], plain[0, length:]
+            common = min(len(ours), len(theirs))
+            first = int((ours[:common] != theirs[:common]).int().argmax())
+            counts.gaps.append(float((exact[first, ours[first]] - exact[first, theirs[first]]).abs()))
+    return counts
+
+
+def count_flips(target: PreTrainedModel, text: torch.Tensor, prompt_length: int) -> int:
+    """Counts the new tokens of a text that a teacher-forced pass would not have chosen."""
+    return int((forced_logits(target, text, prompt_length).argmax(dim=1) != text[0, prompt_length:]).sum())
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(NearTieArguments).parse_args_into_dataclasses()
+    logging.disable_progress_bar()
+    print(
+        "| precision | texts that differ | plain tokens a forced pass would not choose | the same with Gumiho | "
+        "gap where texts part, median (largest) | median gap everywhere |\n" + "|---" * 6 + "|"
+    )
+    for name, quantization in itertools.product(args.dtypes, args.quantizations or [None]):
+        dtype = getattr(torch, name)
+        target, exact_target = load_targets(args, dtype, quantization)
+        gumiho = GumihoModel.from_pretrained(args.demo_pair / "gumiho", dtype=dtype)
+        counts = count_near_ties(target, exact_target, gumiho, args)
+        gaps = torch.tensor(counts.gaps)
+        parting = f"{gaps.median():.4f} ({gaps.max():.4f})" if len(gaps) else ""
+        print(
+            f"| {name if quantization is None else f'{name}, {quantization}'} | {len(gaps)} of {counts.num_texts} | "
+            f"{counts.plain_flips} of {counts.num_tokens} | {counts.drafted_flips} of {counts.drafted_tokens} | "
+            f"{parting} | {torch.tensor(counts.margins).median():.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
