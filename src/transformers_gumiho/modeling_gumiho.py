@@ -139,7 +139,7 @@ class GumihoModel(GumihoPreTrainedModel):
             except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
                 if packaged := find_packaged_folder(pretrained_model_name_or_path):
                     settings = GenerationConfig.from_pretrained(packaged)
-                    if settings.tree_depth <= self.config.max_draft_depth:
+                    if (getattr(settings, "tree_depth", None) or 0) <= self.config.max_draft_depth:
                         self.generation_config = settings
         self._complete_generation_config()
 
