@@ -77,9 +77,13 @@ def test_streamers_of_generations_in_the_background(target: PreTrainedModel, dra
     plain = [target.generate(**prompt, **settings)[0, prompt["input_ids"].shape[1] :] for prompt in single]
     streamers = [TextIteratorStreamer(Words(), skip_prompt=True, timeout=60) for _ in single]
     with ThreadPoolExecutor(max_workers=len(single)) as pool:
-        for prompt, streamer in zip(single, streamers, strict=True):
+        texts = [
             pool.submit(target.generate, **prompt, **settings, assistant_model=drafter, streamer=streamer)
+            for prompt, streamer in zip(single, streamers, strict=True)
+        ]
         pieces = [list(streamer) for streamer in streamers]
+        for text in texts:
+            text.result()
     for expected, received in zip(plain, pieces, strict=True):
         assert "".join(received) == Words().decode(expected.tolist())
         assert len(received) > 4, "the text came in pieces"
