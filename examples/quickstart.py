@@ -8,6 +8,7 @@ by prompt, so that a machine that gets slower meanwhile slows both.
 
 import json
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +117,8 @@ def main() -> None:
     for prompt in tqdm(prompts, desc="decoding", unit="prompt"):
         measurements.append(measure(target, gumiho, tokenizer, prompt, args))
         if len(measurements) == 1:
-            tqdm.write(f"{prompt}\n\033[32m{measurements[0].text}\033[0m\n")
+            colour, plain = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
+            tqdm.write(f"{prompt}\n{colour}{measurements[0].text}{plain}\n")
     report(measurements, args)
 
 

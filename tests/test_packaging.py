@@ -47,7 +47,7 @@ def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
 
 def test_installed_package_finds_its_configs(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = "from transformers_gumiho import GumihoConfig; print(GumihoConfig.from_pretrained('Gumiho-llama3-8b'))"
+    code = "from transformers_gumiho import GumihoConfig; print(GumihoConfig.from_pretrained('amd/Gumiho-llama3-8b'))"
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True)
     assert b'"vocab_size": 128256' in done.stdout

@@ -372,3 +372,22 @@ def test_cycles_of_a_batch_are_refused(target: PreTrainedModel, drafter: GumihoM
     prompts = torch.ones(2, 4, dtype=torch.long)
     with watch_cycles(lambda cycle: None), pytest.raises(ValueError, match="got a batch of 2"):
         target.generate(prompts, assistant_model=drafter, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"^usage: gumiho COMMAND"),
+        (["chat"], r"^gumiho: there is no command 'chat'\nusage: gumiho COMMAND"),
+        (["show", "--target", "t", "--assistant", "a", "--prompt", "p", "--max_new_tokens", "9"],
+         r"^usage: gumiho show (.|\n)*error: unrecognized arguments: --max_new_tokens 9"),
+    ],
+)  # fmt: skip
+def test_wrong_commands_are_answered_with_the_usage(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gumiho", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert re.search(message, capsys.readouterr().err)

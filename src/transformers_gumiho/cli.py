@@ -3,11 +3,13 @@
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
+
+Options = TypeVar("Options")
 
 _USAGE = """\
 usage: gumiho COMMAND ...
@@ -31,7 +33,8 @@ def main() -> None:
     }
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in commands:
-        sys.stderr.write(_USAGE)
+        unknown = f"gumiho: there is no command {name!r}\n" if name and not name.startswith("-") else ""
+        sys.stderr.write(unknown + _USAGE)
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     logging.disable_progress_bar()
     try:
@@ -44,16 +47,14 @@ def run_generate_command(arguments: list[str]) -> None:
     """`gumiho generate`."""
     from .presenting import GenerateArguments, generate
 
-    parser = HfArgumentParser(GenerateArguments, prog="gumiho generate", description=_summary(generate))
-    generate(*parser.parse_args_into_dataclasses(arguments))
+    generate(_parse(GenerateArguments, "generate", generate, arguments))
 
 
 def run_show_command(arguments: list[str]) -> None:
     """`gumiho show`."""
     from .presenting import ShowArguments, show
 
-    parser = HfArgumentParser(ShowArguments, prog="gumiho show", description=_summary(show))
-    show(*parser.parse_args_into_dataclasses(arguments))
+    show(_parse(ShowArguments, "show", show, arguments))
 
 
 def run_benchmark_command(arguments: list[str]) -> None:
@@ -61,8 +62,7 @@ def run_benchmark_command(arguments: list[str]) -> None:
     from .benchmarking import BenchmarkArguments, benchmark
     from .benchmarking.report import markdown
 
-    parser = HfArgumentParser(BenchmarkArguments, prog="gumiho benchmark", description=_summary(benchmark))
-    (args,) = parser.parse_args_into_dataclasses(arguments)
+    args = _parse(BenchmarkArguments, "benchmark", benchmark, arguments)
     rows = benchmark(args)
     sys.stdout.write(f"\n{markdown(rows)}\neverything is in {args.output_dir}\n")
 
@@ -71,14 +71,18 @@ def run_tune_command(arguments: list[str]) -> None:
     """`gumiho tune`."""
     from .tuning import TuningArguments, describe, tune
 
-    parser = HfArgumentParser(TuningArguments, prog="gumiho tune", description=_summary(tune))
-    (args,) = parser.parse_args_into_dataclasses(arguments)
+    args = _parse(TuningArguments, "tune", tune, arguments)
     sys.stdout.write(f"\n{describe(tune(args))}\n")
 
 
-def _summary(command: Callable[..., Any]) -> str:
-    """Returns the first paragraph of what a command's docstring says."""
-    return (inspect.getdoc(command) or "").partition("\n\n")[0]
+def _parse(options: type[Options], name: str, command: Callable[..., Any], arguments: list[str]) -> Options:
+    """Returns the options of a command; one that it does not have ends the program with the usage."""
+    summary = (inspect.getdoc(command) or "").partition("\n\n")[0]
+    parser = HfArgumentParser(options, prog=f"gumiho {name}", description=summary)
+    parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return parsed
 
 
 if __name__ == "__main__":
