@@ -26,12 +26,15 @@ ALLOWED = {
     },
     "output_head": set(),
     "tree": set(),
+    "recombination": {"tree"},
     "verification": {"tree"},
     "cache": set(),
     "losses": {"configuration_gumiho", "modeling_gumiho"},
     "compilation": set(),
     "drafting_settings": {"configuration_gumiho", "draft_vocabulary", "modeling_gumiho"},
-    "drafting": {"compilation", "drafting_settings", "modeling_gumiho", "parallel_heads", "tree"},
+    "drafting": {
+        "compilation", "drafting_settings", "modeling_gumiho", "parallel_heads", "recombination", "tree",
+    },
     "candidate_generator": {"modeling_gumiho", "drafting", "drafting_settings", "tree"},
     # The generation loop is one room of several files.
     "compatibility": {"modeling_gumiho", "cache"},

@@ -20,8 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel
+from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel, recombination
 from transformers_gumiho.cache import TreeCache
+from transformers_gumiho.drafting import GumihoDrafter
 from transformers_gumiho.output_head import output_head
 from transformers_gumiho.tree import DraftTree
 
@@ -184,6 +185,58 @@ def test_branching_factor_one_drafts_a_chain_of_arg_maxes() -> None:
     path += target.lm_head(drafter.mlp(torch.cat(fused, dim=-1))[0, :, 0]).argmax(dim=-1).tolist()
     assert logits is None
     assert candidates.tolist() == [ids[0].tolist() + path]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("num_assistant_tokens", "branching_factor"), [(3, 2), (4, 1), (12, 2), (20, 6), (24, 3)])
+def test_enumerating_finds_the_trees_that_searching_finds(
+    num_assistant_tokens: int, branching_factor: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    drafter = make_drafter(
+        target, num_assistant_tokens=num_assistant_tokens, branching_factor=branching_factor, draft_temperature=0.3
+    )
+    ids = make_prompts([6] * batch_size)["input_ids"]
+    noise = -torch.log(torch.rand(batch_size, 7, target.config.vocab_size)).log()
+    for noise_of_case in (None, noise):
+        trees = []
+        for limit in (4096, 0):
+            monkeypatch.setattr(recombination, "MAX_RECOMBINATIONS", limit)
+            recombination._enumerate.cache_clear()
+            generator = make_generator(target, drafter, batch_size)
+            assert (generator.drafter._recombinations is None) == (limit == 0)
+            positions = torch.arange(5).expand(batch_size, -1)
+            inputs = (ids[:, 1:], states_of(target, ids)[:, :-1], positions, [5] * batch_size)
+            trees.append(generator.get_tree(*inputs, noise=noise_of_case))
+        assert torch.equal(trees[0].scores, trees[1].scores)
+        assert trees[0].max_depth == trees[1].max_depth
+        for row, scores in enumerate(trees[0].scores[:, 1:].tolist()):
+            # Equal scores may come in any order, and the last ones may be out.
+            enumerated, searched = (
+                {path for path, score in zip(paths_of(tree, row), scores, strict=True) if score > scores[-1]}
+                for tree in trees
+            )
+            assert enumerated == searched
+
+
+def test_what_is_too_deep_for_the_tree_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    ids = make_prompts([6])["input_ids"]
+    score, num_scored, chains = GumihoDrafter.score, [], []
+
+    def counting_score(self: GumihoDrafter, features: torch.Tensor) -> torch.Tensor:
+        num_scored.append(features.shape[:-1].numel())
+        return score(self, features)
+
+    monkeypatch.setattr(GumihoDrafter, "score", counting_score)
+    for num_assistant_tokens in (1, 2, 3, 7):
+        drafter = make_drafter(target, num_assistant_tokens=num_assistant_tokens, branching_factor=1)
+        generator = make_generator(target, drafter, 1)
+        num_scored.clear()
+        chains.append(generator.get_candidates(ids, hidden_states=states_of(target, ids)[:, :-1])[0][0].tolist())
+        assert sum(num_scored) == num_assistant_tokens
+        assert len(chains[-1]) == 6 + num_assistant_tokens
+    assert all(chain == chains[-1][: len(chain)] for chain in chains)
 
 
 def test_without_full_tree_attention_only_the_best_nodes_of_a_depth_are_extended() -> None:

@@ -33,7 +33,7 @@ def grow(level_tokens: torch.Tensor, level_log_probs: torch.Tensor, root: torch.
             level, tokens[:, None].expand(-1, width, -1), log_probs[:, None].expand(-1, width, -1), num_nodes
         )
         levels.append(level)
-    return build_tree(root, levels, num_nodes)
+    return build_tree(root, levels, num_nodes, max_depth=len(levels))
 
 
 @st.composite

@@ -9,6 +9,7 @@ from .compilation import CycleShapes
 from .drafting_settings import DraftingSettings
 from .modeling_gumiho import GumihoModel
 from .parallel_heads import run_batched_heads
+from .recombination import Recombinations
 from .tree import (
     DraftLevel,
     DraftTree,
@@ -53,9 +54,11 @@ class GumihoDrafter:
         self.context_mask: torch.Tensor | None = None
         self._head_weights = model.mlp.batched_weights()
         device = model.embed_tokens.weight.device
-        # For a cycle's committed tokens: what each of them sees of the others, and where it is.
-        self._offsets = torch.arange(settings.tree_depth + 1, device=device)
-        self._causal = self._offsets[:, None] >= self._offsets
+        # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
+        offsets = torch.arange(settings.tree_depth + 1, device=device)
+        causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
+        self._committed = [(causal[:, :n, :n], offsets[:n].expand(len(causal), -1)) for n in range(len(offsets) + 1)]
+        self._recombinations = self._find_recombinations(device)
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
         self._heads_temperatures = temperatures[model.config.num_serial_tokens :, None, None]
@@ -70,6 +73,27 @@ class GumihoDrafter:
         ):
             torch._dynamo.mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
+
+    def _find_recombinations(self, device: torch.device) -> Recombinations | None:
+        settings, config = self.settings, self.model.config
+        num_heads = settings.tree_depth - config.num_serial_tokens
+        if not settings.recombines or num_heads < 1:
+            return None
+        vocab_size = config.get_text_config().vocab_size if self.token_ids is None else len(self.token_ids)
+        num_nodes = num_paths = 1
+        for _ in range(config.num_serial_tokens):
+            num_extensions = num_paths * min(settings.branching_factor, vocab_size)
+            num_nodes = min(num_extensions, settings.num_assistant_tokens)
+            num_paths = min(num_nodes, settings.branching_factor)
+        return Recombinations.find(
+            settings.num_assistant_tokens,
+            serial_depth=config.num_serial_tokens,
+            num_above=num_nodes,
+            num_paths=num_paths,
+            num_heads=num_heads,
+            num_candidates=min(settings.extension[1], vocab_size),
+            device=device,
+        )
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -150,7 +174,8 @@ class GumihoDrafter:
         levels, path_inputs = self._draft_serially(feature, position_ids, noise)
         if self.settings.tree_depth > len(levels):
             levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
-        return build_tree(root_tokens.to(levels[0].tokens.device), levels, self.settings.num_assistant_tokens)
+        root_tokens = root_tokens.to(levels[0].tokens.device)
+        return build_tree(root_tokens, levels, self.settings.num_assistant_tokens, self.settings.tree_depth)
 
     def _read_prompt(
         self,
@@ -169,9 +194,7 @@ class GumihoDrafter:
         self, tokens: torch.Tensor, hidden_states: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
-        batch_size, num_tokens = tokens.shape
-        causal = self._causal[:num_tokens, :num_tokens].expand(batch_size, -1, -1)
-        depths = self._offsets[:num_tokens].expand(batch_size, -1)
+        causal, depths = self._committed[tokens.shape[1]]
         fused = self.model.fuse(tokens, hidden_states)
         return self._run_block(fused, causal, depths, position_ids)
 
@@ -227,17 +250,21 @@ class GumihoDrafter:
             features = self.model.mlp(inputs)[:, :num_heads]
         else:
             features = run_batched_heads(self._head_weights, inputs, num_heads)
-        width, num_candidates = settings.extension
         heads_noise = None if noise is None else noise[:, -num_heads:, None]
-        tokens, log_probs = self._best_tokens(features, num_candidates, self._heads_temperatures, heads_noise)
+        tokens, log_probs = self._best_tokens(features, settings.extension[1], self._heads_temperatures, heads_noise)
+        if self._recombinations is not None:
+            return [self._recombinations.grow(last_level, tokens, log_probs)]
+        return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
 
-        level, levels = last_level.first(settings.branching_factor), []
+    def _extend_best(self, level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor) -> list[DraftLevel]:
+        """Extends the serial paths `(B, P)` depth by depth, by tokens `(B, heads, P, M)` with these probabilities."""
+        levels: list[DraftLevel] = []
         paths = None  # the serial path above each node; those of the first head's parents are in their order
         for candidates, scores in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
             if paths is not None:
                 candidates, scores = _gather_rows(candidates, paths), _gather_rows(scores, paths)
-            levels.append(extend_level(level, candidates, scores, settings.num_assistant_tokens))
-            level = levels[-1].first(width)
+            levels.append(extend_level(level, candidates, scores, self.settings.num_assistant_tokens))
+            level = levels[-1].first(self.settings.extension[0])
             paths = level.parents if paths is None else paths.gather(1, level.parents)
         return levels
 
@@ -326,4 +353,6 @@ def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
 
 def _gather_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Picks `rows` `(B, m)` from the second dimension of `tensor` `(B, n, width)`."""
+    if tensor.shape[1] == 1:
+        return tensor.expand(-1, rows.shape[1], -1)
     return tensor.gather(1, rows[:, :, None].expand(-1, -1, tensor.shape[2]))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import GenerationConfig
@@ -27,7 +27,8 @@ class DraftingSettings:
     Attributes:
         num_assistant_tokens: Drafted tokens verified per cycle (default 63).
         branching_factor: Tokens kept at each serial step (default 14). 1 makes the tree a chain.
-        tree_depth: Longest drafted path in tokens (default and maximum: serial tokens + parallel heads).
+        tree_depth: Longest drafted path in tokens (default and maximum: serial tokens + parallel heads). Read from a
+            `generation_config`, it is at most `num_assistant_tokens`.
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`), or extend
             only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens.
         draft_temperature: Temperature under which draft scores rank nodes: one for all depths, or one for each from
@@ -74,7 +75,8 @@ class DraftingSettings:
             sampling_temperature=sampling_temperature,
         )
         settings._validate(config)
-        return settings
+        # No path is longer than the tree has nodes; what would be drafted below is not drafted at all.
+        return replace(settings, tree_depth=min(settings.tree_depth, settings.num_assistant_tokens))
 
     def _validate(self, config: GumihoConfig) -> None:
         for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
@@ -121,6 +123,11 @@ class DraftingSettings:
             # As wide as the budget, a per-depth beam holds every node that can be among the best of the budget.
             return self.num_assistant_tokens, self.num_assistant_tokens
         return self.branching_factor, self.branching_factor
+
+    @property
+    def recombines(self) -> bool:
+        """Whether the tree is the best of all recombinations of `extension`'s tokens. A chain is the only one."""
+        return self.full_tree_attention or self.branching_factor == 1
 
 
 def _as_tuple(value: Any) -> Any:

@@ -143,6 +143,9 @@ class CommittedSequences:
             grown = self._buffer.new_full((len(counts), 2 * stop), self.pad_token_id)
             grown[:, : self._buffer.shape[1]] = self._buffer
             self._buffer = grown
+        if len(counts) == 1:
+            self._buffer[:, self.lengths[0] : stop] = tokens[:, : counts[0]]
+            return
         for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
             if count:
                 self._buffer[row, length : length + count] = tokens[row, :count]

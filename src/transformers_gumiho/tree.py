@@ -13,12 +13,14 @@ import torch
 @dataclass(frozen=True)
 class DraftLevel:
     """
-    The candidate nodes of one depth, best first.
+    The candidate nodes of one depth, best first; or those of all depths that are not to be extended any more, parents
+    before their children.
 
     Attributes:
         tokens (`(B, n)`): Drafted token ids.
-        scores (`(B, n)`): Summed draft log-probabilities (nats) of the paths that end here, never increasing.
-        parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root).
+        scores (`(B, n)`): Summed draft log-probabilities (nats) of the paths that end here.
+        parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root); on from
+            the end of that level, in this one.
     """
 
     tokens: torch.Tensor
@@ -125,7 +127,7 @@ def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     )
 
 
-def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int) -> DraftTree:
+def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int, max_depth: int) -> DraftTree:
     """
     Builds the tree of the best `num_nodes` nodes of all levels (of all their nodes if there are fewer).
 
@@ -134,7 +136,9 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
 
     Args:
         root_tokens (`(B,)`): The newest committed tokens.
-        levels: The levels from depth 1 down; the parents of level d are nodes of level d - 1.
+        levels: The levels from depth 1 down.
+        num_nodes: The most drafted nodes of the tree.
+        max_depth: No path of the levels is longer.
     """
     root = torch.zeros_like(root_tokens)[:, None]
     # The root is sure: it scores 0, and comes first among equals.
@@ -147,18 +151,15 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
     starts = itertools.accumulate([1, *(level.tokens.shape[1] for level in levels)])
     parents = [level.parents + start for level, start in zip(levels[1:], starts, strict=False)]
     parents_of_chosen = torch.cat([root, levels[0].parents, *parents], dim=1).gather(1, chosen)
-    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(1, order, places)
-
-    tree_parents = ranks.gather(1, parents_of_chosen)
-    ancestors = find_ancestors(tree_parents, len(levels))
+    tree_parents = order.argsort(dim=1).gather(1, parents_of_chosen)
+    ancestors = find_ancestors(tree_parents, max_depth)
     return DraftTree(
         tokens=torch.cat([root_tokens[:, None], *(level.tokens for level in levels)], dim=1).gather(1, chosen),
         parents=tree_parents,
         depths=ancestors.sum(dim=2) - 1,
         scores=scores[:, : num_nodes + 1],
         ancestors=ancestors,
-        max_depth=len(levels),
+        max_depth=max_depth,
     )
 
 
@@ -213,12 +214,12 @@ def block_attention_mask(
         starts = torch.tensor(lengths, device=device)[:, None]
         return slot_attention_mask(visible, depths, starts, longest + num_new, dtype, context_mask, window)
 
-    query_depths = depths[:, -num_queries:]
     hidden = torch.finfo(dtype).min
     mask = torch.zeros(batch_size, 1, num_queries, longest + num_new, dtype=dtype, device=device)
     if context_mask is not None:
         mask[:, 0, :, :longest].masked_fill_(~context_mask[:, None], hidden)
     if window is not None:
+        query_depths = depths[:, -num_queries:]
         visible = visible & (query_depths[:, :, None] - depths[:, None, :] < window)
         slots = torch.arange(longest, device=device)
         mask[:, 0, :, :longest].masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)

@@ -43,8 +43,9 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
     """
     # A node is visited if it and all its ancestors but the root carry the token chosen at their parent. At most one
     # child can.
-    missed = (tree.tokens != choices.gather(1, tree.parents))[:, None, 1:] & tree.ancestors[:, :, 1:]
-    visited = ~missed.any(dim=-1)
+    agreed = tree.tokens == choices.gather(1, tree.parents)
+    agreed[:, 0].fill_(True)
+    visited = (tree.ancestors <= agreed[:, None]).all(dim=-1)
     # Nodes come after their parents, so the visited indices in increasing order are the path.
     nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
     return AcceptedPath(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
