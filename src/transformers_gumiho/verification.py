@@ -59,5 +59,5 @@ def find_child(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) -> tu
         The children's indices `(B,)` (0 where there is none) and whether there is one `(B,)`.
     """
     matches = (tree.parents == nodes[:, None]) & (tree.tokens == tokens[:, None])
-    matches[:, 0] = False  # the root is its own parent
+    matches[:, 0].fill_(False)  # the root is its own parent
     return matches.int().argmax(dim=1), matches.any(dim=1)
