@@ -5,10 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 from targets import make_drafter, make_prompts, make_target
 
-from transformers_gumiho.sampling_noise import peek_gumbel_noise
+from transformers_gumiho.sampling_noise import UpcomingNoise
+
+
+def draw(scores: torch.Tensor) -> torch.Tensor:
+    """Draws tokens `(n, B)` by scores `(n, B, V)` one step after the other, as `generate()` does."""
+    return torch.stack([torch.multinomial(step.softmax(dim=-1), 1).squeeze(1) for step in scores])
 
 
 @pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 7), (3, 50), (2, 4097)])
@@ -16,17 +23,33 @@ def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> No
     torch.manual_seed(0)
     scores = torch.randn(5, batch_size, vocab_size) * 2
     torch.manual_seed(1)
-    noise = peek_gumbel_noise(batch_size, vocab_size, 5, torch.device("cpu"))
+    noise = UpcomingNoise(batch_size, vocab_size, torch.device("cpu")).peek(5)
     assert noise.shape == (batch_size, 5, vocab_size)
-    drawn = torch.stack([torch.multinomial(step.softmax(dim=-1), 1).squeeze(1) for step in scores])
+    drawn = draw(scores)
     assert torch.equal((scores + noise.transpose(0, 1)).argmax(dim=-1), drawn)
     # The generator was left as it was: the draws are those of the seed.
     torch.manual_seed(1)
-    assert torch.equal(torch.stack([torch.multinomial(s.softmax(dim=-1), 1).squeeze(1) for s in scores]), drawn)
+    assert torch.equal(draw(scores), drawn)
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=8))
+def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) -> None:
+    torch.manual_seed(0)
+    upcoming = UpcomingNoise(2, 11, torch.device("cpu"))
+    for num_peeked, num_drawn, others_draw in steps:
+        noise = upcoming.peek(num_peeked)
+        state = torch.get_rng_state()
+        assert torch.equal(noise.transpose(0, 1).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
+        # As many draws are made as come to be needed, and somebody else may draw as well.
+        torch.set_rng_state(state)
+        if num_drawn:
+            draw(torch.zeros(num_drawn, 2, 11))
+        if others_draw:
+            torch.rand(3)
 
 
 def test_no_noise_where_a_generator_cannot_be_put_back() -> None:
-    assert peek_gumbel_noise(1, 4, 2, torch.device("meta")) is None
+    assert UpcomingNoise(1, 4, torch.device("meta")).peek(2) is None
 
 
 @pytest.mark.parametrize("cache_implementation", [None, "static"])

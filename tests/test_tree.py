@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformers_gumiho.tree import DraftTree, block_attention_mask, build_tree, extend_level, first_level
-from transformers_gumiho.verification import find_child, walk_tree
+from transformers_gumiho.verification import ChildFinder, walk_tree
 
 
 def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
@@ -110,7 +110,7 @@ def test_walk_is_the_one_that_takes_one_step_after_the_other(
                 for child in range(1, tree.tokens.shape[1])
                 if int(tree.parents[row, child]) == node and int(tree.tokens[row, child]) == tokens[-1]
             ]
-            child, found = find_child(tree, torch.tensor([node] * index.shape[0]), choices[:, node])
+            child, found = ChildFinder(tree).find(torch.full((index.shape[0], 1), node), choices[:, node : node + 1])
             assert bool(found[row]) == bool(children)
             node = children[0] if children else None
             assert node is None or int(child[row]) == node

@@ -32,10 +32,10 @@ from transformers.generation import (
 )
 
 from .compilation import CycleShapes
-from .sampling_noise import peek_gumbel_noise
+from .sampling_noise import UpcomingNoise
 from .sequences import CommittedSequences, StepRecord
 from .tree import DraftTree
-from .verification import AcceptedPath, find_child, longest_path, walk_tree
+from .verification import AcceptedPath, ChildFinder, longest_path, walk_tree
 
 
 # What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
@@ -89,7 +89,7 @@ class TokenChooser:
         self.sequences = sequences
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
-        self._draws_like: torch.Tensor | None = None  # of the shape, and on the device, that tokens are drawn in
+        self._noise: UpcomingNoise | None = None  # of draws as those of the newest tokens
         self.shapes = shapes
         self._walk = shapes.compiler(_walk_greedily)
         self.batch_size = len(sequences.lengths)
@@ -115,12 +115,11 @@ class TokenChooser:
         has ended leaves the later draws of a cycle unused; had its tree depended on them, whether they are used would
         depend on what they are, and those that are would be biased.
         """
-        if self._draws_like is None:
+        if self._noise is None:
             return None
-        batch_size, vocab_size = self._draws_like.shape
-        if batch_size == 1 or self.in_lockstep:
-            return peek_gumbel_noise(batch_size, vocab_size, num_draws, self._draws_like.device)
-        noise = peek_gumbel_noise(batch_size, vocab_size, 1, self._draws_like.device)
+        if self.batch_size == 1 or self.in_lockstep:
+            return self._noise.peek(num_draws)
+        noise = self._noise.peek(1)
         return None if noise is None else torch.nn.functional.pad(noise, (0, 0, 0, num_draws - 1))
 
     def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
@@ -159,28 +158,31 @@ class TokenChooser:
 
     def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """One token after the other, as plain decoding: the processors see each node's true prefix, once."""
-        node = tree.parents[:, 0]
+        node = tree.parents[:, :1]
+        children = ChildFinder(tree)
+        node_logits = logits.flatten(0, 1)
+        first_nodes = torch.arange(0, len(node_logits), logits.shape[1], device=node.device)
         visited: list[torch.Tensor] = []
         kept = [0] * self.batch_size
         walking = [self.sequences.is_open(row) for row in range(self.batch_size)]
         while any(walking):
             visited.append(node)
-            node_logits = pick(logits, node[:, None]).squeeze(1).to(dtype=torch.float32, device=node.device)
-            scores = self._process(node_logits, walking)
+            index = (node.squeeze(1) + first_nodes).to(logits.device)
+            step_logits = node_logits.index_select(0, index).to(dtype=torch.float32, device=node.device)
+            scores = self._process(step_logits, walking)
             if self.do_sample:
                 if not all(walking):
                     # Every row draws, as in plain decoding; rows that take no token may have no distribution.
                     idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
                     scores = scores.masked_fill(idle, 0.0)
                 tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
-                # A processor may have made the scores wider or narrower than what is drafted from.
-                self._draws_like = tokens.expand_as(scores) if scores.shape == node_logits.shape else None
+                self._expect_draws_from(scores, logits)
             else:
                 tokens = scores.argmax(dim=-1, keepdim=True)
-            node, found = find_child(tree, node, tokens.squeeze(1))
-            host = torch.cat((tokens, found[:, None]), dim=1).tolist()
+            node, found = children.find(node, tokens)
+            host = torch.cat((tokens, found), dim=1).tolist()
             counts = [int(is_walking) for is_walking in walking]
-            self.logits.add(node_logits[:, None], counts)
+            self.logits.add(step_logits[:, None], counts)
             self.scores.add(scores[:, None], counts)
             new = self.sequences.commit(tokens, [row[:1] for row in host], counts, self.scores)
             kept = [total + number for total, number in zip(kept, new, strict=True)]
@@ -194,7 +196,15 @@ class TokenChooser:
                 is_walking and found and is_open
                 for is_walking, found, is_open in zip(walking, found_child, going_on, strict=True)
             ]
-        return torch.stack(visited, dim=1), kept
+        return torch.cat(visited, dim=1), kept
+
+    def _expect_draws_from(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Takes note of what tokens are drawn from, which `peek_noise` tells the noise of."""
+        if scores.shape[1] != logits.shape[2]:
+            # A processor has made the scores wider or narrower than what is drafted from.
+            self._noise = None
+        elif self._noise is None or self._noise.device != scores.device:
+            self._noise = UpcomingNoise(scores.shape[0], scores.shape[1], scores.device)
 
     def _process(self, logits: torch.Tensor, walking: list[bool]) -> torch.Tensor:
         """
@@ -205,8 +215,13 @@ class TokenChooser:
         """
         lengths = self.sequences.lengths
         processed: torch.Tensor | None = None
-        for length in sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking}):
-            scores = self.logits_processor(self.sequences.prefix(length), logits.clone())
+        own_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
+        # A processor may write into what it is given.
+        is_needed_again = self.logits.enabled or len(own_lengths) > 1
+        for length in own_lengths:
+            scores = self.logits_processor(
+                self.sequences.prefix(length), logits.clone() if is_needed_again else logits
+            )
             if processed is None:
                 processed = scores
                 continue

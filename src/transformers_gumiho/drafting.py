@@ -120,7 +120,7 @@ class GumihoDrafter:
             counts: How many of the `n` are real in each row.
             attention_mask (`(B, n)`, *optional*): In the first call, 0 where a state belongs to padding.
             noise (`(B, tree_depth, V)`, *optional*): When sampling, the noise that the target's tokens of each depth
-                will be drawn with; see [`peek_gumbel_noise`].
+                will be drawn with; see [`UpcomingNoise`].
         """
         if noise is not None and self.token_ids is not None:
             noise = noise.index_select(2, self.token_ids.to(noise.device))

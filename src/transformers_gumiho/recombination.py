@@ -28,7 +28,7 @@ class Recombinations:
         levels: For each head, the index of each path's parent among those of the head before (among the serial paths
             for the first head), and of its last token in `(heads, P, M)` flattened.
         num_above: Nodes of the last serial level.
-        device: Where the scores will be.
+        device: That of the drafter.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Recombinations:
             serial_depth: Length of the serial paths.
             num_above: Nodes of the last serial level.
             num_paths: Serial paths that are extended, `P`.
-            num_heads: Parallel tokens of the longest paths. These must not be longer than `num_nodes`.
+            num_heads: Parallel tokens of the longest paths.
             num_candidates: Candidate tokens of a head, `M`.
-            device: Where the scores will be.
+            device: That of the drafter.
         """
         levels = _enumerate(num_nodes, serial_depth, num_paths, num_heads, num_candidates)
         return cls(levels, num_above, device) if levels else None
@@ -78,13 +78,14 @@ class Recombinations:
             tokens (`(B, heads, P, M)`): Candidate tokens, best first.
             log_probs (`(B, heads, P, M)`): Their draft log-probabilities.
         """
-        new_tokens = tokens.flatten(1).index_select(1, self._picks)
-        new_log_probs = log_probs.flatten(1).index_select(1, self._picks)
+        picks, level_parents = self._picks.to(tokens.device), self._level_parents.to(tokens.device)
+        new_tokens = tokens.flatten(1).index_select(1, picks)
+        new_log_probs = log_probs.flatten(1).index_select(1, picks)
         # One depth after the other: a sum in any other order could be rounded to more than that of the parent.
         scores = [last_level.scores]
         for parents, level_log_probs in zip(self._parents, new_log_probs.split(self._sizes, dim=1), strict=True):
-            scores.append(scores[-1].index_select(1, parents) + level_log_probs)
-        return DraftLevel(new_tokens, torch.cat(scores[1:], dim=1), self._level_parents.expand_as(new_tokens))
+            scores.append(scores[-1].index_select(1, parents.to(tokens.device)) + level_log_probs)
+        return DraftLevel(new_tokens, torch.cat(scores[1:], dim=1), level_parents.expand_as(new_tokens))
 
 
 @functools.lru_cache(maxsize=64)

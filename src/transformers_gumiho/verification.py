@@ -51,13 +51,29 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
     return AcceptedPath(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
 
 
-def find_child(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class ChildFinder:
     """
-    Looks for the children of `nodes` `(B,)` that carry `tokens` `(B,)`.
+    Finds the children of a tree's nodes by the tokens they carry.
 
-    Returns:
-        The children's indices `(B,)` (0 where there is none) and whether there is one `(B,)`.
+    Args:
+        tree: The draft tree.
     """
-    matches = (tree.parents == nodes[:, None]) & (tree.tokens == tokens[:, None])
-    matches[:, 0].fill_(False)  # the root is its own parent
-    return matches.int().argmax(dim=1), matches.any(dim=1)
+
+    def __init__(self, tree: DraftTree):
+        self._keys = _keys(tree.parents, tree.tokens)
+        self._keys[:, 0].fill_(-1)  # the root is its own parent
+
+    def find(self, nodes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Looks for the children of `nodes` `(B, 1)` that carry `tokens` `(B, 1)`.
+
+        Returns:
+            The children's indices `(B, 1)` (any node where there is none) and whether there is one `(B, 1)`.
+        """
+        found, children = (self._keys == _keys(nodes, tokens)).max(dim=1, keepdim=True)
+        return children, found
+
+
+def _keys(nodes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns one number for each pair of a node and a token."""
+    return torch.add(tokens, nodes, alpha=1 << 32)

@@ -12,7 +12,7 @@ import torch
 from ..benchmarking.stages import replace_until_left
 from ..choosing import TokenChooser
 from ..tree import DraftTree
-from ..verification import find_child
+from ..verification import ChildFinder
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) 
     """Returns the cycle that visited `nodes` `(1, n)` and chose `tokens` `(1, n)` after them."""
     accepted = nodes[0, 1:].tolist()
     # A text that ends within a drafted path ends with a draft, and there is no bonus token.
-    child, is_drafted = find_child(tree, nodes[:, -1], tokens[:, -1])
+    child, is_drafted = ChildFinder(tree).find(nodes[:, -1:], tokens[:, -1:])
     if is_drafted:
         accepted.append(int(child))
     return Cycle(
