@@ -1,0 +1,107 @@
+"""Measures what a cycle costs in steps of plain decoding, for a drafter and a target of any size.
+
+    python examples/measure_shape.py                 # the shape of Llama-3-8B, on a GPU with 24 GB
+
+The weights are random, so no text is worth reading and no tau worth counting; what counts is the ratio of a cycle's
+time to that of a plain step, both with static caches and compiled. The speed-up of a trained drafter is tau / ratio.
+Where both are bound by reading weights, the ratio is at least 1 + bytes that the drafter reads in a cycle / bytes that
+the target reads in a step.
+"""
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, CompileConfig, HfArgumentParser, LlamaConfig, PreTrainedModel, logging
+
+from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.tuning.timing import time_drafted, time_plain
+
+
+@dataclass
+class ShapeArguments:
+    assistant: str = field(
+        default="amd/Gumiho-llama3-8b", metadata={"help": "A drafter; its config is read, its weights are not."}
+    )
+    num_layers: int = field(default=32, metadata={"help": "Layers of the target; its widths are the drafter's."})
+    draft_vocabulary: int | None = field(default=None, metadata={"help": "Tokens that are drafted (default: all)."})
+    nodes: list[int] = field(default_factory=lambda: [16, 32, 64, 128], metadata={"help": "Drafted tokens of trees."})
+    context: int = field(default=512, metadata={"help": "Tokens of the prompt."})
+    max_new_tokens: int = 64
+    repeats: int = 5
+    dtype: str = "bfloat16"
+    device: str = field(default="cuda", metadata={"help": "Where both models are."})
+    compile: bool = field(default=True, metadata={"help": "Compile both models, and all of a cycle."})
+
+
+def make_pair(args: ShapeArguments) -> tuple[PreTrainedModel, GumihoModel]:
+    """Returns a target and a drafter with random weights."""
+    config = GumihoConfig.from_pretrained(args.assistant)
+    llama = config.get_text_config().to_dict() | {"num_hidden_layers": args.num_layers, "model_type": "llama"}
+    with torch.device(args.device):
+        target = AutoModelForCausalLM.from_config(LlamaConfig(**llama), dtype=getattr(torch, args.dtype)).eval()
+        gumiho = GumihoModel(config).to(target.dtype).eval()
+    # Every run is to decode the same number of tokens.
+    target.generation_config.eos_token_id = None
+    target.generation_config.pad_token_id = 0
+    if args.draft_vocabulary is not None:
+        gumiho.generation_config.draft_vocabulary = list(range(args.draft_vocabulary))
+    return target, gumiho
+
+
+def bytes_read(target: PreTrainedModel, gumiho: GumihoModel) -> tuple[int, int]:
+    """Returns the bytes of weights that a step of the target reads, and those that the drafter reads in a cycle."""
+
+    def size(module: nn.Module) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+    head = target.get_output_embeddings()
+    vocabulary = gumiho.generation_config.draft_vocabulary
+    drafted_rows = size(head) if vocabulary is None else size(head) * len(vocabulary) // head.out_features
+    num_serial_tokens = gumiho.config.num_serial_tokens
+    # One token more than the serial head makes is fused and scored: those of the parallel heads, all at once.
+    drafter = num_serial_tokens * size(gumiho.layers) + size(gumiho.mlp)
+    drafter += (num_serial_tokens + 1) * (size(gumiho.fc) + drafted_rows)
+    # Of the embedding only the rows of the tokens at hand.
+    return size(target.get_decoder()) - size(target.get_input_embeddings()) + size(head), drafter
+
+
+def measure(target: PreTrainedModel, gumiho: GumihoModel, args: ShapeArguments) -> tuple[float, dict[int, float]]:
+    """Returns the median seconds of a plain step, and of a cycle with trees of each size; measured in turns."""
+    settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    if args.compile:
+        compile_config = CompileConfig()
+        compile_config._compile_all_devices = True  # or transformers would leave a CPU out
+        settings |= {"cache_implementation": "static", "compile_config": compile_config}
+    vocab_size = target.get_output_embeddings().out_features
+    ids = torch.randint(vocab_size, (1, args.context), generator=torch.Generator().manual_seed(0)).to(target.device)
+    plain: list[float] = []
+    cycles: dict[int, list[float]] = {size: [] for size in args.nodes}
+    for _ in range(args.repeats + 1):  # the first one warms up
+        taken = time_plain(target, ids, **settings)
+        plain.append(taken.seconds / taken.num_tokens)
+        for size in args.nodes:
+            taken = time_drafted(target, gumiho, ids, {"num_assistant_tokens": size}, **settings)
+            cycles[size].append(taken.seconds / taken.num_cycles)
+    return statistics.median(plain[1:]), {size: statistics.median(times[1:]) for size, times in cycles.items()}
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(ShapeArguments).parse_args_into_dataclasses()
+    logging.disable_progress_bar()
+    target, gumiho = make_pair(args)
+    of_target, of_drafter = bytes_read(target, gumiho)
+    step, cycles = measure(target, gumiho, args)
+    print(
+        f"weights read: {of_target / 1e9:.3f} GB by a plain step, {of_drafter / 1e9:.3f} GB by the drafter in a cycle"
+    )
+    print(f"plain step: {1e3 * step:.2f} ms; the ratio is at least {1 + of_drafter / of_target:.2f}")
+    print("| drafted tokens | cycle | ratio |\n|---|---|---|")
+    for size, seconds in cycles.items():
+        print(f"| {size} | {1e3 * seconds:.2f} ms | {seconds / step:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
