@@ -23,17 +23,19 @@ from transformers_gumiho.tuning.timing import time_drafted, time_plain
 @dataclass
 class ShapeArguments:
     assistant: str = field(
-        default="amd/Gumiho-llama3-8b", metadata={"help": "A drafter; its config is read, its weights are not."}
+        default="amd/Gumiho-llama3-8b",
+        metadata={"help": "A drafter, a folder or a name on the Hub; its config is read, its weights are not."},
     )
     num_layers: int = field(default=32, metadata={"help": "Layers of the target; its widths are the drafter's."})
     draft_vocabulary: int | None = field(default=None, metadata={"help": "Tokens that are drafted (default: all)."})
     nodes: list[int] = field(default_factory=lambda: [16, 32, 64, 128], metadata={"help": "Drafted tokens of trees."})
     context: int = field(default=512, metadata={"help": "Tokens of the prompt."})
-    max_new_tokens: int = 64
-    repeats: int = 5
-    dtype: str = "bfloat16"
-    device: str = field(default="cuda", metadata={"help": "Where both models are."})
-    compile: bool = field(default=True, metadata={"help": "Compile both models, and all of a cycle."})
+    branching_factor: int = field(default=14, metadata={"help": "Tokens kept at each serial step."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Tokens of each run, over which times are averaged."})
+    repeats: int = field(default=5, metadata={"help": "Runs of each, of which the median counts."})
+    dtype: str = field(default="bfloat16", metadata={"help": "Precision of both models."})
+    device: str = field(default="cuda", metadata={"help": "Where both models are; `cpu` for small shapes."})
+    compile: bool = field(default=True, metadata={"help": "Static caches and compiled models, or neither."})
 
 
 def make_pair(args: ShapeArguments) -> tuple[PreTrainedModel, GumihoModel]:
@@ -46,6 +48,7 @@ def make_pair(args: ShapeArguments) -> tuple[PreTrainedModel, GumihoModel]:
     # Every run is to decode the same number of tokens.
     target.generation_config.eos_token_id = None
     target.generation_config.pad_token_id = 0
+    gumiho.generation_config.branching_factor = args.branching_factor
     if args.draft_vocabulary is not None:
         gumiho.generation_config.draft_vocabulary = list(range(args.draft_vocabulary))
     return target, gumiho
@@ -89,8 +92,13 @@ def measure(target: PreTrainedModel, gumiho: GumihoModel, args: ShapeArguments) 
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(ShapeArguments).parse_args_into_dataclasses()
+    (args,) = HfArgumentParser(ShapeArguments, description=__doc__).parse_args_into_dataclasses()
     logging.disable_progress_bar()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SystemExit(
+            "There is no CUDA device. Give another --device; for `cpu` also a small shape: --assistant "
+            "examples/demo_pair/gumiho --num_layers 20 --dtype float32 --context 128"
+        )
     target, gumiho = make_pair(args)
     of_target, of_drafter = bytes_read(target, gumiho)
     step, cycles = measure(target, gumiho, args)

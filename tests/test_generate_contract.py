@@ -140,6 +140,35 @@ def test_custom_processor_sees_the_true_prefix_of_every_token_once(
     assert calls[0] == calls[1]
 
 
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
+def test_prompts_in_fewer_bits(target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any]) -> None:
+    prompts = {name: tensor.int() for name, tensor in make_prompts([5]).items()}
+    assert torch.equal(*both(target, drafter, **prompts, **settings))
+
+
+@pytest.mark.parametrize("num_more", [-1, 2])
+def test_processor_that_changes_the_number_of_scores(
+    target: PreTrainedModel, drafter: GumihoModel, num_more: int
+) -> None:
+    class Resizes(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            return torch.nn.functional.pad(scores, (0, num_more), value=-torch.inf)
+
+    processors = LogitsProcessorList([Resizes()])
+    assert torch.equal(*both(target, drafter, **make_prompts([5]), do_sample=True, logits_processor=processors))
+
+
+def test_logits_are_those_of_the_target_whatever_a_processor_writes(
+    target: PreTrainedModel, drafter: GumihoModel
+) -> None:
+    output = target.generate(
+        **make_prompts([5]), max_new_tokens=20, do_sample=False, assistant_model=drafter, output_logits=True,
+        return_dict_in_generate=True, logits_processor=LogitsProcessorList([RepeatsLastToken()]),
+    )  # fmt: skip
+    expected = target(output.sequences).logits[0, 4:-1].float()
+    torch.testing.assert_close(torch.cat(output.logits), expected)
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("eos_token_id", [None, 3])
 def test_rows_that_may_depend_on_each_other_take_the_same_steps(

@@ -40,7 +40,7 @@ def test_tree_holds_the_best_nodes_where_the_heads_see_the_serial_path(
     tokens, log_probs = (drawn[..., :num_candidates] for drawn in draw(batch_size, num_heads, num_paths))
     recombinations = Recombinations.find(
         num_nodes, serial_depth=2, num_above=last.tokens.shape[1], num_paths=num_paths, num_heads=num_heads,
-        num_candidates=num_candidates,
+        num_candidates=num_candidates, batch_size=batch_size,
     )  # fmt: skip
     assert recombinations is not None
     levels = [first, last, recombinations.grow(last, tokens, log_probs)]

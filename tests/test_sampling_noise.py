@@ -1,11 +1,12 @@
 """Drafts are made under the noise of the draws to come: it is the true noise, and drafts gain by it."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from targets import make_drafter, make_prompts, make_target
@@ -32,6 +33,7 @@ def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> No
     assert torch.equal(draw(scores), drawn)
 
 
+@settings(deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=8))
 def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) -> None:
     torch.manual_seed(0)
@@ -46,6 +48,22 @@ def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) 
             draw(torch.zeros(num_drawn, 2, 11))
         if others_draw:
             torch.rand(3)
+
+
+def test_noise_that_was_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    exponential, num_made = torch.Tensor.exponential_, []
+
+    def counting_exponential(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        num_made.append(1)
+        return exponential(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", counting_exponential)
+    upcoming = UpcomingNoise(1, 11, torch.device("cpu"))
+    first = upcoming.peek(5)
+    draw(torch.zeros(2, 1, 11))
+    second = upcoming.peek(5)
+    assert torch.equal(first[:, 2:], second[:, :3])
+    assert len(num_made) == 5 + 2
 
 
 def test_no_noise_where_a_generator_cannot_be_put_back() -> None:

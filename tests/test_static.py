@@ -23,11 +23,11 @@ def _forget_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make_pair(family: str = "llama") -> tuple[PreTrainedModel, GumihoModel]:
+def make_pair(family: str = "llama", **settings: int) -> tuple[PreTrainedModel, GumihoModel]:
     target = make_target(family)
     if family == "gemma2":
         target = target.float()  # see test_families
-    return target, make_drafter(target, num_assistant_tokens=47)
+    return target, make_drafter(target, **{"num_assistant_tokens": 47} | settings)
 
 
 def compile_config(backend: str) -> CompileConfig:
@@ -92,9 +92,18 @@ def test_cache_can_be_continued_from() -> None:
 
 
 @pytest.mark.usefixtures("_forget_compiled")
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_stages_are_compiled_once(family: str) -> None:
-    target, drafter = make_pair(family)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"num_assistant_tokens": 12, "branching_factor": 3}),
+        ("gemma3", {}),
+        ("gpt2", {}),
+    ],
+    ids=["llama", "llama-small", "gemma3", "gpt2"],
+)
+def test_stages_are_compiled_once(family: str, settings: dict[str, int]) -> None:
+    target, drafter = make_pair(family, **settings)
     static = {"cache_implementation": "static", "compile_config": compile_config("eager")}
 
     def check(lengths: list[int], seed: int, **sampling: object) -> None:

@@ -34,6 +34,7 @@ from transformers_gumiho.tuning import (
     measure_draft_losses,
     profile_acceptance,
     rank_trees,
+    tune,
 )
 from transformers_gumiho.tuning.answers import typical_context
 from transformers_gumiho.tuning.calibration import LOG_TEMPERATURES, cross_fitted, features_of_drafts
@@ -84,6 +85,17 @@ def test_costs_between_the_measured_sizes_are_what_lies_between() -> None:
     assert costs.cycle_seconds(16, branching_factor=4, tree_depth=4) == pytest.approx(9.0 + 0.4)
 
 
+def test_trees_are_no_deeper_than_they_have_tokens() -> None:
+    # With three tokens a tree of seven levels has three.
+    costs = CycleCosts(verify={1: 0.0, 8: 0.0}, rest={(2, 2): {3: 2.0, 8: 2.0}, (2, 7): {3: 3.0, 8: 7.0}}, plain=1.0)
+    assert costs.cycle_seconds(3, branching_factor=2, tree_depth=3) == pytest.approx(3.0)
+    assert costs.cycle_seconds(8, branching_factor=2, tree_depth=3) == pytest.approx(3.0)
+    assert costs.cycle_seconds(8, branching_factor=2, tree_depth=7) == pytest.approx(7.0)
+    profiles = {(2, 1.0): AcceptanceProfile(np.ones((1, 7, 7)))}
+    ranked = rank_trees(profiles, costs, range(1, 9), num_serial_tokens=2, max_depth=7)
+    assert all(candidate.settings.tree_depth <= candidate.settings.num_assistant_tokens for candidate in ranked)
+
+
 def test_trees_hold_no_more_than_their_capacity() -> None:
     target = make_target("llama", vocab_size=30)
     for factor in (1, 2, 3):
@@ -115,7 +127,7 @@ def test_ranking_finds_the_fastest_tree() -> None:
             for size in sizes
             for factor in (1, 4)
             for depth in range(1, 8)
-            if size <= tree_capacity(factor, depth, 2)
+            if depth <= size <= tree_capacity(factor, depth, 2)
         }
         assert best.tokens_per_second == pytest.approx(max(speeds.values()))
     # Where verification costs nothing more, trees are large; where each token costs as much as a pass, tiny.
@@ -312,6 +324,11 @@ def test_the_tree_that_is_measured_to_be_fastest_wins(monkeypatch: pytest.Monkey
     assert drafter.generation_config.to_dict() == before
 
 
+def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
+    with pytest.raises(SystemExit, match="not a folder; give --output_dir"):
+        tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
+
+
 def test_command_keeps_the_settings_with_the_drafter(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "transformers_gumiho.cli", "tune", "--target", DEMO_TARGET, "--assistant",
@@ -322,6 +339,7 @@ def test_command_keeps_the_settings_with_the_drafter(tmp_path: Path) -> None:
     process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     assert "tokens/s expected" in process.stdout
+    assert f"the settings are in {tmp_path}" in process.stdout
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     assert settings["num_assistant_tokens"] <= 4
     assert isinstance(settings["draft_temperature"], (float, list))

@@ -89,7 +89,7 @@ class TokenChooser:
         self.sequences = sequences
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
-        self._noise: UpcomingNoise | None = None  # of draws as those of the newest tokens
+        self._noise: UpcomingNoise | None = None  # of draws like those of the newest tokens
         self.shapes = shapes
         self._walk = shapes.compiler(_walk_greedily)
         self.batch_size = len(sequences.lengths)
@@ -199,7 +199,7 @@ class TokenChooser:
         return torch.cat(visited, dim=1), kept
 
     def _expect_draws_from(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Takes note of what tokens are drawn from, which `peek_noise` tells the noise of."""
+        """Makes `peek_noise` tell the noise of draws from `scores` `(B, V)`, where drafts are made from as many."""
         if scores.shape[1] != logits.shape[2]:
             # A processor has made the scores wider or narrower than what is drafted from.
             self._noise = None
@@ -215,13 +215,11 @@ class TokenChooser:
         """
         lengths = self.sequences.lengths
         processed: torch.Tensor | None = None
-        own_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
+        walking_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
         # A processor may write into what it is given.
-        is_needed_again = self.logits.enabled or len(own_lengths) > 1
-        for length in own_lengths:
-            scores = self.logits_processor(
-                self.sequences.prefix(length), logits.clone() if is_needed_again else logits
-            )
+        is_read_again = self.logits.enabled or len(walking_lengths) > 1
+        for length in walking_lengths:
+            scores = self.logits_processor(self.sequences.prefix(length), logits.clone() if is_read_again else logits)
             if processed is None:
                 processed = scores
                 continue

@@ -72,7 +72,7 @@ def run_tune_command(arguments: list[str]) -> None:
     from .tuning import TuningArguments, describe, tune
 
     args = _parse(TuningArguments, "tune", tune, arguments)
-    sys.stdout.write(f"\n{describe(tune(args))}\n")
+    sys.stdout.write(f"\n{describe(tune(args))}\nthe settings are in {args.output_dir or args.assistant}\n")
 
 
 def _parse(options: type[Options], name: str, command: Callable[..., Any], arguments: list[str]) -> Options:

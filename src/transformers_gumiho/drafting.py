@@ -58,7 +58,7 @@ class GumihoDrafter:
         offsets = torch.arange(settings.tree_depth + 1, device=device)
         causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
         self._committed = [(causal[:, :n, :n], offsets[:n].expand(len(causal), -1)) for n in range(len(offsets) + 1)]
-        self._recombinations = self._find_recombinations(device)
+        self._recombinations = self._find_recombinations(len(past_key_values.lengths))
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
         self._heads_temperatures = temperatures[model.config.num_serial_tokens :, None, None]
@@ -74,25 +74,26 @@ class GumihoDrafter:
             torch._dynamo.mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
 
-    def _find_recombinations(self, device: torch.device) -> Recombinations | None:
+    def _find_recombinations(self, batch_size: int) -> Recombinations | None:
         settings, config = self.settings, self.model.config
         num_heads = settings.tree_depth - config.num_serial_tokens
         if not settings.recombines or num_heads < 1:
             return None
         vocab_size = config.get_text_config().vocab_size if self.token_ids is None else len(self.token_ids)
-        num_nodes = num_paths = 1
+        # As wide as the serial levels will be.
+        num_above = num_paths = 1
         for _ in range(config.num_serial_tokens):
             num_extensions = num_paths * min(settings.branching_factor, vocab_size)
-            num_nodes = min(num_extensions, settings.num_assistant_tokens)
-            num_paths = min(num_nodes, settings.branching_factor)
+            num_above = min(num_extensions, settings.num_assistant_tokens)
+            num_paths = min(num_above, settings.branching_factor)
         return Recombinations.find(
             settings.num_assistant_tokens,
             serial_depth=config.num_serial_tokens,
-            num_above=num_nodes,
+            num_above=num_above,
             num_paths=num_paths,
             num_heads=num_heads,
             num_candidates=min(settings.extension[1], vocab_size),
-            device=device,
+            batch_size=batch_size,
         )
 
     @property

@@ -30,7 +30,7 @@ class UpcomingNoise:
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
-        self.shape, self.device = (batch_size, vocab_size), device
+        self._shape, self.device = (batch_size, vocab_size), device
         self._generator = torch.Generator(device) if device.type in _DEVICE_TYPES else None
         # The state of the generator before each draw that is known, and the draw `(B, V)`.
         self._known: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
@@ -50,7 +50,7 @@ class UpcomingNoise:
             self._generator.set_state(state)
         while len(self._known) < num_draws:
             state = self._generator.get_state()
-            draw = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+            draw = torch.empty(self._shape, dtype=torch.float32, device=self.device)
             self._known.append((state, draw.exponential_(generator=self._generator).log_().neg_()))
         return torch.stack([noise for _, noise in self._known][:num_draws], dim=1)
 

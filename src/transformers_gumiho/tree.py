@@ -13,14 +13,14 @@ import torch
 @dataclass(frozen=True)
 class DraftLevel:
     """
-    The candidate nodes of one depth, best first; or those of all depths that are not to be extended any more, parents
-    before their children.
+    The candidate nodes of one depth, best first. The last level may hold the nodes of several depths, each behind its
+    parent.
 
     Attributes:
         tokens (`(B, n)`): Drafted token ids.
         scores (`(B, n)`): Summed draft log-probabilities (nats) of the paths that end here.
-        parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root); on from
-            the end of that level, in this one.
+        parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root). Behind the
+            nodes of that level, those of this one count on.
     """
 
     tokens: torch.Tensor
@@ -115,7 +115,7 @@ def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tenso
 
 def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
-    tokens = root_tokens[:, None]
+    tokens = root_tokens[:, None].long()  # prompts may come in fewer bits, indices of nodes do not
     none = torch.zeros_like(tokens)
     return DraftTree(
         tokens=tokens,
@@ -151,7 +151,9 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
     starts = itertools.accumulate([1, *(level.tokens.shape[1] for level in levels)])
     parents = [level.parents + start for level, start in zip(levels[1:], starts, strict=False)]
     parents_of_chosen = torch.cat([root, levels[0].parents, *parents], dim=1).gather(1, chosen)
-    tree_parents = order.argsort(dim=1).gather(1, parents_of_chosen)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(1, order, places)
+    tree_parents = ranks.gather(1, parents_of_chosen)
     ancestors = find_ancestors(tree_parents, max_depth)
     return DraftTree(
         tokens=torch.cat([root_tokens[:, None], *(level.tokens for level in levels)], dim=1).gather(1, chosen),

@@ -45,6 +45,7 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
     # child can.
     agreed = tree.tokens == choices.gather(1, tree.parents)
     agreed[:, 0].fill_(True)
+    # Who is an ancestor has agreed: an implication, which is `<=` of truth values.
     visited = (tree.ancestors <= agreed[:, None]).all(dim=-1)
     # Nodes come after their parents, so the visited indices in increasing order are the path.
     nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]

@@ -11,7 +11,9 @@ class TuningArguments:
     assistant: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
     prompts: str | None = field(
         default=None,
-        metadata={"help": "A JSONL file with `turns`, `prompt` or `text`, or a dataset (default: the target's own)."},
+        metadata={
+            "help": "A JSONL file with `turns`, `prompt` or `text`, or a dataset. Without it, the target begins texts."
+        },
     )
     output_dir: str | None = field(
         default=None, metadata={"help": "Receives `generation_config.json` (default: the drafter's folder)."}

@@ -21,13 +21,13 @@ def tune(args: TuningArguments) -> TuningResult:
     Raises:
         SystemExit: There is no folder to write into, or nothing to begin prompts with.
     """
+    folder = Path(args.output_dir or args.assistant)
+    if not folder.is_dir() and args.output_dir is None:
+        raise SystemExit("The drafter is not a folder; give --output_dir for its new generation_config.json.")
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
     prompts = _read_prompts(args, target, tokenizer)
     result = find_best_tree(target, drafter, prompts, args)
     drafter.generation_config.update(**result.settings)
-    folder = Path(args.output_dir or args.assistant)
-    if not folder.is_dir() and args.output_dir is None:
-        raise SystemExit("The drafter is not a folder; give --output_dir for its new generation_config.json.")
     drafter.generation_config.save_pretrained(folder)
     return result
 
@@ -42,8 +42,8 @@ def _read_prompts(
     if start is None:
         raise SystemExit("The target has no token to begin a text with; give --prompts.")
     torch.manual_seed(0)
+    beginnings = torch.full((args.num_prompts, 1), start, device=target.device)
     texts = target.generate(
-        torch.full((args.num_prompts, 1), start, device=target.device), do_sample=True, max_new_tokens=32,
-        min_new_tokens=32,
-    )  # fmt: skip
+        beginnings, attention_mask=torch.ones_like(beginnings), do_sample=True, max_new_tokens=32, min_new_tokens=32
+    )
     return list(texts.cpu())

@@ -49,8 +49,9 @@ class CycleCosts:
         Returns the seconds of a cycle with a tree of `num_assistant_tokens` drafted tokens and `tree_depth` levels;
         `branching_factor` must be one that was measured.
         """
+        # No path is longer than the tree has tokens.
         at_depths = {
-            depth: _interpolate(num_assistant_tokens, seconds)
+            min(depth, num_assistant_tokens): _interpolate(num_assistant_tokens, seconds)
             for (factor, depth), seconds in self.rest.items()
             if factor == branching_factor
         }

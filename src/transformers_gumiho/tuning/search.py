@@ -73,7 +73,7 @@ def rank_trees(
     for (factor, temperature), profile in profiles.items():
         for depth in range(1, max_depth + 1):
             for size in sizes:
-                if size > tree_capacity(factor, depth, num_serial_tokens):
+                if depth > size or size > tree_capacity(factor, depth, num_serial_tokens):
                     continue
                 settings = TreeSettings(size, factor, depth, temperature)
                 seconds = costs.cycle_seconds(size, factor, depth)
