@@ -76,8 +76,7 @@ def measure_milliseconds(
         step = time_plain(target, ids, **generation)
         drafted = time_drafted(target, gumiho, ids, {}, split=True, **generation)
         if repeat:  # the first one warms up
-            cycle_seconds = drafted.seconds / drafted.num_cycles
-            measured.append((step.seconds / step.num_tokens, cycle_seconds, drafted.verify_seconds))
+            measured.append((step.seconds / step.num_tokens, drafted.cycle_seconds, drafted.verify_seconds))
     step_ms, cycle_ms, verify_ms = (1e3 * statistics.median(values) for values in zip(*measured, strict=True))
     return step_ms, cycle_ms, verify_ms
 
