@@ -2,9 +2,10 @@
 
     python examples/measure_context.py
 
-After contexts of several lengths plain decoding and decoding with the drafter take turns. A cycle should grow no
-faster than a step of plain decoding does. Memory is measured in processes of their own, as one that has freed memory
-keeps it.
+Plain decoding and decoding with the drafter take turns after contexts of several lengths, round by round, in several
+processes: a machine that slows down for a while slows down all of a round, and processes differ by where their memory
+lies. What has grown is divided by what the first length took in the same round. A cycle should grow no faster than a
+step of plain decoding does. Memory is measured in processes of their own, as one that has freed memory keeps it.
 """
 
 import json
@@ -12,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,16 +25,25 @@ from transformers_gumiho.benchmarking.memory import peak_memory
 from transformers_gumiho.tuning.timing import time_drafted, time_plain
 
 
+# The rounds: for each length, the milliseconds of a plain step, of a cycle, and of the target's pass in it.
+Times = list[list[list[float]]]
+
+
 @dataclass
 class ContextArguments:
     demo_pair: Path = field(
         default=Path(__file__).parent / "demo_pair", metadata={"help": "Folder with `target`, `gumiho` and prompts."}
     )
     lengths: list[int] = field(default_factory=lambda: [128, 1024, 4096], metadata={"help": "Tokens of context."})
-    max_new_tokens: int = 48
-    repeats: int = 5
-    memory: str | None = field(
-        default=None, metadata={"help": "Only print the peak memory in MB, `plain` or `drafted`, at the first length."}
+    max_new_tokens: int = 96
+    rounds: int = field(default=6, metadata={"help": "Rounds in each process."})
+    processes: int = field(default=4, metadata={"help": "Processes to measure times in, one after the other."})
+    part: str | None = field(
+        default=None,
+        metadata={
+            "help": "Only print what one process measures: `times` of all rounds in JSON, or the peak memory in MB at "
+            "the first length, `plain` or `drafted`."
+        },
     )
 
 
@@ -42,14 +53,14 @@ def load(args: ContextArguments) -> tuple[PreTrainedModel, GumihoModel, torch.Te
     tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
     gumiho = GumihoModel.from_pretrained(args.demo_pair / "gumiho", dtype=torch.float32)
     lines = (args.demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    text = torch.tensor(tokenizer("\n".join(json.loads(line)["text"] for line in lines))["input_ids"])
+    text = torch.tensor(tokenizer("\n".join(json.loads(line)["text"] for line in lines), verbose=False)["input_ids"])
     return target, gumiho, text.repeat(-(-max(args.lengths) // len(text)))
 
 
 def measure_memory(args: ContextArguments) -> None:
     """Prints the most memory that a generation takes, beyond the loaded models."""
     target, gumiho, text = load(args)
-    assistant = {"assistant_model": gumiho} if args.memory == "drafted" else {}
+    assistant = {"assistant_model": gumiho} if args.part == "drafted" else {}
     with peak_memory(target.device) as peak:
         target.generate(
             text[None, : args.lengths[0]], max_new_tokens=args.max_new_tokens, do_sample=False, **assistant
@@ -57,48 +68,65 @@ def measure_memory(args: ContextArguments) -> None:
     print(f"{(peak.num_bytes or 0) / 1e6:.1f}")
 
 
-def measure_in_process(length: int, way: str) -> float:
-    """Returns the peak memory in MB of a generation `plain` or `drafted` after a context of `length` tokens."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--lengths", str(length), "--memory", way]
+def measure_times(target: PreTrainedModel, gumiho: GumihoModel, text: torch.Tensor, args: ContextArguments) -> Times:
+    """Returns the milliseconds of a plain step, of a cycle, and of the target's pass in it, at each length."""
+    generation = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    rounds = []
+    for _ in range(args.rounds + 1):
+        of_lengths = []
+        for length in args.lengths:
+            ids = text[None, :length]
+            plain = time_plain(target, ids, **generation)
+            drafted = time_drafted(target, gumiho, ids, {}, split=True, **generation)
+            step = plain.seconds / plain.num_tokens
+            of_lengths.append([1e3 * seconds for seconds in (step, drafted.cycle_seconds, drafted.verify_seconds)])
+        rounds.append(of_lengths)
+    return rounds[1:]  # the first one warms up
+
+
+def run_part(part: str, *options: str, **environment: str) -> str:
+    """Returns what a process of its own prints."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", part, *options]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment).stdout
+
+
+def memory_of(part: str, length: int) -> float:
     # glibc gives freed memory back at once then. Otherwise it keeps what it thinks it will need, and the same
     # generation takes from 180 to 300 MB.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    return float(run_part(part, "--lengths", str(length), MALLOC_MMAP_THRESHOLD_="65536"))
 
 
-def measure_milliseconds(
-    target: PreTrainedModel, gumiho: GumihoModel, ids: torch.Tensor, args: ContextArguments
-) -> tuple[float, float, float]:
-    """Returns the medians of a plain step, of a cycle, and of the target's pass in it."""
-    generation = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    measured = []
-    for repeat in range(args.repeats + 1):
-        step = time_plain(target, ids, **generation)
-        drafted = time_drafted(target, gumiho, ids, {}, split=True, **generation)
-        if repeat:  # the first one warms up
-            measured.append((step.seconds / step.num_tokens, drafted.cycle_seconds, drafted.verify_seconds))
-    step_ms, cycle_ms, verify_ms = (1e3 * statistics.median(values) for values in zip(*measured, strict=True))
-    return step_ms, cycle_ms, verify_ms
+def in_quartiles(values: Iterable[float]) -> str:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{median:.2f}x ({low:.2f}-{high:.2f})"
+
+
+def report(length: int, times: Times, index: int) -> str:
+    """Returns the row of the table for the length at `index`."""
+    step, cycle, verify = (statistics.median(values) for values in zip(*(row[index] for row in times), strict=True))
+    growth = [[now / first for now, first in zip(row[index], row[0], strict=True)] for row in times]
+    steps, cycles, _ = zip(*growth, strict=True)
+    plain, drafted = (memory_of(part, length) for part in ("plain", "drafted"))
+    return (
+        f"| {length} | {step:.2f} ms | {cycle:.2f} ms | {verify:.2f} ms | {in_quartiles(steps)} | "
+        f"{in_quartiles(cycles)} | {in_quartiles(c / s for s, c in zip(steps, cycles, strict=True))} | "
+        f"{plain:.0f} MB | {drafted:.0f} MB ({drafted / plain:.2f}x) |"
+    )
 
 
 def main() -> None:
     (args,) = HfArgumentParser(ContextArguments).parse_args_into_dataclasses()
     logging.disable_progress_bar()
-    if args.memory is not None:
+    if args.part == "times":
+        print(json.dumps(measure_times(*load(args), args)))
+    elif args.part is not None:
         measure_memory(args)
-        return
-    target, gumiho, text = load(args)
-    print("| context | plain step | cycle | of it the target | peak memory plain | with Gumiho |\n" + "|---" * 6 + "|")
-    first: tuple[float, float] | None = None
-    for length in args.lengths:
-        step, cycle, verify = measure_milliseconds(target, gumiho, text[None, :length], args)
-        first = first or (step, cycle)
-        plain, drafted = (measure_in_process(length, way) for way in ("plain", "drafted"))
-        print(
-            f"| {length} | {step:.2f} ms ({step / first[0]:.2f}x) | {cycle:.2f} ms ({cycle / first[1]:.2f}x) | "
-            f"{verify:.2f} ms | {plain:.0f} MB | {drafted:.0f} MB ({drafted / plain:.2f}x) |",
-            flush=True,
-        )
+    else:
+        times = [row for _ in range(args.processes) for row in json.loads(run_part("times"))]
+        columns = ("context", "plain step", "cycle", "of it the target", "step grows", "cycle grows", "cycle / step")
+        print("| " + " | ".join((*columns, "peak memory plain", "with Gumiho")) + " |\n" + "|---" * 9 + "|")
+        for index, length in enumerate(args.lengths):
+            print(report(length, times, index), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The examples that measure: what they print is what they say it is."""
 
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -24,12 +25,20 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_time_of_the_target_in_a_cycle_is_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     example = load("measure_context", monkeypatch)
-    args = example.ContextArguments(lengths=[32], max_new_tokens=32, repeats=1)
-    target, gumiho, text = example.load(args)
-    _, cycle, verify = example.measure_milliseconds(target, gumiho, text[None, :32], args)
-    assert 0.4 * cycle < verify < cycle
+    args = example.ContextArguments(lengths=[16, 48], max_new_tokens=32, rounds=2)
+    times = example.measure_times(*example.load(args), args)
+    assert [len(row) for row in times] == [2, 2]
+    for _, cycle, verify in itertools.chain(*times):
+        assert 0.4 * cycle < verify < cycle
+    # A machine that takes three times as long in one of three rounds.
+    monkeypatch.setattr(example, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
+    rounds = [[[8 * slow, 16 * slow, 12 * slow], [10 * slow, 24 * slow, 18 * slow]] for slow in (1, 3, 1)]
+    assert example.report(48, rounds, 1) == (
+        "| 48 | 10.00 ms | 24.00 ms | 18.00 ms | 1.25x (1.25-1.25) | 1.50x (1.50-1.50) | 1.20x (1.20-1.20) | 20 MB | "
+        "25 MB (1.25x) |"
+    )
 
 
 def test_a_cycle_is_measured_in_plain_steps(tmp_path: Path) -> None:

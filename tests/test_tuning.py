@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from targets import make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET, make_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.drafting import GumihoDrafter
@@ -260,6 +261,21 @@ def test_prediction_and_check_count_the_same_tokens_and_cycles() -> None:
         tokens, cycles = tokens + taken.num_tokens, cycles + taken.num_cycles
     assert profile.tau(5, 6) == pytest.approx(tokens / cycles)
     assert time_plain(target, prompts[0][None], max_new_tokens=20, do_sample=False).num_tokens == 19
+
+
+def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, forward, passes = make_target(), LlamaForCausalLM.forward, []
+
+    def slow_forward(self: LlamaForCausalLM, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        passes.append(input_ids.shape[1])
+        time.sleep(1.0 if input_ids.shape[1] > 1 else 0.02)
+        return forward(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", slow_forward)
+    taken = time_plain(target, make_prompts([6])["input_ids"], max_new_tokens=11, do_sample=False)
+    assert taken.num_tokens == 10
+    assert passes == [6] + [1] * 10
+    assert 0.2 < taken.seconds < 0.9
 
 
 def test_larger_trees_never_cost_less() -> None:
