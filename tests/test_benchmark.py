@@ -188,6 +188,8 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         read_questions(write_jsonl(tmp_path / "bad.jsonl", [{"turns": [1]}]))
     with pytest.raises(ValueError, match="holds no questions"):
         read_questions(write_jsonl(tmp_path / "none.jsonl", [""]))
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.jsonl' to read questions from"):
+        read_questions(str(tmp_path / "missing.jsonl"))
 
 
 def test_later_turns_follow_the_answers() -> None:

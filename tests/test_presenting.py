@@ -358,6 +358,15 @@ def test_show_refuses_what_it_cannot_draw(options: dict[str, object], message: s
         show(ShowArguments(**PAIR, prompt=PROMPT, **options))
 
 
+def test_show_asks_for_matplotlib_before_it_loads_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "transformers_gumiho.presenting.tree_picture", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        show(ShowArguments(target="no folder", assistant="no folder", prompt=PROMPT, output="tree.svg"))
+
+
 def test_show_tells_how_many_cycles_a_text_has(tmp_path: Path) -> None:
     """A target that may end its text nearly anywhere."""
     for path in DEMO_TARGET.iterdir():

@@ -58,6 +58,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
 
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    questions = read_questions(args.prompts, column=args.column, num_questions=args.num_prompts)
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
     for name in ("num_assistant_tokens", "branching_factor"):
         if getattr(args, name) is not None:
@@ -67,7 +68,6 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         draft_model = AutoModelForCausalLM.from_pretrained(
             args.draft_model, dtype=target.dtype, device_map=target.device
         )
-    questions = read_questions(args.prompts, column=args.column, num_questions=args.num_prompts)
     samples = run_benchmark(
         target,
         tokenizer,

@@ -43,10 +43,13 @@ def read_questions(
         num_questions: Read this many. By default all.
 
     Raises:
+        FileNotFoundError: `name` looks like a file, and there is none.
         ValueError: A row has none of these columns, or there is no row.
     """
     path = Path(name)
     if path.suffix == ".jsonl":
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no file {name!r} to read questions from. Give an existing one.")
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows: Sequence[Mapping[str, Any]] = [json.loads(line) for line in lines[:num_questions]]
     else:

@@ -65,6 +65,9 @@ def show(args: ShowArguments) -> Cycle:
         raise SystemExit(f"A tree can be drawn into an .svg or a .png file, got --output {args.output}.")
     if args.step < 1:
         raise SystemExit(f"Cycles are counted from 1, got --step {args.step}.")
+    if args.output is not None:
+        # Only pictures need matplotlib; whoever lacks it should not wait for the models first.
+        from .tree_picture import draw_picture
     target, tokenizer, drafter = _load(args)
     prompt = _encode(tokenizer, [args.prompt], [])
     committed, cycle = _decode_until(target, drafter, prompt, args.step)
@@ -73,9 +76,6 @@ def show(args: ShowArguments) -> Cycle:
     colours = wants_colours(args.color, sys.stdout)
     sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colours=colours) + "\n")
     if args.output is not None:
-        # Only pictures need matplotlib.
-        from .tree_picture import draw_picture
-
         draw_picture(cycle, labels, temperatures, args.output)
         sys.stdout.write(f"\ndrawn into {args.output}\n")
     return cycle
