@@ -152,9 +152,18 @@ def test_calibrated_temperatures_are_told_with_what_they_bring() -> None:
     candidate = Candidate(TreeSettings(4, 1, 4, 2 / 3), tau=1.2, cycle_seconds=0.1)
     text = describe(make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0}))
     assert "fitted to depths 1, 2, ...: 0.25 0.50\n" in text
-    assert "plain decoding: 10.0 tokens/s measured, 1.0 when cycles were timed\n" in text
     assert "13.2 tokens/s (tau 3.30), with one for all depths: 12.0 (tau 1.20); they help (+10.0%)" in text
     assert "\n      8    1800.00    250.00   3.30      13.2          2      7  0.25 0.50\n" in text
+
+
+def test_expected_speeds_follow_the_speed_of_the_machine() -> None:
+    """Cycles were timed while a plain step took a second; later the machine is ten times as fast."""
+    candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=2.4, cycle_seconds=2.0)
+    text = describe(make_result(candidate, {"best": 12.5, "default": 10.0, "plain": 10.0}))
+    assert "plain decoding: 10.0 tokens/s measured, 1.0 when cycles were timed; what is expected is scaled" in text
+    assert "settings before: 12.0 tokens/s expected, 10.0 measured (+20%), 1.00 times plain\n" in text
+    assert "best settings: 12.0 tokens/s expected, 12.5 measured (-4%), 1.25 times plain\n" in text
+    assert "\n   132.0      12.6        8          2      7  0.25 0.50\n    12.0      12.0        4 " in text
 
 
 def test_plain_decoding_is_named_where_it_is_faster() -> None:

@@ -112,8 +112,10 @@ def measure_costs(
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
     with _without_end(target):
         for repeat in range(repeats + 1):  # the first one warms up
-            plain.append(time_plain(target, ids, **settings))
             for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
+                if tree[2] == sizes[0] and repeat:
+                    # All along, as what a cycle costs in such steps is what stays when the machine's speed changes.
+                    plain.append(time_plain(target, ids, **settings))
                 shape = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
                 timed[tree].append(time_drafted(target, drafter, ids, shape, split=True, **settings))
     if any(taken.num_cycles < 2 for times in timed.values() for taken in times):
@@ -131,7 +133,7 @@ def measure_costs(
             shape: smooth({tree[2]: seconds for tree, seconds in rest.items() if tree[:2] == shape})
             for shape in dict.fromkeys(tree[:2] for tree in trees)
         },
-        plain=statistics.median(taken.seconds / taken.num_tokens for taken in plain[1:]),
+        plain=statistics.median(taken.seconds / taken.num_tokens for taken in plain),
         setup=statistics.median(taken.setup_seconds for times in timed.values() for taken in times[1:]),
     )
 
