@@ -70,9 +70,10 @@ def contests(monkeypatch: pytest.MonkeyPatch) -> list[dict[VocabularyCandidate, 
     seen = []
 
     def cycles(_target: Any, _drafter: Any, _context: Any, settings: Mapping[int, Any], *_: Any, **__: Any) -> Any:
+        assert settings.pop(contest.PLAIN) is None
         for size, of_size in settings.items():
             assert len(of_size["draft_vocabulary"] or range(VOCAB_SIZE)) == size
-        return {size: 1e-3 * (16 + size) for size in settings}
+        return {contest.PLAIN: 0.1} | {size: 1e-3 * (16 + size) for size in settings}
 
     def last_wins(_target: Any, _drafter: Any, _prompts: Any, ways: Mapping[Any, Any], *_: Any, **__: Any) -> Any:
         seen.append(dict(ways))
@@ -117,6 +118,9 @@ def test_small_vocabulary_of_all_that_is_said_loses_nothing_and_wins(
     assert choice.chosen.tokens_per_second == pytest.approx(choice.whole.tau / 0.020)
     assert list(choice.measured.values()) == [10.0, 11.0]
     assert choice.plain == 5.0
+    # Cycles were timed while plain decoding was twice as fast as in the contest.
+    assert choice.step_seconds == 0.1
+    assert choice.expected_speed(choice.chosen) == pytest.approx(choice.whole.tau / 0.020 / 2)
 
 
 def test_tokens_that_only_the_own_half_has_are_missed(
@@ -214,23 +218,25 @@ def test_vocabularies_are_told_with_what_they_lose_and_gain() -> None:
             list(range(3000)),
         ),
     ):  # fmt: skip
-        choice = VocabularyChoice(candidates, measured, plain)
+        # Half as fast while cycles were timed.
+        choice = VocabularyChoice(candidates, measured, plain, step_seconds=2 / (plain or 1))
+        speed_up = 1 if plain is None else 2
         result = make_result(tree, {"best": 12.0, "default": 11.0, "plain": 30.0}, choice)
         assert result.settings == tree.settings.as_dict() | {"draft_vocabulary": token_ids}
         # The last contest is the one that counts.
         assert result.speculation_pays == (plain == 31.0)
         text = describe(result)
         assert f"\nbest draft vocabulary: {words}\n" in text + "\n"
-        assert "\n   4096   4.00      0.00    100.00      40.0" in text
-        assert "\n    512   2.00      2.00     75.00      26.7\n" in text
-    assert "\n   3000   3.00      1.00     90.00      33.3      44.0  (the drafter's)\n" in text
+        assert f"\n   4096   4.00      0.00    100.00  {40 * speed_up:8.1f}" in text
+        assert f"\n    512   2.00      2.00     75.00  {2 / 0.075 * speed_up:8.1f}\n" in text
+    assert "\n   3000   3.00      1.00     90.00      66.7      44.0  (the drafter's)\n" in text
 
 
 def test_winner_is_written_as_a_list_and_decodes_exactly(
     tmp_path: Path, contests: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vocabulary, "SMALLEST_VOCABULARY", 1024)
-    monkeypatch.setattr(vocabulary, "measure_cycles", lambda *args, **_: {size: float(size) for size in args[3]})
+    monkeypatch.setattr(vocabulary, "measure_cycles", lambda *args, **_: {size: float(size or 1) for size in args[3]})
     monkeypatch.setattr(finding, "BRANCHING_FACTORS", (1,))
     monkeypatch.setattr(finding, "DRAFT_TEMPERATURES", ())
     folder = shutil.copytree(DEMO_TARGET.parent / "gumiho", tmp_path / "gumiho")

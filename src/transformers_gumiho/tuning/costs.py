@@ -143,25 +143,25 @@ def measure_cycles(
     target: PreTrainedModel,
     drafter: GumihoModel,
     context: torch.Tensor,
-    settings: Mapping[Name, dict[str, Any]],
+    settings: Mapping[Name, dict[str, Any] | None],
     max_new_tokens: int,
     repeats: int = 3,
     **generate_kwargs: Any,
 ) -> dict[Name, float]:
     """
-    Times whole cycles after `context` `(T,)` under several decoding settings, in turns.
+    Times whole cycles after `context` `(T,)` under several decoding settings, and steps of plain decoding, in turns.
 
     Args:
         target: The target.
         drafter: The drafter. Its settings are as before afterwards.
         context: Token ids.
-        settings: Decoding settings of the drafter, by name.
+        settings: Decoding settings of the drafter, by name; `None` to decode without it.
         max_new_tokens: Tokens of each run, at least 2; its cycles are averaged.
         repeats: Runs under each, of which the median counts.
         **generate_kwargs: For `generate()`.
 
     Returns:
-        Seconds of a cycle under each.
+        Seconds of a cycle under each, or of a step.
     """
     timed: dict[Name, list[float]] = {name: [] for name in settings}
     ids = context[None].to(target.device)
@@ -169,8 +169,12 @@ def measure_cycles(
     with _without_end(target):
         for _ in range(repeats + 1):  # the first one warms up
             for name, of_name in settings.items():
-                taken = time_drafted(target, drafter, ids, of_name, **options)
-                timed[name].append(taken.seconds / taken.num_cycles)
+                if of_name is None:
+                    taken = time_plain(target, ids, **options)
+                    timed[name].append(taken.seconds / taken.num_tokens)
+                else:
+                    taken = time_drafted(target, drafter, ids, of_name, **options)
+                    timed[name].append(taken.seconds / taken.num_cycles)
     return {name: statistics.median(seconds[1:]) for name, seconds in timed.items()}
 
 

@@ -132,7 +132,7 @@ def _vocabulary_row(choice: VocabularyChoice, candidate: VocabularyCandidate) ->
     measured = f"{choice.measured[candidate]:8.1f}" if candidate in choice.measured else " " * 8
     row = (
         f"{candidate.size:7d}  {candidate.tau:5.2f}  {choice.whole.tau - candidate.tau:8.2f}  "
-        f"{1e3 * candidate.cycle_seconds:8.2f}  {candidate.tokens_per_second:8.1f}  {measured}"
+        f"{1e3 * candidate.cycle_seconds:8.2f}  {choice.expected_speed(candidate):8.1f}  {measured}"
     )
     return f"{row}  {_origin(candidate)}".rstrip()
 

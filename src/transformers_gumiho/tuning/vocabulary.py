@@ -66,11 +66,13 @@ class VocabularyChoice:
         measured: Tokens per second, measured on the prompts in turns, of the candidates that competed. Empty where
             none was expected to be faster than all tokens.
         plain: Those of plain decoding in the same contest, `None` without one.
+        step_seconds: Time of a step of plain decoding when cycles were timed.
     """
 
     candidates: list[VocabularyCandidate]
     measured: dict[VocabularyCandidate, float]
     plain: float | None
+    step_seconds: float
 
     @property
     def whole(self) -> VocabularyCandidate:
@@ -81,6 +83,13 @@ class VocabularyChoice:
     def chosen(self) -> VocabularyCandidate:
         """The candidate that was measured to be fastest."""
         return max(self.measured, key=lambda candidate: self.measured[candidate]) if self.measured else self.whole
+
+    def expected_speed(self, candidate: VocabularyCandidate) -> float:
+        """
+        Returns the tokens per second to expect of `candidate` while plain decoding is as fast as in the contest, if
+        there was one; see [`TuningResult.expected_speed`].
+        """
+        return candidate.tokens_per_second * (1 if self.plain is None else self.step_seconds * self.plain)
 
 
 @torch.inference_mode()
@@ -115,7 +124,9 @@ def choose_vocabulary(
     candidates = list_candidates(drafter, answers)
     if len(candidates) == 1:
         return None
-    seconds = _cycle_seconds(target, drafter, answers, candidates, tree, max_new_tokens, repeats, **generate_kwargs)
+    seconds, step_seconds = _cycle_seconds(
+        target, drafter, answers, candidates, tree, max_new_tokens, repeats, **generate_kwargs
+    )
     expected = []
     for candidate in tqdm(candidates, desc="measuring draft vocabularies", unit="vocabulary"):
         profile = profile_acceptance(
@@ -125,10 +136,11 @@ def choose_vocabulary(
         expected.append(replace(candidate, tau=tau, cycle_seconds=seconds[candidate.size]))
     contenders = choose_vocabulary_contenders(expected)
     if len(contenders) == 1:
-        return VocabularyChoice(expected, {}, None)
+        return VocabularyChoice(expected, {}, None, step_seconds)
     ways = {candidate: candidate.settings(tree) for candidate in contenders}
     speeds = decode_in_turns(target, drafter, prompts, ways, max_new_tokens, **generate_kwargs)
-    return VocabularyChoice(expected, {candidate: speeds[candidate] for candidate in contenders}, speeds[PLAIN])
+    measured = {candidate: speeds[candidate] for candidate in contenders}
+    return VocabularyChoice(expected, measured, speeds[PLAIN], step_seconds)
 
 
 def list_candidates(drafter: GumihoModel, answers: Sequence[Answer]) -> list[VocabularyCandidate]:
@@ -169,17 +181,18 @@ def _cycle_seconds(
     max_new_tokens: int,
     repeats: int,
     **generate_kwargs: Any,
-) -> dict[int, float]:
+) -> tuple[dict[int, float], float]:
     """
-    Returns what a cycle costs with each number of tokens. A generation copies their rows of the head once, so whole
-    generations are timed: each cycle bears its part of that.
+    Returns what a cycle costs with each number of tokens, and what a step of plain decoding does. A generation copies
+    their rows of the head once, so whole generations are timed: each cycle bears its part of that.
     """
     # Which tokens they are makes no difference to the time.
     by_size: dict[int, dict[str, Any]] = {}
     for candidate in candidates:
         by_size.setdefault(candidate.size, tree.as_dict() | {"draft_vocabulary": candidate.token_ids})
     context = typical_context(answers, max_new_tokens)
-    increasing = dict(sorted(by_size.items()))
-    seconds = measure_cycles(target, drafter, context, increasing, max_new_tokens, repeats, **generate_kwargs)
+    settings: dict[int | None, dict[str, Any] | None] = {PLAIN: None, **dict(sorted(by_size.items()))}
+    seconds = measure_cycles(target, drafter, context, settings, max_new_tokens, repeats, **generate_kwargs)
+    step_seconds = seconds.pop(PLAIN)
     # More tokens cost no less. Where all of them do, the head cannot be cut to rows, and no list saves anything.
-    return smooth(seconds)
+    return smooth({size: of_size for size, of_size in seconds.items() if size is not None}), step_seconds
