@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, logging
@@ -38,7 +39,7 @@ class ContextArguments:
     max_new_tokens: int = 96
     rounds: int = field(default=6, metadata={"help": "Rounds in each process."})
     processes: int = field(default=4, metadata={"help": "Processes to measure times in, one after the other."})
-    part: str | None = field(
+    part: Literal["times", "plain", "drafted"] | None = field(
         default=None,
         metadata={
             "help": "Only print what one process measures: `times` of all rounds in JSON, or the peak memory in MB at "
@@ -121,6 +122,8 @@ def main() -> None:
         print(json.dumps(measure_times(*load(args), args)))
     elif args.part is not None:
         measure_memory(args)
+    elif args.rounds * args.processes < 2:
+        raise SystemExit("Quartiles need at least two rounds: give more --rounds or --processes.")
     else:
         times = [row for _ in range(args.processes) for row in json.loads(run_part("times"))]
         columns = ("context", "plain step", "cycle", "of it the target", "step grows", "cycle grows", "cycle / step")

@@ -1,17 +1,19 @@
 """The examples that measure: what they print is what they say it is."""
 
 import importlib.util
-import itertools
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from transformers_gumiho import GumihoConfig
+from transformers_gumiho.tuning.timing import DecodingTime
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -27,11 +29,20 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     example = load("measure_context", monkeypatch)
-    args = example.ContextArguments(lengths=[16, 48], max_new_tokens=32, rounds=2)
-    times = example.measure_times(*example.load(args), args)
-    assert [len(row) for row in times] == [2, 2]
-    for _, cycle, verify in itertools.chain(*times):
-        assert 0.4 * cycle < verify < cycle
+
+    def plain(_: Any, ids: torch.Tensor, **__: Any) -> DecodingTime:
+        return DecodingTime(num_tokens=50, seconds=0.001 * ids.shape[1])
+
+    def drafted(_: Any, __: Any, ids: torch.Tensor, *___: Any, **____: Any) -> DecodingTime:
+        return DecodingTime(
+            num_tokens=50, seconds=9.0, num_cycles=10, cycle_seconds=0.002 * ids.shape[1], verify_seconds=0.03
+        )
+
+    monkeypatch.setattr(example, "time_plain", plain)
+    monkeypatch.setattr(example, "time_drafted", drafted)
+    args = example.ContextArguments(lengths=[16, 48], rounds=2)
+    times = example.measure_times(None, None, torch.arange(99), args)
+    assert torch.tensor(times).allclose(torch.tensor([[[0.32, 32.0, 30.0], [0.96, 96.0, 30.0]]] * 2))
     # A machine that takes three times as long in one of three rounds.
     monkeypatch.setattr(example, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
     rounds = [[[8 * slow, 16 * slow, 12 * slow], [10 * slow, 24 * slow, 18 * slow]] for slow in (1, 3, 1)]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from training_data import DEMO_TARGET, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.drafting import GumihoDrafter
 from transformers_gumiho.tuning import (
     AcceptanceProfile,
@@ -35,6 +35,7 @@ from transformers_gumiho.tuning import (
     measure_draft_losses,
     profile_acceptance,
     rank_trees,
+    timing,
     tune,
 )
 from transformers_gumiho.tuning.answers import typical_context
@@ -160,7 +161,9 @@ def test_expected_speeds_follow_the_speed_of_the_machine() -> None:
     """Cycles were timed while a plain step took a second; later the machine is ten times as fast."""
     candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=2.4, cycle_seconds=2.0)
     text = describe(make_result(candidate, {"best": 12.5, "default": 10.0, "plain": 10.0}))
-    assert "plain decoding: 10.0 tokens/s measured, 1.0 when cycles were timed; what is expected is scaled" in text
+    assert (
+        "plain decoding: 10.0 tokens/s measured, 1.0 when cycles were timed; what is expected from here on is " in text
+    )
     assert "settings before: 12.0 tokens/s expected, 10.0 measured (+20%), 1.00 times plain\n" in text
     assert "best settings: 12.0 tokens/s expected, 12.5 measured (-4%), 1.25 times plain\n" in text
     assert "\n   132.0      12.6        8          2      7  0.25 0.50\n    12.0      12.0        4 " in text
@@ -273,18 +276,18 @@ def test_prediction_and_check_count_the_same_tokens_and_cycles() -> None:
 
 
 def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, forward, passes = make_target(), LlamaForCausalLM.forward, []
+    target, forward, passes, now = make_target(), LlamaForCausalLM.forward, [], [0.0]
 
-    def slow_forward(self: LlamaForCausalLM, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def timed_forward(self: LlamaForCausalLM, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         passes.append(input_ids.shape[1])
-        time.sleep(1.0 if input_ids.shape[1] > 1 else 0.02)
+        now[0] += 1.0 if input_ids.shape[1] > 1 else 0.02
         return forward(self, input_ids, *args, **kwargs)
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", slow_forward)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", timed_forward)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     taken = time_plain(target, make_prompts([6])["input_ids"], max_new_tokens=11, do_sample=False)
-    assert taken.num_tokens == 10
     assert passes == [6] + [1] * 10
-    assert 0.2 < taken.seconds < 0.9
+    assert (taken.num_tokens, taken.seconds) == (10, pytest.approx(0.2))
 
 
 def test_larger_trees_never_cost_less() -> None:
@@ -352,6 +355,15 @@ def test_the_tree_that_is_measured_to_be_fastest_wins(monkeypatch: pytest.Monkey
 def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
     with pytest.raises(SystemExit, match="not a folder; give --output_dir"):
         tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
+
+
+def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
+    missing = {"target": "nobody/nothing", "assistant": "nobody/drafter", "prompts": str(tmp_path / "missing.jsonl")}
+    with pytest.raises(FileNotFoundError, match="to read questions from"):
+        tune(TuningArguments(**missing, output_dir=str(tmp_path)))
+    with pytest.raises(FileNotFoundError, match="to read questions from"):
+        benchmark(BenchmarkArguments(**missing, output_dir=str(tmp_path / "results")))
+    assert not (tmp_path / "results").exists()
 
 
 def test_command_keeps_the_settings_with_the_drafter(tmp_path: Path) -> None:

@@ -70,10 +70,9 @@ def contests(monkeypatch: pytest.MonkeyPatch) -> list[dict[VocabularyCandidate, 
     seen = []
 
     def cycles(_target: Any, _drafter: Any, _context: Any, settings: Mapping[int, Any], *_: Any, **__: Any) -> Any:
-        assert settings.pop(contest.PLAIN) is None
         for size, of_size in settings.items():
             assert len(of_size["draft_vocabulary"] or range(VOCAB_SIZE)) == size
-        return {contest.PLAIN: 0.1} | {size: 1e-3 * (16 + size) for size in settings}
+        return {size: 1e-3 * (16 + size) for size in settings}, 0.1
 
     def last_wins(_target: Any, _drafter: Any, _prompts: Any, ways: Mapping[Any, Any], *_: Any, **__: Any) -> Any:
         seen.append(dict(ways))
@@ -236,7 +235,9 @@ def test_winner_is_written_as_a_list_and_decodes_exactly(
     tmp_path: Path, contests: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vocabulary, "SMALLEST_VOCABULARY", 1024)
-    monkeypatch.setattr(vocabulary, "measure_cycles", lambda *args, **_: {size: float(size or 1) for size in args[3]})
+    monkeypatch.setattr(
+        vocabulary, "measure_cycles", lambda *args, **_: ({size: float(size) for size in args[3]}, 1.0)
+    )
     monkeypatch.setattr(finding, "BRANCHING_FACTORS", (1,))
     monkeypatch.setattr(finding, "DRAFT_TEMPERATURES", ())
     folder = shutil.copytree(DEMO_TARGET.parent / "gumiho", tmp_path / "gumiho")

@@ -57,8 +57,8 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     from .plots import plot_summary
 
     folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     questions = read_questions(args.prompts, column=args.column, num_questions=args.num_prompts)
+    folder.mkdir(parents=True, exist_ok=True)
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
     for name in ("num_assistant_tokens", "branching_factor"):
         if getattr(args, name) is not None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..benchmarking.loading import load_pair
 from ..benchmarking.prompts import encode_turn, read_questions
@@ -24,25 +24,25 @@ def tune(args: TuningArguments) -> TuningResult:
     folder = Path(args.output_dir or args.assistant)
     if not folder.is_dir() and args.output_dir is None:
         raise SystemExit("The drafter is not a folder; give --output_dir for its new generation_config.json.")
+    questions = None if args.prompts is None else read_questions(args.prompts, num_questions=args.num_prompts)
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
-    prompts = _read_prompts(args, target, tokenizer)
+    if questions is None:
+        prompts = _sample_prompts(target, args.num_prompts)
+    else:
+        prompts = [torch.tensor(encode_turn(tokenizer, question.turns[:1], [])) for question in questions]
     result = find_best_tree(target, drafter, prompts, args)
     drafter.generation_config.update(**result.settings)
     drafter.generation_config.save_pretrained(folder)
     return result
 
 
-def _read_prompts(
-    args: TuningArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> list[torch.Tensor]:
-    if args.prompts is not None:
-        questions = read_questions(args.prompts, num_questions=args.num_prompts)
-        return [torch.tensor(encode_turn(tokenizer, question.turns[:1], [])) for question in questions]
+def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[torch.Tensor]:
+    """Returns beginnings of texts that the target writes itself."""
     start = target.generation_config.bos_token_id
     if start is None:
         raise SystemExit("The target has no token to begin a text with; give --prompts.")
     torch.manual_seed(0)
-    beginnings = torch.full((args.num_prompts, 1), start, device=target.device)
+    beginnings = torch.full((num_prompts, 1), start, device=target.device)
     texts = target.generate(
         beginnings, attention_mask=torch.ones_like(beginnings), do_sample=True, max_new_tokens=32, min_new_tokens=32
     )

@@ -105,7 +105,7 @@ def measure_costs(
         if size <= tree_capacity(factor, depth, num_serial_tokens)
     ]
     timed: dict[tuple[int, int, int], list[DecodingTime]] = {tree: [] for tree in trees}
-    plain = []
+    steps: dict[Shape, list[DecodingTime]] = {tree[:2]: [] for tree in trees}
     ids = context[None].to(target.device)
     # The prompt's token, the longest cycle, and one token of another.
     max_new_tokens = max(max_new_tokens, deepest + 3)
@@ -113,9 +113,9 @@ def measure_costs(
     with _without_end(target):
         for repeat in range(repeats + 1):  # the first one warms up
             for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
-                if tree[2] == sizes[0] and repeat:
+                if tree[2] == sizes[0]:
                     # All along, as what a cycle costs in such steps is what stays when the machine's speed changes.
-                    plain.append(time_plain(target, ids, **settings))
+                    steps[tree[:2]].append(time_plain(target, ids, **settings))
                 shape = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
                 timed[tree].append(time_drafted(target, drafter, ids, shape, split=True, **settings))
     if any(taken.num_cycles < 2 for times in timed.values() for taken in times):
@@ -133,7 +133,7 @@ def measure_costs(
             shape: smooth({tree[2]: seconds for tree, seconds in rest.items() if tree[:2] == shape})
             for shape in dict.fromkeys(tree[:2] for tree in trees)
         },
-        plain=statistics.median(taken.seconds / taken.num_tokens for taken in plain),
+        plain=statistics.median(taken.seconds / taken.num_tokens for times in steps.values() for taken in times[1:]),
         setup=statistics.median(taken.setup_seconds for times in timed.values() for taken in times[1:]),
     )
 
@@ -143,11 +143,11 @@ def measure_cycles(
     target: PreTrainedModel,
     drafter: GumihoModel,
     context: torch.Tensor,
-    settings: Mapping[Name, dict[str, Any] | None],
+    settings: Mapping[Name, dict[str, Any]],
     max_new_tokens: int,
     repeats: int = 3,
     **generate_kwargs: Any,
-) -> dict[Name, float]:
+) -> tuple[dict[Name, float], float]:
     """
     Times whole cycles after `context` `(T,)` under several decoding settings, and steps of plain decoding, in turns.
 
@@ -155,27 +155,28 @@ def measure_cycles(
         target: The target.
         drafter: The drafter. Its settings are as before afterwards.
         context: Token ids.
-        settings: Decoding settings of the drafter, by name; `None` to decode without it.
+        settings: Decoding settings of the drafter, by name.
         max_new_tokens: Tokens of each run, at least 2; its cycles are averaged.
         repeats: Runs under each, of which the median counts.
         **generate_kwargs: For `generate()`.
 
     Returns:
-        Seconds of a cycle under each, or of a step.
+        Seconds of a cycle under each, and of a step of plain decoding.
     """
+    steps: list[float] = []
     timed: dict[Name, list[float]] = {name: [] for name in settings}
     ids = context[None].to(target.device)
     options = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
     with _without_end(target):
         for _ in range(repeats + 1):  # the first one warms up
             for name, of_name in settings.items():
-                if of_name is None:
-                    taken = time_plain(target, ids, **options)
-                    timed[name].append(taken.seconds / taken.num_tokens)
-                else:
-                    taken = time_drafted(target, drafter, ids, of_name, **options)
-                    timed[name].append(taken.seconds / taken.num_cycles)
-    return {name: statistics.median(seconds[1:]) for name, seconds in timed.items()}
+                # As often as all others together: every other figure is told in these.
+                taken = time_plain(target, ids, **options)
+                steps.append(taken.seconds / taken.num_tokens)
+                taken = time_drafted(target, drafter, ids, of_name, **options)
+                timed[name].append(taken.seconds / taken.num_cycles)
+    cycles = {name: statistics.median(seconds[1:]) for name, seconds in timed.items()}
+    return cycles, statistics.median(steps[len(settings) :])
 
 
 @contextmanager

@@ -64,11 +64,10 @@ def describe(result: TuningResult) -> str:
         "",
         _calibration(result),
         "",
+        _plain(result.measured["plain"], result.costs.plain),
         "expected  measured  drafted  branching  depth  draft temperature",
         *[_measured_row(result, candidate, measured) for candidate, measured in result.contenders],
         "",
-        f"plain decoding: {result.measured['plain']:.1f} tokens/s measured, {1 / result.costs.plain:.1f} when cycles "
-        "were timed; what is expected is scaled to the former",
     ]
     for name, which, candidate in (
         ("settings before", "default", result.default),
@@ -86,6 +85,13 @@ def describe(result: TuningResult) -> str:
     if not result.speculation_pays:
         lines.append("PLAIN DECODING IS FASTER on this machine: leave `assistant_model` out.")
     return "\n".join(lines)
+
+
+def _plain(measured: float, step_seconds: float) -> str:
+    return (
+        f"plain decoding: {measured:.1f} tokens/s measured, {1 / step_seconds:.1f} when cycles were timed; what is "
+        "expected from here on is scaled to the former"
+    )
 
 
 def _row(costs: CycleCosts, candidate: Candidate) -> str:
@@ -122,6 +128,7 @@ def _vocabulary(choice: VocabularyChoice | None) -> list[str]:
     rows = [_vocabulary_row(choice, candidate) for candidate in choice.candidates]
     return [
         "draft vocabularies, each prompt with tokens counted on the other half of the prompts and answers",
+        *([] if choice.plain is None else [_plain(choice.plain, choice.step_seconds)]),
         " tokens    tau  tau lost  cycle ms  expected  measured",
         *rows,
         f"best draft vocabulary: {_chosen_vocabulary(choice)}",

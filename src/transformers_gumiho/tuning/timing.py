@@ -1,8 +1,8 @@
 """Timing decoding without its prompt, in the same way for what is predicted and for what checks it.
 
-What is timed begins when the target has read the prompt and ends with the text. With a drafter that holds as many
-drafts as verifications, the first draft included. Every speed is the tokens after the first, which comes from the
-prompt, per second of that time.
+What is timed begins when the target has read the prompt (without a drafter, when it has chosen the first token) and ends
+with the text. With a drafter that holds as many drafts as verifications, the first draft included. Every speed is
+the tokens after the first, which comes from the prompt, per second of that time.
 """
 
 import math
@@ -77,9 +77,9 @@ def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: An
         if not begins:
             synchronize(target.device)
             begins.append(time.perf_counter())
-        return none_ends
+        return keep_going
 
-    none_ends = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    keep_going = torch.zeros(1, dtype=torch.bool, device=ids.device)
     output = target.generate(ids, stopping_criteria=StoppingCriteriaList([note_first_token]), **generate_kwargs)
     synchronize(target.device)
     return DecodingTime(output.shape[1] - ids.shape[1] - 1, time.perf_counter() - begins[0])

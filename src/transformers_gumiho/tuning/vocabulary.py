@@ -191,8 +191,9 @@ def _cycle_seconds(
     for candidate in candidates:
         by_size.setdefault(candidate.size, tree.as_dict() | {"draft_vocabulary": candidate.token_ids})
     context = typical_context(answers, max_new_tokens)
-    settings: dict[int | None, dict[str, Any] | None] = {PLAIN: None, **dict(sorted(by_size.items()))}
-    seconds = measure_cycles(target, drafter, context, settings, max_new_tokens, repeats, **generate_kwargs)
-    step_seconds = seconds.pop(PLAIN)
+    increasing = dict(sorted(by_size.items()))
+    seconds, step_seconds = measure_cycles(
+        target, drafter, context, increasing, max_new_tokens, repeats, **generate_kwargs
+    )
     # More tokens cost no less. Where all of them do, the head cannot be cut to rows, and no list saves anything.
-    return smooth({size: of_size for size, of_size in seconds.items() if size is not None}), step_seconds
+    return smooth(seconds), step_seconds
