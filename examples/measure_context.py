@@ -116,7 +116,7 @@ def report(length: int, times: Times, index: int) -> str:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(ContextArguments).parse_args_into_dataclasses()
+    (args,) = HfArgumentParser(ContextArguments, description=__doc__).parse_args_into_dataclasses()
     logging.disable_progress_bar()
     if args.part == "times":
         print(json.dumps(measure_times(*load(args), args)))

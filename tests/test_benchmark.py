@@ -188,7 +188,7 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         read_questions(write_jsonl(tmp_path / "bad.jsonl", [{"turns": [1]}]))
     with pytest.raises(ValueError, match="holds no questions"):
         read_questions(write_jsonl(tmp_path / "none.jsonl", [""]))
-    with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.jsonl' to read questions from"):
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.jsonl' to read prompts from"):
         read_questions(str(tmp_path / "missing.jsonl"))
 
 

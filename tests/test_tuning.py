@@ -359,9 +359,9 @@ def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
 
 def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     missing = {"target": "nobody/nothing", "assistant": "nobody/drafter", "prompts": str(tmp_path / "missing.jsonl")}
-    with pytest.raises(FileNotFoundError, match="to read questions from"):
+    with pytest.raises(FileNotFoundError, match="to read prompts from"):
         tune(TuningArguments(**missing, output_dir=str(tmp_path)))
-    with pytest.raises(FileNotFoundError, match="to read questions from"):
+    with pytest.raises(FileNotFoundError, match="to read prompts from"):
         benchmark(BenchmarkArguments(**missing, output_dir=str(tmp_path / "results")))
     assert not (tmp_path / "results").exists()
 

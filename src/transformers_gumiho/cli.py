@@ -34,8 +34,9 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in commands:
         unknown = f"gumiho: there is no command {name!r}\n" if name and not name.startswith("-") else ""
-        sys.stderr.write(unknown + _USAGE)
-        raise SystemExit(0 if name in ("-h", "--help") else 2)
+        asked_for = name in ("-h", "--help")
+        (sys.stdout if asked_for else sys.stderr).write(unknown + _USAGE)
+        raise SystemExit(0 if asked_for else 2)
     logging.disable_progress_bar()
     try:
         commands[name](sys.argv[2:])

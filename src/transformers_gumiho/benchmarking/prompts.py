@@ -49,7 +49,7 @@ def read_questions(
     path = Path(name)
     if path.suffix == ".jsonl":
         if not path.is_file():
-            raise FileNotFoundError(f"There is no file {name!r} to read questions from. Give an existing one.")
+            raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows: Sequence[Mapping[str, Any]] = [json.loads(line) for line in lines[:num_questions]]
     else:

@@ -118,7 +118,7 @@ def _calibration(result: TuningResult) -> str:
         f"draft temperatures fitted to depths 1, 2, ...: {_temperature(calibrated.settings.draft_temperature)}\n"
         f"expected with them: {calibrated.tokens_per_second:.1f} tokens/s (tau {calibrated.tau:.2f}), with one for "
         f"all depths: {constant.tokens_per_second:.1f} (tau {constant.tau:.2f}); "
-        f"they {'help' if gain > 0 else 'do not help'} ({gain:+.1%})"
+        f"they {'help' if gain >= 5e-4 else 'do not help'} ({gain:+.1%})"
     )
 
 

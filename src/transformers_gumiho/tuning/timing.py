@@ -1,7 +1,7 @@
 """Timing decoding without its prompt, in the same way for what is predicted and for what checks it.
 
-What is timed begins when the target has read the prompt (without a drafter, when it has chosen the first token) and ends
-with the text. With a drafter that holds as many drafts as verifications, the first draft included. Every speed is
+What is timed begins when the target has read the prompt (without a drafter, when it has chosen the first token) and
+ends with the text. With a drafter that holds as many drafts as verifications, the first draft included. Every speed is
 the tokens after the first, which comes from the prompt, per second of that time.
 """
 
