@@ -28,10 +28,12 @@ from transformers_gumiho.tuning import (
     VocabularyChoice,
     calibration,
     choose_contenders,
+    costs,
     decode_answers,
     describe,
     find_best_tree,
     finding,
+    measure_cycles,
     measure_draft_losses,
     profile_acceptance,
     rank_trees,
@@ -41,7 +43,7 @@ from transformers_gumiho.tuning import (
 from transformers_gumiho.tuning.answers import typical_context
 from transformers_gumiho.tuning.calibration import LOG_TEMPERATURES, cross_fitted, features_of_drafts
 from transformers_gumiho.tuning.costs import smooth, tree_capacity
-from transformers_gumiho.tuning.timing import time_drafted, time_plain
+from transformers_gumiho.tuning.timing import DecodingTime, time_drafted, time_plain
 
 
 @pytest.mark.parametrize("branching_factor", [1, 3])
@@ -288,6 +290,25 @@ def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatc
     taken = time_plain(target, make_prompts([6])["input_ids"], max_new_tokens=11, do_sample=False)
     assert passes == [6] + [1] * 10
     assert (taken.num_tokens, taken.seconds) == (10, pytest.approx(0.2))
+
+
+def test_slow_spells_of_the_machine_do_not_make_a_cycle_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is slow whenever `b` is timed but once, for plain decoding right before as well."""
+    speeds = iter([1.0, 1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0])  # of `a` and `b` in turns; the first of each warms up
+    now = [1.0]
+
+    def plain(*_: Any, **__: Any) -> DecodingTime:
+        now[0] = next(speeds)
+        return DecodingTime(num_tokens=10, seconds=now[0] * 10)
+
+    def drafted(_: Any, __: Any, ___: Any, settings: dict[str, Any], **____: Any) -> DecodingTime:
+        return DecodingTime(num_tokens=10, num_cycles=5, seconds=now[0] * 5 * settings["seconds"])
+
+    monkeypatch.setattr(costs, "time_plain", plain)
+    monkeypatch.setattr(costs, "time_drafted", drafted)
+    settings = {"a": {"seconds": 2.0}, "b": {"seconds": 1.5}}
+    target = make_target()
+    assert measure_cycles(target, make_drafter(target), torch.arange(3), settings, 8) == ({"a": 2.0, "b": 1.5}, 1.0)
 
 
 def test_larger_trees_never_cost_less() -> None:

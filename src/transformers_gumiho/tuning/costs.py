@@ -164,19 +164,19 @@ def measure_cycles(
         Seconds of a cycle under each, and of a step of plain decoding.
     """
     steps: list[float] = []
-    timed: dict[Name, list[float]] = {name: [] for name in settings}
+    # In steps of plain decoding right before: a machine that is slow for a while is so for both.
+    ratios: dict[Name, list[float]] = {name: [] for name in settings}
     ids = context[None].to(target.device)
     options = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
     with _without_end(target):
         for _ in range(repeats + 1):  # the first one warms up
             for name, of_name in settings.items():
-                # As often as all others together: every other figure is told in these.
                 taken = time_plain(target, ids, **options)
                 steps.append(taken.seconds / taken.num_tokens)
                 taken = time_drafted(target, drafter, ids, of_name, **options)
-                timed[name].append(taken.seconds / taken.num_cycles)
-    cycles = {name: statistics.median(seconds[1:]) for name, seconds in timed.items()}
-    return cycles, statistics.median(steps[len(settings) :])
+                ratios[name].append(taken.seconds / taken.num_cycles / steps[-1])
+    step = statistics.median(steps[len(settings) :])
+    return {name: step * statistics.median(of_name[1:]) for name, of_name in ratios.items()}, step
 
 
 @contextmanager
