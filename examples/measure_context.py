@@ -92,6 +92,7 @@ def run_part(part: str, *options: str, **environment: str) -> str:
 
 
 def memory_of(part: str, length: int) -> float:
+    """Returns the peak memory in MB of a generation after `length` tokens, `plain` or `drafted`."""
     # glibc gives freed memory back at once then. Otherwise it keeps what it thinks it will need, and the same
     # generation takes from 180 to 300 MB.
     return float(run_part(part, "--lengths", str(length), MALLOC_MMAP_THRESHOLD_="65536"))

@@ -17,7 +17,8 @@ from ..modeling_gumiho import GumihoModel
 from .timing import DecodingTime, time_drafted, time_plain
 
 
-Shape = tuple[int, int]
+Shape = tuple[int, int]  # branching factor and depth
+Tree = tuple[int, int, int]  # with the number of drafted tokens
 Name = TypeVar("Name")
 
 
@@ -104,28 +105,18 @@ def measure_costs(
         for size in sizes
         if size <= tree_capacity(factor, depth, num_serial_tokens)
     ]
-    timed: dict[tuple[int, int, int], list[DecodingTime]] = {tree: [] for tree in trees}
-    steps: dict[Shape, list[DecodingTime]] = {tree[:2]: [] for tree in trees}
-    ids = context[None].to(target.device)
     # The prompt's token, the longest cycle, and one token of another.
     max_new_tokens = max(max_new_tokens, deepest + 3)
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
-    with _without_end(target):
-        for repeat in range(repeats + 1):  # the first one warms up
-            for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
-                if tree[2] == sizes[0]:
-                    # All along, as what a cycle costs in such steps is what stays when the machine's speed changes.
-                    steps[tree[:2]].append(time_plain(target, ids, **settings))
-                shape = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
-                timed[tree].append(time_drafted(target, drafter, ids, shape, split=True, **settings))
+    timed, steps = _time_in_turns(target, drafter, context[None].to(target.device), trees, repeats, **settings)
     if any(taken.num_cycles < 2 for times in timed.values() for taken in times):
         raise ValueError(
             "The texts end in their first cycle, and no whole one can be timed. Check the target's settings."
         )
     verify, rest = {}, {}
     for tree, times in timed.items():
-        verify[tree] = statistics.median(taken.verify_seconds for taken in times[1:])
-        rest[tree] = statistics.median(taken.cycle_seconds - taken.verify_seconds for taken in times[1:])
+        verify[tree] = statistics.median(taken.verify_seconds for taken in times)
+        rest[tree] = statistics.median(taken.cycle_seconds - taken.verify_seconds for taken in times)
     return CycleCosts(
         # The target's pass does not know how its tree was drafted.
         verify=smooth({size: statistics.median(s for tree, s in verify.items() if tree[2] == size) for size in sizes}),
@@ -133,9 +124,36 @@ def measure_costs(
             shape: smooth({tree[2]: seconds for tree, seconds in rest.items() if tree[:2] == shape})
             for shape in dict.fromkeys(tree[:2] for tree in trees)
         },
-        plain=statistics.median(taken.seconds / taken.num_tokens for times in steps.values() for taken in times[1:]),
-        setup=statistics.median(taken.setup_seconds for times in timed.values() for taken in times[1:]),
+        plain=statistics.median(taken.seconds / taken.num_tokens for taken in steps),
+        setup=statistics.median(taken.setup_seconds for times in timed.values() for taken in times),
     )
+
+
+def _time_in_turns(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    ids: torch.Tensor,
+    trees: Sequence[Tree],
+    repeats: int,
+    **generate_kwargs: Any,
+) -> tuple[dict[Tree, list[DecodingTime]], list[DecodingTime]]:
+    """Returns the `repeats` runs with each of `trees`, sorted by shape, and those without a drafter in between."""
+    timed: dict[Tree, list[DecodingTime]] = {}
+    steps: list[DecodingTime] = []
+    with _without_end(target):
+        for repeat in range(repeats + 1):
+            if repeat == 1:  # the runs before this one were a warm-up
+                timed, steps = {}, []
+            shape = None
+            for tree in tqdm(trees, desc=f"timing cycles, {repeat} of {repeats}", unit="shape", leave=False):
+                if tree[:2] != shape:
+                    # All along, as what a cycle costs in such steps is what stays when the machine's speed changes.
+                    steps.append(time_plain(target, ids, **generate_kwargs))
+                    shape = tree[:2]
+                settings = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
+                taken = time_drafted(target, drafter, ids, settings, split=True, **generate_kwargs)
+                timed.setdefault(tree, []).append(taken)
+    return timed, steps
 
 
 @torch.inference_mode()
