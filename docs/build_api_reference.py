@@ -25,7 +25,8 @@ import transformers_gumiho
 PUBLIC = ("", ".training", ".tuning", ".benchmarking", ".presenting", ".metrics")
 METHOD = (
     ".tree.draft_tree", ".tree.recombination", ".tree.verification", ".drafting.drafter", ".model.parallel_heads",
-    ".decoding.sampling_noise", ".losses.terms", ".target.tree_cache",
+    ".decoding.sampling_noise", ".losses.terms", ".target.verification_cache", ".target.tree_cache",
+    ".target.feature_reader",
 )  # fmt: skip
 PAGES = [transformers_gumiho.__name__ + name for name in (*PUBLIC, *METHOD)]
 _REFERENCE = re.compile(r"\[<code>(?:<a [^>]*>)?~?([\w.]+)(?:</a>)?</code>\]")

@@ -11,7 +11,7 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import PreTrainedModel, TextIteratorStreamer
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.target.runner import keep_last_hidden_state
+from transformers_gumiho.target.feature_reader import tell_states
 
 
 PROMPTS = [make_prompts(lengths, seed=seed) for seed, lengths in enumerate(([3], [5], [9, 4], [1, 7, 2]))]
@@ -54,12 +54,12 @@ def test_threads_share_both_models(target: PreTrainedModel, drafter: GumihoModel
 
 
 def test_another_thread_takes_its_hook_away_during_a_pass(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    """PyTorch goes on to call that hook, and no longer knows that it wants the keyword arguments."""
+    """PyTorch goes on to call that hook, so that a pass is told twice."""
     settings = {"max_new_tokens": 16, "do_sample": False}
     plain = target.generate(**PROMPTS[0], **settings)
     decoder = target.get_decoder()
     handles = [decoder.register_forward_hook(lambda *_: handles[1].remove())]
-    handles.append(decoder.register_forward_hook(keep_last_hidden_state, with_kwargs=True))
+    handles.append(decoder.register_forward_hook(tell_states))
     assert torch.equal(target.generate(**PROMPTS[0], **settings, assistant_model=drafter), plain)
     handles[0].remove()
 

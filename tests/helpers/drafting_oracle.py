@@ -7,11 +7,14 @@ from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, Gumi
 from transformers_gumiho.target.tree_cache import TreeCache
 
 
-def make_generator(target: PreTrainedModel, drafter: GumihoModel, batch_size: int) -> GumihoCandidateGenerator:
+def make_generator(
+    target: PreTrainedModel, drafter: GumihoModel, batch_size: int, noise: torch.Tensor | None = None
+) -> GumihoCandidateGenerator:
     settings = DraftingSettings.from_generation_config(
         drafter.generation_config, drafter.config, sampling_temperature=None
     )
-    return GumihoCandidateGenerator(drafter, target.lm_head, settings, TreeCache(batch_size, 64))
+    cache = TreeCache(batch_size, 64)
+    return GumihoCandidateGenerator(drafter, target.lm_head, settings, cache, peek_noise=lambda _: noise)
 
 
 def states_of(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

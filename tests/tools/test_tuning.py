@@ -16,6 +16,7 @@ from tuning_results import make_costs, make_result
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
+from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.tuning import (
     AcceptanceProfile,
@@ -170,10 +171,10 @@ def test_features_of_a_text_are_those_of_drafting_it(monkeypatch: pytest.MonkeyP
     heads, drafted, roots = drafter.config.num_parallel_heads, [], []
     draft, best_tokens = GumihoDrafter.draft, GumihoDrafter._best_tokens
 
-    def recording_draft(self: GumihoDrafter, tokens: torch.Tensor, *args: Any) -> Any:
-        roots.append((roots[-1] if roots else 0) + args[2][0])
+    def recording_draft(self: GumihoDrafter, committed: CommittedTokens) -> Any:
+        roots.append((roots[-1] if roots else 0) + committed.accepted_lengths[0])
         drafted.append([])
-        return draft(self, tokens, *args)
+        return draft(self, committed)
 
     def recording_best_tokens(self: GumihoDrafter, features: torch.Tensor, *args: Any) -> Any:
         is_parallel = len(drafted[-1]) == 2

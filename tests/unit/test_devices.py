@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator
 from transformers_gumiho.decoding.token_choice import _walk_greedily
+from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.target.tree_cache import TreeCache
 
 
@@ -55,22 +56,24 @@ def test_trees_are_drafted_across_devices(
         if draft_vocabulary is not None:
             token_ids = torch.tensor(draft_vocabulary, device=device)
             head = head[token_ids]
+        noise = torch.zeros(batch_size, 7, target.config.vocab_size, device=device)
         generator = GumihoCandidateGenerator(
             drafter,
             lm_head=lambda features: features.to(device) @ head.T,
             settings=DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, 1.0),
             past_key_values=TreeCache(batch_size, 64),
             token_ids=token_ids,
+            peek_noise=lambda _: noise,
         )
-        noise = torch.zeros(batch_size, 7, target.config.vocab_size, device=device)
         # After the prompt, after a cycle in which all rows advance alike, and after one in which they do not.
-        for counts in ([5] * batch_size, [3] * batch_size, list(range(1, batch_size + 1))):
-            inputs = (
-                torch.ones(batch_size, max(counts), dtype=torch.long, device=device),
-                torch.zeros(batch_size, max(counts), hidden_size, dtype=torch.float64, device=device),
-                torch.arange(max(counts), device=device).expand(batch_size, -1),
+        for lengths in ([5] * batch_size, [3] * batch_size, list(range(1, batch_size + 1))):
+            committed = CommittedTokens(
+                torch.ones(batch_size, max(lengths), dtype=torch.long, device=device),
+                torch.zeros(batch_size, max(lengths), hidden_size, dtype=torch.float64, device=device),
+                torch.arange(max(lengths), device=device).expand(batch_size, -1),
+                lengths,
             )
-            tree = generator.get_tree(*inputs, counts, noise=noise)
+            tree = generator.get_tree(committed)
             for name in ("tokens", "parents", "depths", "scores", "ancestors"):
                 assert getattr(tree, name).device == device
             _, told = _walk_greedily(tree, torch.zeros(*tree.tokens.shape, target.config.vocab_size, device=device))

@@ -4,8 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from transformers_gumiho.target import tree_cache as cache_module
+from transformers_gumiho.target import cache_moving
+from transformers_gumiho.target.cache_buffers import CacheBuffers
 from transformers_gumiho.target.tree_cache import TreeCache
+from transformers_gumiho.tree.verification import AcceptedPath
 
 
 def make_dynamic(num_layers: int, length: int) -> tuple[DynamicCache, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -18,17 +20,17 @@ def make_dynamic(num_layers: int, length: int) -> tuple[DynamicCache, list[tuple
 
 
 def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MOVED_BYTES", 1)
+    monkeypatch.setattr(cache_moving, "MOVED_BYTES", 1)
     dynamic, states = make_dynamic(num_layers=32, length=100)
     size = sum(keys.nbytes + values.nbytes for keys, values in states)
-    allocate, held = TreeCache.allocate, []
+    allocate, held = CacheBuffers.allocate, []
 
-    def measuring_allocate(self: TreeCache, given: list) -> None:
+    def measuring_allocate(self: CacheBuffers, given: list) -> None:
         allocate(self, given)
         old = [layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers if layer.keys is not None]
-        held.append(sum(old) + sum(group.nbytes for group, _ in self._groups))
+        held.append(sum(old) + self.nbytes)
 
-    monkeypatch.setattr(TreeCache, "allocate", measuring_allocate)
+    monkeypatch.setattr(CacheBuffers, "allocate", measuring_allocate)
     tree_cache = TreeCache.from_dynamic(dynamic, capacity=101)
     assert max(held) < 1.1 * size
     for layer, (keys, values) in zip(tree_cache.layers, states, strict=True):
@@ -40,7 +42,7 @@ def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> No
     new = [(torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 4)) for _ in states]
     for index, (keys, values) in enumerate(new):
         tree_cache.update(keys, values, index)
-    tree_cache.commit([1, 1], nodes)
-    tree_cache.to_dynamic(dynamic)
+    tree_cache.commit(AcceptedPath(nodes, nodes, [1, 1]))
+    tree_cache.restore(dynamic)
     for layer, (keys, _), (new_keys, _) in zip(dynamic.layers, states, new, strict=True):
         assert torch.equal(layer.keys, torch.cat((keys, new_keys), dim=2))

@@ -18,6 +18,7 @@ from vllm_reader import VllmDrafter, read_config, read_names
 from transformers_gumiho import GumihoCandidateGenerator, GumihoConfig, GumihoModel
 from transformers_gumiho.target.output_head import output_head
 from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.tree.draft_tree import DraftTree
 
 
@@ -130,10 +131,9 @@ def recorded_drafts(
     cycles: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
     get_tree = GumihoCandidateGenerator.get_tree
 
-    def recording(
-        self: GumihoCandidateGenerator, tokens: torch.Tensor, states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> DraftTree:
-        tree = get_tree(self, tokens, states, *args, **kwargs)
+    def recording(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
+        tree = get_tree(self, committed)
+        tokens, states = committed.tokens, committed.drafter_input
         before = cycles[-1] if cycles else (tokens[0, :0], states[0, :0])
         assert tree.depths[0].tolist() == list(range(tree.tokens.shape[1]))
         cycles.append(

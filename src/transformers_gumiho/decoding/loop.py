@@ -1,6 +1,5 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit what the target agrees with."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +13,20 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafting.candidate_generator import GumihoCandidateGenerator
+from ..drafting.committed_tokens import CommittedTokens
 from ..drafting.settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
-from ..target.cycle_shapes import cycle_shapes
+from ..target.cycle_shapes import CycleShapes, cycle_shapes
+from ..target.feature_reader import TargetStates
 from ..target.output_head import drafting_head, output_head
 from ..target.requirements import check_cache, check_positions
-from ..target.runner import TargetOutput, TargetRunner
+from ..target.session import TargetOutput, TargetSession, read_prompt
 from ..target.tree_cache import TreeCache
-from ..tree.draft_tree import DraftTree, bare_root
+from ..tree.draft_tree import bare_root
+from ..tree.verification import AcceptedPath, pick
 from .sequences import CommittedSequences
-from .step_records import HiddenStateRecord
-from .token_choice import TokenChooser, pick
+from .step_records import CycleRecords
+from .token_choice import TokenChooser
 
 
 @dataclass
@@ -66,43 +68,34 @@ def decode_with_tree(
         assistant_model.config,
         sampling_temperature=(generation_config.temperature or 1.0) if generation_config.do_sample else None,
     )
-    batch_size = input_ids.shape[0]
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
     check_positions(target, model_kwargs["position_ids"], max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
-    shapes = cycle_shapes(target, generation_config, model_kwargs, num_nodes)
-    if shapes.are_fixed:
-        # The prompt goes through an ordinary cache. The static one that `generate()` prepared is dropped; unless the
-        # prompt is read in chunks it has taken no memory yet.
-        model_kwargs["past_key_values"] = DynamicCache(config=target.config.get_text_config(decoder=True))
-    check_cache(model_kwargs.get("past_key_values"))
+    shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes)
     chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes)
-    returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
-    layers = HiddenStateRecord(batch_size, bool(returns_states))
-    accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
+    records = CycleRecords(len(input_ids), generation_config)
 
-    with TargetRunner(target, generation_config, model_kwargs, num_nodes, shapes) as runner:
-        output = runner.read_prompt(input_ids, max_new_tokens)
-        layers.add_prompt(output.hidden_states)
-        chooser.commit(bare_root(input_ids.new_zeros(batch_size)), output.logits)
+    session, output = read_prompt(
+        target, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes
+    )
+    with session:
+        records.hidden_states.add_prompt(output.hidden_states)
+        tree = bare_root(input_ids.new_zeros(len(input_ids)))
+        chooser.commit(tree, output.logits)
         sequences.stream()
         if not sequences.finished:
-            generator = _make_generator(target, assistant_model, settings, runner, output)
-            tree = _draft_after_prompt(generator, sequences, runner, output, chooser.peek_noise(settings.tree_depth))
+            generator = _make_generator(session, assistant_model, settings, chooser, output.states)
+            tree = generator.get_tree(_committed_prompt(sequences, session, output, assistant_model))
         while not sequences.finished:
-            output = runner.run_tree(tree)
-            nodes, kept = chooser.commit(tree, output.logits)
+            output = session.run_tree(tree)
+            path = chooser.commit(tree, output.logits)
             sequences.stream()
-            runner.commit(kept, nodes)
-            layers.add(output.hidden_states, nodes, kept)
-            for lengths, number in zip(accepted_lengths, kept, strict=True):
-                lengths.extend([number] if number else [])
+            session.commit(path)
+            records.add(path, output.hidden_states)
             if not sequences.finished:
-                noise = chooser.peek_noise(settings.tree_depth)
-                tree = _draft_after_cycle(generator, nodes, kept, sequences, output, noise)
-        num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
-        runner.truncate(num_removed)
+                tree = generator.get_tree(_committed_path(path, sequences, output, shapes))
+        session.finish(sequences.num_run_by_plain(), sequences.last_tokens(), tree)
 
     if streamer is not None:
         streamer.end()
@@ -113,86 +106,80 @@ def decode_with_tree(
         sequences=sequences.final_ids(),
         scores=chooser.scores.until(num_steps),
         logits=chooser.logits.until(num_steps),
-        hidden_states=layers.until(num_steps),
-        past_key_values=runner.prompt_cache,
-        accepted_lengths=[_without_last(*row) for row in zip(accepted_lengths, num_removed, strict=True)],
+        hidden_states=records.hidden_states.until(num_steps),
+        past_key_values=session.prompt.cache,
+        accepted_lengths=records.accepted_lengths.without_last(
+            [max(length - sequences.final_length, 0) for length in sequences.lengths]
+        ),
     )
 
 
-def _without_last(lengths: list[int], num_tokens: int) -> list[int]:
-    """Takes the last `num_tokens` tokens out of the lengths of the cycles that committed them."""
-    kept = list(itertools.accumulate(lengths))
-    total = (kept[-1] if kept else 0) - num_tokens
-    return [length - max(end - total, 0) for length, end in zip(lengths, kept, strict=True) if end - length < total]
+def _prepare_shapes(
+    target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], num_nodes: int
+) -> CycleShapes:
+    """Returns what cycles run in, and sees to it that the prompt goes through an ordinary cache."""
+    shapes = cycle_shapes(target, generation_config, model_kwargs, num_nodes)
+    if shapes.are_fixed:
+        # The static cache that `generate()` prepared is dropped; unless the prompt is read in chunks it has taken no
+        # memory yet.
+        model_kwargs["past_key_values"] = DynamicCache(config=target.config.get_text_config(decoder=True))
+    check_cache(model_kwargs.get("past_key_values"))
+    return shapes
 
 
 def _make_generator(
-    target: PreTrainedModel,
-    assistant: GumihoModel,
+    session: TargetSession,
+    drafter: GumihoModel,
     settings: DraftingSettings,
-    runner: TargetRunner,
-    prompt: TargetOutput,
+    chooser: TokenChooser,
+    states: TargetStates,
 ) -> GumihoCandidateGenerator:
     # Not the states themselves: the drafter would keep those of the whole prompt.
-    device, dtype = prompt.last_hidden_state.device, prompt.last_hidden_state.dtype
-    batch_size, num_read = prompt.last_hidden_state.shape[:2]
+    device, dtype = states.last.device, states.last.dtype
     # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
-    num_new = max(settings.tree_depth + 1, settings.branching_factor * (assistant.config.num_serial_tokens - 1))
-    capacity = num_read + runner.cache.capacity - runner.prompt_length + num_new
-    head, token_ids = output_head(target), None
+    num_new = max(settings.tree_depth + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
+    head, token_ids = output_head(session.model), None
     if settings.draft_vocabulary is not None:
         token_ids = torch.tensor(settings.draft_vocabulary, device=device)
-        head = drafting_head(target, token_ids)
+        head = drafting_head(session.model, token_ids)
     return GumihoCandidateGenerator(
-        assistant,
+        drafter,
         lm_head=lambda features: head(features.to(device=device, dtype=dtype)),
         settings=settings,
-        past_key_values=TreeCache(batch_size, capacity),
-        shapes=runner.shapes,
+        past_key_values=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
+        shapes=session.shapes,
         token_ids=token_ids,
+        peek_noise=chooser.peek_noise,
     )
 
 
-def _draft_after_prompt(
-    generator: GumihoCandidateGenerator,
-    sequences: CommittedSequences,
-    runner: TargetRunner,
-    output: TargetOutput,
-    noise: torch.Tensor | None,
-) -> DraftTree:
-    """Drafts the first tree. With a cache of the caller's, the drafter knows the part of the text that was run."""
+def _committed_prompt(
+    sequences: CommittedSequences, session: TargetSession, output: TargetOutput, drafter: GumihoModel
+) -> CommittedTokens:
+    """Returns what the drafter reads of the prompt: with a cache of the caller's, the part that was run."""
+    states, mask = output.states.drafter_input, session.prompt.mask
     # With `inputs_embeds` the tokens of the prompt are not known, and only the generated ones are.
-    num_known = min(output.last_hidden_state.shape[1], sequences.lengths[0])
-    mask = runner.prompt_mask
-    counts = [num_known] * len(sequences.lengths)
+    num_known = min(states.shape[1], sequences.lengths[0])
+    accepted_lengths = [num_known] * len(sequences.lengths)
     # A multimodal prompt may mark its images by ids outside the vocabulary; the states tell what is there.
-    vocab_size = generator.assistant_model.config.get_text_config().vocab_size
-    return generator.get_tree(
-        sequences.newest(counts).clamp(0, vocab_size - 1),
-        output.last_hidden_state[:, -num_known:],
+    vocab_size = drafter.config.get_text_config().vocab_size
+    return CommittedTokens(
+        sequences.newest(accepted_lengths).clamp(0, vocab_size - 1),
+        states[:, -num_known:],
         output.position_ids[:, -num_known:],
-        counts,
+        accepted_lengths,
         mask[:, -num_known:] if mask is not None else None,
-        noise,
     )
 
 
-def _draft_after_cycle(
-    generator: GumihoCandidateGenerator,
-    nodes: torch.Tensor,
-    kept: list[int],
-    sequences: CommittedSequences,
-    output: TargetOutput,
-    noise: torch.Tensor | None,
-) -> DraftTree:
-    """Drafts the next tree from the states of the nodes that were kept."""
-    states = output.last_hidden_state
-    if not generator.drafter.has_fixed_shapes:
-        nodes = nodes[:, : max(kept)]
-    return generator.get_tree(
-        sequences.newest(kept, nodes.shape[1]),
-        pick(states, nodes),
+def _committed_path(
+    path: AcceptedPath, sequences: CommittedSequences, output: TargetOutput, shapes: CycleShapes
+) -> CommittedTokens:
+    """Returns what the drafter reads of a cycle: the accepted nodes' states, and the tokens chosen from them."""
+    nodes = path.nodes if shapes.are_fixed else path.nodes[:, : max(path.accepted_lengths)]
+    return CommittedTokens(
+        sequences.newest(path.accepted_lengths, nodes.shape[1]),
+        pick(output.states.drafter_input, nodes),
         output.position_ids.gather(1, nodes.to(output.position_ids.device)),
-        kept,
-        noise=noise,
+        path.accepted_lengths,
     )

@@ -76,23 +76,33 @@ class CommittedSequences:
         """Returns `(B, length)`: the first tokens of every row. Rows that are shorter end in padding."""
         return self._buffer[:, :length].contiguous()
 
-    def newest(self, counts: Sequence[int], width: int | None = None) -> torch.Tensor:
+    def newest(self, accepted_lengths: Sequence[int], width: int | None = None) -> torch.Tensor:
         """
-        Returns `(B, width)`: the newest `counts[b]` tokens of each row, aligned left, then any tokens. By default the
-        width is the largest count.
+        Returns `(B, width)`: the newest `accepted_lengths[b]` tokens of each row, aligned left, then any tokens. By
+        default the width is the largest of these lengths.
         """
-        width = width or max(counts)
-        if min(self.lengths) == max(self.lengths) and min(counts) == width:
-            return self._buffer[:, self.lengths[0] - counts[0] : self.lengths[0]]
-        starts = torch.tensor(
-            [length - count for length, count in zip(self.lengths, counts, strict=True)], device=self._buffer.device
-        )
+        width = width or max(accepted_lengths)
+        if min(self.lengths) == max(self.lengths) and min(accepted_lengths) == width:
+            return self._buffer[:, self.lengths[0] - width : self.lengths[0]]
+        pairs = zip(self.lengths, accepted_lengths, strict=True)
+        starts = torch.tensor([length - number for length, number in pairs], device=self._buffer.device)
         index = starts[:, None] + torch.arange(width, device=self._buffer.device)
         return self._buffer.gather(1, index.clamp_(max=self._buffer.shape[1] - 1))
 
     def final_ids(self) -> torch.Tensor:
         """Returns `(B, longest)`: the finished sequences, padded on the right."""
         return self._buffer[:, : self.final_length].clone()
+
+    def last_tokens(self) -> torch.Tensor:
+        """Returns the newest token of each row, `(B,)`."""
+        return self.newest([1] * len(self.lengths)).squeeze(1)
+
+    def num_run_by_plain(self) -> list[int]:
+        """
+        Returns for the finished rows how many of their new tokens plain decoding has run: all but the last of the
+        longest rows, which nothing comes after.
+        """
+        return [min(length, self.final_length - 1) - self.prompt_length for length in self.lengths]
 
     @property
     def final_length(self) -> int:
@@ -112,17 +122,17 @@ class CommittedSequences:
             scores: The record of processed scores, which holds those of all `counts` tokens; criteria see it.
 
         Returns:
-            How many were appended to each row.
+            The accepted length of each row: how many of them were appended.
         """
-        kept = [
+        accepted_lengths = [
             self._count_to_end(row, host_tokens[row][:count]) if self.is_open(row) else 0
             for row, count in enumerate(counts)
         ]
-        self._write(tokens, kept)
+        self._write(tokens, accepted_lengths)
         if len(self.custom_criteria) > 0:
-            kept = self._apply_custom_criteria(kept, scores)
-        self.lengths = [length + number for length, number in zip(self.lengths, kept, strict=True)]
-        return kept
+            accepted_lengths = self._apply_custom_criteria(accepted_lengths, scores)
+        self.lengths = [length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)]
+        return accepted_lengths
 
     def _count_to_end(self, row: int, tokens: list[int]) -> int:
         """Counts the tokens up to the first one that ends the row by its length or as end of sequence."""
@@ -138,27 +148,27 @@ class CommittedSequences:
         end = self.ends[row]
         self.ends[row] = length if end is None else min(end, length)
 
-    def _write(self, tokens: torch.Tensor, counts: list[int]) -> None:
-        stop = max(length + count for length, count in zip(self.lengths, counts, strict=True))
+    def _write(self, tokens: torch.Tensor, accepted_lengths: list[int]) -> None:
+        stop = max(start + length for start, length in zip(self.lengths, accepted_lengths, strict=True))
         if stop > self._buffer.shape[1]:
-            grown = self._buffer.new_full((len(counts), 2 * stop), self.pad_token_id)
+            grown = self._buffer.new_full((len(accepted_lengths), 2 * stop), self.pad_token_id)
             grown[:, : self._buffer.shape[1]] = self._buffer
             self._buffer = grown
-        if len(counts) == 1:
-            self._buffer[:, self.lengths[0] : stop] = tokens[:, : counts[0]]
+        if len(accepted_lengths) == 1:
+            self._buffer[:, self.lengths[0] : stop] = tokens[:, : accepted_lengths[0]]
             return
-        for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
-            if count:
-                self._buffer[row, length : length + count] = tokens[row, :count]
+        for row, (start, length) in enumerate(zip(self.lengths, accepted_lengths, strict=True)):
+            if length:
+                self._buffer[row, start : start + length] = tokens[row, :length]
 
-    def _apply_custom_criteria(self, counts: list[int], scores: StepRecord) -> list[int]:
+    def _apply_custom_criteria(self, accepted_lengths: list[int], scores: StepRecord) -> list[int]:
         """Calls the criteria with every new prefix, the shortest first; cuts the rows that they end."""
-        kept = list(counts)
+        accepted_lengths = list(accepted_lengths)
         starts = self.lengths
-        stop = max(start + count for start, count in zip(starts, counts, strict=True))
-        first = min((start for start, count in zip(starts, counts, strict=True) if count), default=stop)
+        stop = max(start + number for start, number in zip(starts, accepted_lengths, strict=True))
+        first = min((start for start, number in zip(starts, accepted_lengths, strict=True) if number), default=stop)
         for length in range(first + 1, stop + 1):
-            rows = [row for row, start in enumerate(starts) if start < length <= start + kept[row]]
+            rows = [row for row, start in enumerate(starts) if start < length <= start + accepted_lengths[row]]
             if not rows:
                 continue
             done = self.custom_criteria(self.prefix(length), scores.until(length - self.prompt_length)).tolist()
@@ -166,9 +176,9 @@ class CommittedSequences:
                 if done[row]:
                     self._end(row, length)
                     if self.rows_end_alone:
-                        self._buffer[row, length : starts[row] + kept[row]] = self.pad_token_id
-                        kept[row] = length - starts[row]
-        return kept
+                        self._buffer[row, length : starts[row] + accepted_lengths[row]] = self.pad_token_id
+                        accepted_lengths[row] = length - starts[row]
+        return accepted_lengths
 
     def stream(self) -> None:
         """Hands the streamer the steps that every row has by now."""

@@ -1,9 +1,13 @@
 """What is kept of every generated token: scores, logits and hidden states, as plain `generate()` returns them."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
+
+from ..tree.verification import AcceptedPath, pick
 
 
 class StepRecord:
@@ -20,18 +24,18 @@ class StepRecord:
         self._rows: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
         self._complete: list[torch.Tensor] = []  # the steps that every row has, stacked
 
-    def add(self, values: torch.Tensor, counts: Sequence[int]) -> None:
-        """Records the first `counts[b]` of `values` `(B, n, ...)` for each row."""
+    def add(self, values: torch.Tensor, accepted_lengths: Sequence[int]) -> None:
+        """Records the first `accepted_lengths[b]` of `values` `(B, n, ...)` for each row."""
         if self.enabled:
-            for row, (steps, count) in enumerate(zip(self._rows, counts, strict=True)):
-                steps.extend(values[row, :count].unbind())
+            for row, (steps, length) in enumerate(zip(self._rows, accepted_lengths, strict=True)):
+                steps.extend(values[row, :length].unbind())
 
-    def trim(self, counts: Sequence[int]) -> None:
-        """Keeps the first `counts[b]` values of each row."""
+    def trim(self, lengths: Sequence[int]) -> None:
+        """Keeps the first `lengths[b]` values of each row."""
         if self.enabled:
-            for steps, count in zip(self._rows, counts, strict=True):
-                del steps[count:]
-            del self._complete[min(counts) :]
+            for steps, length in zip(self._rows, lengths, strict=True):
+                del steps[length:]
+            del self._complete[min(lengths) :]
 
     def until(self, num_steps: int) -> tuple[torch.Tensor, ...] | None:
         """Returns one tensor `(B, ...)` for each of the first steps; zeros in rows that ended before."""
@@ -64,12 +68,11 @@ class HiddenStateRecord:
             self._prompt = tuple(hidden_states)
             self._layers = [StepRecord(self._batch_size, True) for _ in self._prompt]
 
-    def add(self, hidden_states: Any, nodes: torch.Tensor, counts: Sequence[int]) -> None:
-        """Records the states `(B, N + 1, H)` of each layer at `nodes` `(B, L)`, the first `counts[b]` of each row."""
+    def add(self, hidden_states: Any, path: AcceptedPath) -> None:
+        """Records the states `(B, N + 1, H)` of each layer along the path."""
         if self.enabled:
             for record, states in zip(self._layers, hidden_states, strict=True):
-                index = nodes.to(states.device)[:, :, None].expand(-1, -1, states.shape[2])
-                record.add(states.gather(1, index), counts)
+                record.add(pick(states, path.nodes), path.accepted_lengths)
 
     def until(self, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """Returns for each of the first steps the states of all layers, `(B, 1, H)` after the first step."""
@@ -78,3 +81,46 @@ class HiddenStateRecord:
         later = num_steps - 1
         layers = [record.until(later) or () for record in self._layers]
         return (self._prompt, *(tuple(layer[step][:, None] for layer in layers) for step in range(later)))
+
+
+class AcceptedLengths:
+    """The tokens that each cycle committed in each row."""
+
+    def __init__(self, batch_size: int):
+        self._rows: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def add(self, path: AcceptedPath) -> None:
+        """Records a cycle; it counts for the rows that took a token."""
+        for row, length in zip(self._rows, path.accepted_lengths, strict=True):
+            row.extend([length] if length else [])
+
+    def without_last(self, num_removed: Sequence[int]) -> list[list[int]]:
+        """Returns the lengths of each row's cycles, less the last `num_removed[b]` tokens."""
+        return [_without_last(*row) for row in zip(self._rows, num_removed, strict=True)]
+
+
+def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
+    ends = list(itertools.accumulate(accepted_lengths))
+    total = (ends[-1] if ends else 0) - num_tokens
+    pairs = zip(accepted_lengths, ends, strict=True)
+    return [length - max(end - total, 0) for length, end in pairs if end - length < total]
+
+
+class CycleRecords:
+    """
+    What is kept of every cycle.
+
+    Attributes:
+        hidden_states: Those of all layers, where they are to be returned.
+        accepted_lengths: The tokens that each cycle committed.
+    """
+
+    def __init__(self, batch_size: int, generation_config: GenerationConfig):
+        returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+        self.hidden_states = HiddenStateRecord(batch_size, bool(returns_states))
+        self.accepted_lengths = AcceptedLengths(batch_size)
+
+    def add(self, path: AcceptedPath, hidden_states: Any) -> None:
+        """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
+        self.hidden_states.add(hidden_states, path)
+        self.accepted_lengths.add(path)

@@ -1,6 +1,7 @@
 """Choosing the target's tokens along a draft tree, with its processors and criteria, as plain decoding does."""
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import (
     EosTokenCriteria,
@@ -33,7 +34,7 @@ from transformers.generation import (
 
 from ..target.cycle_shapes import CycleShapes
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath, ChildFinder, longest_path, walk_tree
+from ..tree.verification import AcceptedPath, ChildFinder, Walk, longest_path, pick, walk_tree
 from .sampling_noise import UpcomingNoise
 from .sequences import CommittedSequences
 from .step_records import StepRecord
@@ -121,25 +122,24 @@ class TokenChooser:
         if self.batch_size == 1 or self.in_lockstep:
             return self._noise.peek(num_draws)
         noise = self._noise.peek(1)
-        return None if noise is None else torch.nn.functional.pad(noise, (0, 0, 0, num_draws - 1))
+        return None if noise is None else nn.functional.pad(noise, (0, 0, 0, num_draws - 1))
 
-    def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    def commit(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """
-        Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens.
-
-        Returns:
-            The visited nodes `(B, L)`, and the number of tokens committed in each row, one per visited node. Where
-            shapes are fixed, `L` is the longest possible path.
+        Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens. Returns the path, which is
+        as wide as the longest possible one where shapes are fixed.
         """
-        nodes, kept = self._commit_whole_tree(tree, logits) if self.whole_tree else self._commit_stepwise(tree, logits)
-        if self.shapes.are_fixed:
-            nodes = torch.nn.functional.pad(nodes, (0, longest_path(tree) - nodes.shape[1]))
+        path = self._commit_whole_tree(tree, logits) if self.whole_tree else self._commit_stepwise(tree, logits)
+        missing = longest_path(tree) - path.nodes.shape[1] if self.shapes.are_fixed else 0
+        if missing > 0:
+            nodes, tokens = (nn.functional.pad(tensor, (0, missing)) for tensor in (path.nodes, path.tokens))
+            path = AcceptedPath(nodes, tokens, path.accepted_lengths)
         num_generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
         self.scores.trim(num_generated)
         self.logits.trim(num_generated)
-        return nodes, kept
+        return path
 
-    def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronisation."""
         scores = logits
         if len(self.logits_processor) > 0:
@@ -150,43 +150,40 @@ class TokenChooser:
         elif logits.dtype == torch.float64:
             scores = logits.float()  # plain decoding chooses among values rounded to float32
         # After the prompt there is a root alone, and a compiled walk would be compiled for that, too.
-        path, told = (self._walk if tree.max_depth else _walk_greedily)(tree, scores)
+        walk, told = (self._walk if tree.max_depth else _walk_greedily)(tree, scores)
         host = told.tolist()
         counts = [row[0] for row in host]
-        self._record(self.logits, logits, path.nodes, counts)
-        self._record(self.scores, scores, path.nodes, counts)
-        return path.nodes, self.sequences.commit(path.tokens, [row[1:] for row in host], counts, self.scores)
+        self._record(self.logits, logits, walk.nodes, counts)
+        self._record(self.scores, scores, walk.nodes, counts)
+        accepted_lengths = self.sequences.commit(walk.tokens, [row[1:] for row in host], counts, self.scores)
+        return AcceptedPath(walk.nodes, walk.tokens, accepted_lengths)
 
-    def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """One token after the other, as plain decoding: the processors see each node's true prefix, once."""
         node = tree.parents[:, :1]
         children = ChildFinder(tree)
         node_logits = logits.flatten(0, 1)
         first_nodes = torch.arange(0, len(node_logits), logits.shape[1], device=node.device)
         visited: list[torch.Tensor] = []
-        kept = [0] * self.batch_size
+        chosen: list[torch.Tensor] = []
+        accepted_lengths = [0] * self.batch_size
         walking = [self.sequences.is_open(row) for row in range(self.batch_size)]
         while any(walking):
             visited.append(node)
             index = (node.squeeze(1) + first_nodes).to(logits.device)
             step_logits = node_logits.index_select(0, index).to(dtype=torch.float32, device=node.device)
             scores = self._process(step_logits, walking)
+            tokens = self._draw(scores, walking) if self.do_sample else scores.argmax(dim=-1, keepdim=True)
             if self.do_sample:
-                if not all(walking):
-                    # Every row draws, as in plain decoding; rows that take no token may have no distribution.
-                    idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
-                    scores = scores.masked_fill(idle, 0.0)
-                tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
                 self._expect_draws_from(scores, logits)
-            else:
-                tokens = scores.argmax(dim=-1, keepdim=True)
+            chosen.append(tokens)
             node, found = children.find(node, tokens)
             host = torch.cat((tokens, found), dim=1).tolist()
             counts = [int(is_walking) for is_walking in walking]
             self.logits.add(step_logits[:, None], counts)
             self.scores.add(scores[:, None], counts)
             new = self.sequences.commit(tokens, [row[:1] for row in host], counts, self.scores)
-            kept = [total + number for total, number in zip(kept, new, strict=True)]
+            accepted_lengths = [total + number for total, number in zip(accepted_lengths, new, strict=True)]
             going_on = [self.sequences.is_open(row) for row in range(self.batch_size)]
             found_child = [bool(row[1]) for row in host]
             if self.in_lockstep and not all(
@@ -197,7 +194,14 @@ class TokenChooser:
                 is_walking and found and is_open
                 for is_walking, found, is_open in zip(walking, found_child, going_on, strict=True)
             ]
-        return torch.cat(visited, dim=1), kept
+        return AcceptedPath(torch.cat(visited, dim=1), torch.cat(chosen, dim=1), accepted_lengths)
+
+    def _draw(self, scores: torch.Tensor, walking: list[bool]) -> torch.Tensor:
+        """Draws a token `(B, 1)` for every row, as plain decoding does; rows that take none may have no scores."""
+        if not all(walking):
+            idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
+            scores = scores.masked_fill(idle, 0.0)
+        return torch.multinomial(scores.softmax(dim=-1), num_samples=1)
 
     def _expect_draws_from(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Makes `peek_noise` tell the noise of draws from `scores` `(B, V)`, where drafts are made from as many."""
@@ -236,12 +240,7 @@ class TokenChooser:
             record.add(picked.to(dtype=torch.float32, device=nodes.device), counts)
 
 
-def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> tuple[AcceptedPath, torch.Tensor]:
+def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> tuple[Walk, torch.Tensor]:
     """Returns the walk by the best scores, and `(B, 1 + L)`: its counts and tokens in one tensor, for the host."""
-    path = walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
-    return path, torch.cat((path.counts[:, None], path.tokens), dim=1)
-
-
-def pick(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-    """Picks the values `(B, N + 1, width)` of `nodes` `(B, L)`."""
-    return values.gather(1, nodes.to(values.device)[:, :, None].expand(-1, -1, values.shape[2]))
+    walk = walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
+    return walk, torch.cat((walk.counts[:, None], walk.tokens), dim=1)

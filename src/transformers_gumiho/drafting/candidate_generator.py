@@ -7,7 +7,9 @@ import torch
 from transformers.generation import CandidateGenerator
 
 from ..model.modeling_gumiho import GumihoModel
+from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftTree
+from .committed_tokens import CommittedTokens
 from .drafter import GumihoDrafter
 from .settings import DraftingSettings
 
@@ -21,7 +23,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         lm_head: The target's output head, from hidden states `(..., H)` to logits `(..., V)`, or `(..., K)` with
             `token_ids`.
         settings ([`DraftingSettings`]): Shape of the tree.
-        past_key_values: An empty `TreeCache` for the drafter.
+        past_key_values ([`TreeCache`]): An empty cache for the drafter.
         **drafter_kwargs: Further arguments of [`GumihoDrafter`].
     """
 
@@ -32,35 +34,16 @@ class GumihoCandidateGenerator(CandidateGenerator):
         assistant_model: GumihoModel,
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         settings: DraftingSettings,
-        past_key_values: Any,
+        past_key_values: TreeCache,
         **drafter_kwargs: Any,
     ):
         self.assistant_model = assistant_model
         self.device = assistant_model.embed_tokens.weight.device
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
 
-    def get_tree(
-        self,
-        tokens: torch.Tensor,
-        hidden_states: torch.Tensor,
-        position_ids: torch.Tensor,
-        counts: list[int],
-        attention_mask: torch.Tensor | None = None,
-        noise: torch.Tensor | None = None,
-    ) -> DraftTree:
-        """
-        Drafts a tree after newly committed tokens. The arguments are those of [`GumihoDrafter.draft`], on any device;
-        the tree is on the device of `tokens`.
-        """
-        tree = self.drafter.draft(
-            tokens.to(self.device),
-            hidden_states.to(self.device),
-            position_ids.to(self.device),
-            counts,
-            attention_mask.to(self.device) if attention_mask is not None else None,
-            noise,
-        )
-        return tree.to(tokens.device)
+    def get_tree(self, committed: CommittedTokens) -> DraftTree:
+        """Drafts a tree after newly committed tokens on any device; the tree is on the device of these tokens."""
+        return self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
 
     def get_candidates(
         self, input_ids: torch.Tensor, hidden_states: torch.Tensor | None = None, **kwargs: Any
@@ -86,7 +69,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         num_new = hidden_states.shape[1]
         stop = input_ids.shape[1] - 1
         positions = torch.arange(stop - num_new, stop, device=input_ids.device)[None]
-        tree = self.get_tree(input_ids[:, -num_new:], hidden_states, positions, [num_new])
+        tree = self.get_tree(CommittedTokens(input_ids[:, -num_new:], hidden_states, positions, [num_new]))
         return torch.cat((input_ids, best_path(tree).to(input_ids.device)), dim=1), None
 
 

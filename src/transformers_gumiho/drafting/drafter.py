@@ -1,16 +1,16 @@
 """One round of drafting: two serial passes, one parallel pass, and the tree of the best recombinations."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..target.cycle_shapes import CycleShapes
-from ..tree.attention_masks import block_attention_mask, slot_attention_mask
+from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level
 from ..tree.recombination import Recombinations
+from .committed_tokens import CommittedTokens
 from .settings import DraftingSettings
 
 
@@ -23,11 +23,12 @@ class GumihoDrafter:
         lm_head: Maps the target's hidden states `(..., H)` to logits `(..., V)`; takes and returns tensors on the
             target's device. With `token_ids`, to the logits `(..., K)` of these tokens.
         settings ([`DraftingSettings`]): Shape of the tree.
-        past_key_values: An empty cache for the serial head, whose rows can be committed by different lengths
-            (a `TreeCache`).
+        past_key_values ([`TreeCache`]): An empty cache for the serial head.
         shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
         token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
             vocabulary.
+        peek_noise: When sampling, returns for a number of draws the noise `(B, draws, V)` that the target's next tokens
+            will be drawn with, or `None` where nobody knows it; see [`UpcomingNoise`].
     """
 
     def __init__(
@@ -35,16 +36,18 @@ class GumihoDrafter:
         model: GumihoModel,
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         settings: DraftingSettings,
-        past_key_values: Any,
+        past_key_values: TreeCache,
         shapes: CycleShapes | None = None,
         token_ids: torch.Tensor | None = None,
+        peek_noise: Callable[[int], torch.Tensor | None] | None = None,
     ):
         self.model = model
         self.lm_head = lm_head
         self.settings = settings
         self.cache = past_key_values
         self.token_ids = token_ids
-        self.context_mask: torch.Tensor | None = None
+        self._peek_noise = peek_noise
+        self._has_read_prompt = False
         self._head_weights = model.mlp.batched_weights()
         device = model.embed_tokens.weight.device
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
@@ -95,67 +98,57 @@ class GumihoDrafter:
         return self._shapes.are_fixed
 
     @torch.no_grad()
-    def draft(
-        self,
-        tokens: torch.Tensor,
-        hidden_states: torch.Tensor,
-        position_ids: torch.Tensor,
-        counts: list[int],
-        attention_mask: torch.Tensor | None = None,
-        noise: torch.Tensor | None = None,
-    ) -> DraftTree:
-        """
-        Takes in the newly committed tokens and drafts a tree after the last of them.
-
-        Args:
-            tokens (`(B, n)`): The newly committed tokens of each row, aligned left.
-            hidden_states (`(B, n, H)`): For each, the target's hidden state that it was chosen from.
-            position_ids (`(B, n)`): For each, the position of that state.
-            counts: How many of the `n` are real in each row.
-            attention_mask (`(B, n)`, *optional*): In the first call, 0 where a state belongs to padding.
-            noise (`(B, tree_depth, V)`, *optional*): When sampling, the noise that the target's tokens of each depth
-                will be drawn with; see [`UpcomingNoise`].
-        """
-        if noise is not None and self.token_ids is not None:
-            noise = noise.index_select(2, self.token_ids.to(noise.device))
-        if self.cache.starts is not None:
+    def draft(self, committed: CommittedTokens) -> DraftTree:
+        """Takes in the newly committed tokens, on the drafter's device, and drafts a tree after the last of them."""
+        noise = self._upcoming_noise()
+        if not self._has_read_prompt:
+            return self._draft_after_prompt(committed, noise)
+        tokens, states, position_ids = committed.tokens, committed.drafter_input, committed.position_ids
+        accepted_lengths = committed.accepted_lengths
+        if self.has_fixed_shapes:
             # A single row has the strides of the buffer it was cut from, and these change.
             tokens = tokens.flatten().view(tokens.shape)
-            inputs = (tokens, hidden_states, position_ids, _to_device(counts, tokens.device), noise)
+            inputs = (tokens, states, position_ids, _to_device(accepted_lengths, tokens.device), noise)
             # A copy, as the next cycle, which verifies it, may overwrite what a captured graph returned.
             return self._draft_fixed(self, *inputs).clone()
-        if self.cache.get_seq_length() == 0:
-            features = self._read_prompt(tokens, hidden_states, position_ids, attention_mask)
-        else:
-            features = self._read_committed(tokens, hidden_states, position_ids)
-        self.cache.commit(counts)
+        features = self._read_committed(tokens, states, position_ids)
+        self.cache.advance(accepted_lengths)
+        newest = (_last_of_rows(tensor, accepted_lengths) for tensor in (tokens, features, position_ids))
+        return self._grow_tree(*newest, noise)
+
+    def _upcoming_noise(self) -> torch.Tensor | None:
+        """Returns the noise `(B, tree_depth, K)` of the coming draws, for the tokens that may be drafted."""
+        noise = None if self._peek_noise is None else self._peek_noise(self.settings.tree_depth)
+        if noise is None or self.token_ids is None:
+            return noise
+        return noise.index_select(2, self.token_ids.to(noise.device))
+
+    def _draft_after_prompt(self, prompt: CommittedTokens, noise: torch.Tensor | None) -> DraftTree:
+        """Fills the cache with the prompt, and drafts the first tree."""
+        tokens, position_ids, mask = prompt.tokens, prompt.position_ids, prompt.attention_mask
+        self._has_read_prompt = True
+        self.cache.hide(mask)
+        fused = self.model.fuse(tokens, prompt.drafter_input)
+        features = self.model.run_serial_head(fused, mask, position_ids, self.cache)
+        self.cache.advance(prompt.accepted_lengths)
         if self.has_fixed_shapes:
-            self._fix_shapes(tokens.device)
-        feature, root_tokens, root_positions = (
-            _last_of_rows(tensor, counts) for tensor in (features, tokens, position_ids)
-        )
-        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions, noise)
+            self.cache.fix_shapes(tokens.device)
+        newest = (_last_of_rows(tensor, prompt.accepted_lengths) for tensor in (tokens, features, position_ids))
+        return self._grow_tree(*newest, noise)
 
     def _draft_in_fixed_shapes(
         self,
         tokens: torch.Tensor,
-        hidden_states: torch.Tensor,
+        drafter_input: torch.Tensor,
         position_ids: torch.Tensor,
-        counts: torch.Tensor,
+        accepted_lengths: torch.Tensor,
         noise: torch.Tensor | None,
     ) -> DraftTree:
-        """Does what [`draft`] does after the prompt, with `counts` `(B,)` on the device."""
-        features = self._read_committed(tokens, hidden_states, position_ids)
-        self.cache.advance(counts)
-        last = (counts - 1).clamp(min=0)
-        feature, root_tokens, root_positions = (_pick(tensor, last) for tensor in (features, tokens, position_ids))
-        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions, noise)
-
-    def _fix_shapes(self, device: torch.device) -> None:
-        self.cache.fix_shapes(device)
-        if self.context_mask is not None:
-            missing = self.cache.capacity - self.context_mask.shape[1]
-            self.context_mask = torch.nn.functional.pad(self.context_mask, (0, missing), value=True)
+        """Does what [`draft`] does after the prompt, with `accepted_lengths` `(B,)` on the device."""
+        features = self._read_committed(tokens, drafter_input, position_ids)
+        self.cache.advance(accepted_lengths)
+        last = (accepted_lengths - 1).clamp(min=0)
+        return self._grow_tree(_pick(tokens, last), _pick(features, last), _pick(position_ids, last), noise)
 
     def _grow_tree(
         self,
@@ -164,32 +157,19 @@ class GumihoDrafter:
         position_ids: torch.Tensor,
         noise: torch.Tensor | None,
     ) -> DraftTree:
-        """Drafts a tree after newest tokens `(B,)`; the arguments are those of [`_draft_serially`]."""
+        """Drafts a tree after newest tokens `(B, 1)`; the other arguments are those of [`_draft_serially`]."""
         levels, path_inputs = self._draft_serially(feature, position_ids, noise)
         if self.settings.tree_depth > len(levels):
             levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
-        root_tokens = root_tokens.to(levels[0].tokens.device)
+        root_tokens = root_tokens.squeeze(1).to(levels[0].tokens.device)
         return build_tree(root_tokens, levels, self.settings.num_assistant_tokens, self.settings.tree_depth)
 
-    def _read_prompt(
-        self,
-        tokens: torch.Tensor,
-        hidden_states: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Fills the cache with the prompt; returns its serial features `(B, n, H)`."""
-        if attention_mask is not None:
-            self.context_mask = attention_mask.bool()
-        fused = self.model.fuse(tokens, hidden_states)
-        return self.model.run_serial_head(fused, attention_mask, position_ids, self.cache)
-
     def _read_committed(
-        self, tokens: torch.Tensor, hidden_states: torch.Tensor, position_ids: torch.Tensor
+        self, tokens: torch.Tensor, drafter_input: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
         causal, depths = self._committed[tokens.shape[1]]
-        fused = self.model.fuse(tokens, hidden_states)
+        fused = self.model.fuse(tokens, drafter_input)
         return self._run_block(fused, causal, depths, position_ids)
 
     def _draft_serially(
@@ -229,8 +209,8 @@ class GumihoDrafter:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
                 positions = (position_ids + step).expand(-1, fused.shape[1])
                 feature = self._run_block(fused, visible, depths, positions)
-                self.cache.num_pending += fused.shape[1]
-        self.cache.num_pending = 0
+                self.cache.add_pending(fused.shape[1])
+        self.cache.drop_pending()
         return levels, path_inputs
 
     def _draft_in_parallel(
@@ -293,17 +273,7 @@ class GumihoDrafter:
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
-        if self.cache.starts is not None:
-            mask = slot_attention_mask(
-                visible, depths, self.cache.starts, self.cache.capacity, fused.dtype, self.context_mask
-            )
-            return self.model.run_serial_head(fused, mask, position_ids, self.cache)
-        lengths = self.cache.lengths
-        context_mask = self.context_mask
-        if context_mask is not None and context_mask.shape[1] < max(lengths):
-            context_mask = torch.nn.functional.pad(context_mask, (0, max(lengths) - context_mask.shape[1]), value=True)
-            self.context_mask = context_mask
-        mask = block_attention_mask(visible, depths, lengths, fused.dtype, context_mask)
+        mask = self.cache.attention_mask(visible, depths, fused.dtype)
         return self.model.run_serial_head(fused, mask, position_ids, self.cache)
 
 
@@ -327,9 +297,9 @@ def _append_candidates(
     return torch.cat((_gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
 
 
-def _last_of_rows(tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Picks place `counts[b] - 1` (place 0 for a count of 0) of each row of `(B, n, ...)`; returns `(B, 1, ...)`."""
-    places = [max(count - 1, 0) for count in counts]
+def _last_of_rows(tensor: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Picks place `lengths[b] - 1` (place 0 for a length of 0) of each row of `(B, n, ...)`; returns `(B, 1, ...)`."""
+    places = [max(length - 1, 0) for length in lengths]
     if min(places) == max(places):
         return tensor[:, places[0] : places[0] + 1]
     return _pick(tensor, _to_device(places, tensor.device))

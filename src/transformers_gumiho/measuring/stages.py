@@ -11,7 +11,7 @@ import torch
 from ..drafting import drafter as drafting
 from ..drafting.candidate_generator import GumihoCandidateGenerator
 from ..model.modeling_gumiho import GumihoModel
-from ..target.runner import TargetRunner
+from ..target.session import TargetSession
 
 
 @dataclass
@@ -92,7 +92,7 @@ def stage_timer(device: torch.device, compiled: bool = False) -> Iterator[StageS
     whole_draft = ((GumihoCandidateGenerator, "get_tree", "draft"),)
     with ExitStack() as stack:
         for owner, name, stage in (
-            (TargetRunner, "run_tree", "verify"),
+            (TargetSession, "run_tree", "verify"),
             *(whole_draft if compiled else drafting_stages),
         ):
             replace_until_left(stack, owner, name, timed(stage, getattr(owner, name)))

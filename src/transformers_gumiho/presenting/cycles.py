@@ -80,10 +80,10 @@ def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
             return commit(self, tree, logits)
         if self.batch_size != 1:
             raise ValueError(f"Cycles of one sequence can be watched, got a batch of {self.batch_size}.")
-        nodes, kept = commit(self, tree, logits)
+        path = commit(self, tree, logits)
         if tree.max_depth:  # not the prompt
-            on_cycle(_describe_cycle(tree, nodes[:, : kept[0]], self.sequences.newest(kept)))
-        return nodes, kept
+            on_cycle(_describe_cycle(tree, path.nodes[:, : path.accepted_lengths[0]], self.sequences.newest(path.accepted_lengths)))
+        return path
 
     with ExitStack() as stack:
         replace_until_left(stack, TokenChooser, "commit", watched_commit)

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation import GenerationMode
 
 from ..model.modeling_gumiho import GumihoModel
-from .tree_cache import is_convertible
+from .cache_moving import is_convertible
 
 
 # Kinds of attention whose mask a tree can be written into.

@@ -5,7 +5,7 @@ Pure functions of fixed-shape tensors with the batch dimension first. `B` batch 
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,6 +74,11 @@ class DraftTree:
             ancestors=self.ancestors.to(device),
             max_depth=self.max_depth,
         )
+
+    def with_root(self, root_tokens: torch.Tensor) -> "DraftTree":
+        """Returns the same tree under other roots `(B,)`."""
+        root = root_tokens[:, None].to(self.tokens)
+        return replace(self, tokens=torch.cat((root, self.tokens[:, 1:]), dim=1))
 
     def clone(self) -> "DraftTree":
         """Returns a copy in memory of its own."""

@@ -13,14 +13,14 @@ from .draft_tree import DraftTree
 
 
 @dataclass(frozen=True)
-class AcceptedPath:
+class Walk:
     """
-    The walk of one verification cycle. `L` is the longest possible one: the tree's depth + 1.
+    The walk through a draft tree, all of it on the device. `L` is the longest possible one: the tree's depth + 1.
 
     Attributes:
         nodes (`(B, L)`): Tree indices of the visited nodes from the root (index 0) down; past the end any index.
         tokens (`(B, L)`): The token chosen at each visited node: accepted drafts, the last one the bonus token.
-        counts (`(B,)`): Number of visited nodes, which is the number of tokens to commit.
+        counts (`(B,)`): Number of visited nodes.
     """
 
     nodes: torch.Tensor
@@ -28,12 +28,28 @@ class AcceptedPath:
     counts: torch.Tensor
 
 
+@dataclass(frozen=True)
+class AcceptedPath:
+    """
+    The part of a walk that a cycle commits: it ends where the text of its row does.
+
+    Attributes:
+        nodes (`(B, L)`): Tree indices of the visited nodes from the root (index 0) down; past the end any index.
+        tokens (`(B, L)`): The token chosen at each visited node; past the end any token.
+        accepted_lengths: For each row the tokens that are committed, one per visited node; 0 where it has ended.
+    """
+
+    nodes: torch.Tensor
+    tokens: torch.Tensor
+    accepted_lengths: list[int]
+
+
 def longest_path(tree: DraftTree) -> int:
     """Returns the most nodes that a path of `tree` can have, root included."""
     return min(tree.max_depth + 1, tree.tokens.shape[1])
 
 
-def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
+def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
     """
     Walks the whole tree at once, for choices that do not depend on the way to a node.
 
@@ -49,7 +65,7 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
     visited = (tree.ancestors <= agreed[:, None]).all(dim=-1)
     # Nodes come after their parents, so the visited indices in increasing order are the path.
     nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
-    return AcceptedPath(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
+    return Walk(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
 
 
 class ChildFinder:
@@ -78,3 +94,8 @@ class ChildFinder:
 def _keys(nodes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Returns one number for each pair of a node and a token."""
     return torch.add(tokens, nodes, alpha=1 << 32)
+
+
+def pick(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """Picks the values `(B, N + 1, width)` of `nodes` `(B, L)`."""
+    return values.gather(1, nodes.to(values.device)[:, :, None].expand(-1, -1, values.shape[2]))

@@ -70,10 +70,10 @@ def profile_acceptance(
     commit = TokenChooser.commit
 
     def recording_commit(self: TokenChooser, tree: DraftTree, logits: torch.Tensor) -> Any:
-        nodes, kept = commit(self, tree, logits)
+        path = commit(self, tree, logits)
         if tree.max_depth:  # not the prompt
-            cycles.append(_needed_budgets(tree.depths[0].tolist(), nodes[0, 1 : kept[0]].tolist(), max_depth))
-        return nodes, kept
+            cycles.append(_needed_budgets(tree.depths[0].tolist(), path.nodes[0, 1 : path.accepted_lengths[0]].tolist(), max_depth))
+        return path
 
     of_prompts = [settings] * len(prompts) if isinstance(settings, dict) else settings
     with ExitStack() as stack:

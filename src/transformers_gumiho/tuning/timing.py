@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
+from ..decoding import loop
 from ..measuring.decoding_settings import decoding_settings
 from ..measuring.stages import replace_until_left, synchronize
 from ..model.modeling_gumiho import GumihoModel
-from ..target.runner import TargetRunner
+from ..target.session import TargetSession
 
 
 @dataclass
@@ -87,18 +88,18 @@ def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: An
 
 @contextmanager
 def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
-    taken, read_prompt, run_tree = DecodingTime(), TargetRunner.read_prompt, TargetRunner.run_tree
+    taken, read_prompt, run_tree = DecodingTime(), loop.read_prompt, TargetSession.run_tree
     begin = 0.0
     passes: list[tuple[float, float]] = []  # when each begins and ends
 
-    def timed_prompt(self: TargetRunner, *args: Any) -> Any:
+    def timed_prompt(*args: Any) -> Any:
         nonlocal begin
-        output = read_prompt(self, *args)
+        output = read_prompt(*args)
         synchronize(device)
         begin = time.perf_counter()
         return output
 
-    def timed_tree(self: TargetRunner, *args: Any) -> Any:
+    def timed_tree(self: TargetSession, *args: Any) -> Any:
         taken.num_cycles += 1
         if not split:
             return run_tree(self, *args)
@@ -110,8 +111,8 @@ def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
         return output
 
     with ExitStack() as stack:
-        replace_until_left(stack, TargetRunner, "read_prompt", timed_prompt)
-        replace_until_left(stack, TargetRunner, "run_tree", timed_tree)
+        replace_until_left(stack, loop, "read_prompt", timed_prompt)
+        replace_until_left(stack, TargetSession, "run_tree", timed_tree)
         yield taken
         synchronize(device)
         taken.seconds = time.perf_counter() - begin

@@ -1,0 +1,68 @@
+"""Moving the entries of an ordinary cache to the buffers of a cache for draft trees, and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .cache_buffers import CacheBuffers
+
+
+# The layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put
+# it where a layer reads the keys and values of another one; earlier ones leave such layers out.
+CONVERTIBLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
+)
+# Moving a cache holds so much of it twice at a time: this share, or so many bytes where that is more.
+MOVED_SHARE = 1 / 16
+MOVED_BYTES = 2**24
+
+
+def is_convertible(cache: Any) -> bool:
+    """Whether the entries of `cache` can be taken over."""
+    return (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(type(layer) in CONVERTIBLE_LAYERS for layer in cache.layers)
+    )
+
+
+def move_from(cache: DynamicCache, layers: Sequence[Any], buffers: CacheBuffers) -> None:
+    """
+    Moves the entries of `cache` to new buffers of `layers`, a few layers at a time.
+
+    A sliding layer of `cache` has dropped what lies before its window; those slots stay empty, as no later token sees
+    them.
+    """
+    length = cache.get_seq_length()
+    # Layers that read the keys and values of another one have none of their own.
+    pairs = [(new, old) for new, old in zip(layers, cache.layers, strict=True) if old.keys is not None]
+    num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in pairs)
+    at_once = max(int(len(pairs) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
+    for first in range(0, len(pairs), at_once):
+        moved = pairs[first : first + at_once]
+        buffers.allocate([(new, old.keys, old.values) for new, old in moved])
+        for new, old in moved:
+            new.keys[:, :, length - old.keys.shape[2] : length] = old.keys
+            new.values[:, :, length - old.values.shape[2] : length] = old.values
+            old.keys = old.values = None
+
+
+def move_to(cache: DynamicCache, layers: Sequence[Any], buffers: CacheBuffers, lengths: Sequence[int]) -> None:
+    """Moves the first `lengths[b]` entries of each row to `cache`; shorter rows end in zeros."""
+    length = max(lengths)
+    buffers.clear_behind(lengths)
+    for old, new in zip(cache.layers, layers, strict=True):
+        if not new.is_initialized:
+            continue
+        start = 0
+        if isinstance(old, DynamicSlidingWindowLayer):
+            start = max(length - old.sliding_window + 1, 0)
+            old.cumulative_length = length
+        old.keys, old.values = new.keys[:, :, start:length], new.values[:, :, start:length]
+        # A view keeps all of the buffer alive; where most of that is not in use, a copy costs less.
+        if buffers.capacity > 1.25 * (length - start):
+            old.keys, old.values = old.keys.clone(), old.values.clone()

@@ -1,0 +1,106 @@
+"""Which of the target's hidden states the drafter reads, and which its predictions are compared with."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """
+    What the target tells of each token it read. Today both are one tensor.
+
+    Attributes:
+        drafter_input (`(B, T, H_in)`): What the drafter reads.
+        last (`(B, T, H)`): After the final norm: what the output head takes, and what predictions are compared with.
+    """
+
+    drafter_input: torch.Tensor
+    last: torch.Tensor
+
+    @classmethod
+    def from_last(cls, last: torch.Tensor) -> "TargetStates":
+        """Returns the states for a drafter that reads the last ones `(B, T, H)`."""
+        return cls(drafter_input=last, last=last)
+
+    def to(self, device: torch.device) -> "TargetStates":
+        """Returns the states on `device`."""
+        last = self.last.to(device)
+        is_one = self.drafter_input is self.last
+        return TargetStates(last if is_one else self.drafter_input.to(device), last)
+
+
+class FeatureReader:
+    """
+    Reads the states of a target: of texts that it runs through the decoder, or of passes that somebody else makes.
+
+    Args:
+        target: The target.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        self.target = target
+        self.decoder: nn.Module = target.get_decoder()
+
+    def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
+        """
+        Runs the decoder, without its output head and without a cache.
+
+        Args:
+            input_ids (`(B, T)`): The texts.
+            **kwargs: Further arguments of the decoder.
+        """
+        return TargetStates.from_last(self.decoder(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Passes within it, of this thread or another, can be [`capture`]d."""
+        handle = self.decoder.register_forward_hook(tell_states)
+        try:
+            yield
+        finally:
+            handle.remove()
+            _passes.states = None  # of a pass that failed
+
+    def collect(self, captured: Sequence[torch.Tensor]) -> TargetStates:
+        """
+        Returns the states of the tokens of one or several passes in a row (a prompt that is read in chunks).
+
+        Raises:
+            RuntimeError: The passes did not go through the decoder as a module.
+        """
+        if not captured:
+            raise RuntimeError(
+                f"{type(self.target).__name__} did not run its decoder as a module, so its last hidden states could "
+                f"not be read. If its forward pass is compiled, pass the model that is not."
+            )
+        return TargetStates.from_last(captured[0] if len(captured) == 1 else torch.cat(tuple(captured), dim=1))
+
+
+# Each thread's own: generations in several threads run the same decoder, with the hooks of all of them.
+_passes = threading.local()
+
+
+def begin_capture() -> None:
+    """From here on the states of this thread's passes are kept, where somebody is [`FeatureReader.listening`]."""
+    _passes.states = ()
+
+
+def end_capture() -> tuple[torch.Tensor, ...]:
+    """Returns what was kept, one tensor `(B, n, H)` for each pass, and keeps no more."""
+    states: tuple[torch.Tensor, ...] = _passes.states
+    _passes.states = None
+    return states
+
+
+def tell_states(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook for a decoder. Registered by several generations at once, it still tells a pass once."""
+    states = getattr(_passes, "states", None)
+    if states is not None and not any(known is output[0] for known in states):
+        _passes.states = (*states, output[0])

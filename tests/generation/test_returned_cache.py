@@ -1,0 +1,99 @@
+"""The cache that a batch of ragged rows returns is the one that plain decoding returns: any next turn goes on from it."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
+from transformers import DynamicCache, PreTrainedModel
+
+from transformers_gumiho import GumihoModel
+
+
+EOS = 3
+PLAIN, ASSISTED, STATIC = "plain", "assisted", "static"
+TURNS = [*itertools.product((PLAIN, ASSISTED), repeat=2), *itertools.product((PLAIN, ASSISTED), repeat=3)]
+
+
+@pytest.fixture(params=["llama", "mistral"])
+def target(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make_target(request.param)
+
+
+@pytest.fixture
+def drafter(target: PreTrainedModel) -> GumihoModel:
+    return make_drafter(target, num_assistant_tokens=31)
+
+
+def decode(target: PreTrainedModel, drafter: GumihoModel, turn: str, **inputs: Any) -> Any:
+    """Decodes one turn, whose rows end at different lengths."""
+    return target.generate(
+        **inputs, max_new_tokens=12, do_sample=False, eos_token_id=EOS, return_dict_in_generate=True,
+        **({} if turn == PLAIN else {"assistant_model": drafter}),
+        **({"cache_implementation": "static", "disable_compile": True} if turn == STATIC else {}),
+    )  # fmt: skip
+
+
+def ragged_mask(mask: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """Covers the new tokens of each row up to its EOS; the padding behind it is masked."""
+    new = sequences[:, mask.shape[1] :]
+    is_end = (new == EOS).long()
+    behind = is_end.cumsum(1) - is_end
+    return torch.cat((mask, (behind == 0).long()), dim=1)
+
+
+def converse(target: PreTrainedModel, drafter: GumihoModel, turns: tuple[str, ...], seed: int) -> list[Any]:
+    """Decodes turns one after the other, each from the cache that the one before returned."""
+    inputs: dict[str, Any] = make_prompts([6, 2, 4], seed)
+    outputs = []
+    for index, turn in enumerate(turns):
+        output = decode(target, drafter, turn, **inputs)
+        outputs.append(output)
+        mask = ragged_mask(inputs["attention_mask"], output.sequences)
+        generator = torch.Generator().manual_seed(100 * seed + index)
+        words = torch.randint(4, VOCAB_SIZE, (3, 3), generator=generator)
+        inputs = {
+            "input_ids": torch.cat((output.sequences, words), dim=1),
+            "attention_mask": torch.cat((mask, torch.ones_like(words)), dim=1),
+            "past_key_values": output.past_key_values,
+        }
+    return outputs
+
+
+@pytest.mark.parametrize("turns", TURNS, ids="-".join)
+def test_turns_of_ragged_batches_equal_plain_ones(
+    target: PreTrainedModel, drafter: GumihoModel, turns: tuple[str, ...]
+) -> None:
+    num_ragged = 0
+    for seed in range(4):
+        plain = converse(target, drafter, (PLAIN,) * len(turns), seed)
+        mixed = converse(target, drafter, turns, seed)
+        for expected, output in zip(plain, mixed, strict=True):
+            assert torch.equal(output.sequences, expected.sequences)
+        ends = (plain[0].sequences[:, 6:] == EOS).long()
+        num_ragged += len({int(row.argmax()) for row in ends if row.any()}) > 1
+    assert num_ragged > 1, "rows must have ended at different lengths"
+
+
+@pytest.mark.parametrize("turn", [ASSISTED, STATIC])
+def test_every_row_holds_the_entries_of_all_its_tokens(
+    target: PreTrainedModel, drafter: GumihoModel, turn: str
+) -> None:
+    """Also where several rows end in the last cycle, at different lengths, and no pass over a tree comes after."""
+    num_ended_before = 0
+    for seed in range(12):
+        prompts = make_prompts([6, 2, 4], seed)
+        plain, drafted = (decode(target, drafter, name, **prompts) for name in (PLAIN, turn))
+        mask = ragged_mask(prompts["attention_mask"], plain.sequences)[:, :-1].bool()
+        num_ended_before += int((~mask[:, -1]).sum())
+        expected, cache = plain.past_key_values, drafted.past_key_values
+        assert isinstance(cache, DynamicCache)
+        assert cache.get_seq_length() == expected.get_seq_length() == mask.shape[1]
+        for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+            assert ours.keys.shape == theirs.keys.shape
+            held = mask[:, -ours.keys.shape[2] :]
+            for name in ("keys", "values"):
+                pair = (getattr(layer, name).transpose(1, 2)[held] for layer in (ours, theirs))
+                torch.testing.assert_close(*pair, atol=1e-9, rtol=1e-9)
+    assert num_ended_before > 4
