@@ -1,4 +1,4 @@
-"""The cache that a batch of ragged rows returns is the one that plain decoding returns: any next turn goes on from it."""
+"""The cache that a batch of ragged rows returns is the one that plain decoding returns: any turn goes on from it."""
 
 import itertools
 from typing import Any

@@ -257,7 +257,7 @@ def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) ->
     write(target, tmp_path)
     row = GumihoDataCollator()([{"input_ids": [1, 2]}])
     with pytest.raises(ValueError, match="The rows hold no `hidden_states`"):
-        CachedFeatures(tmp_path).hidden_states(row)
+        CachedFeatures(tmp_path).states(row)
 
 
 def test_a_head_with_an_adapter_is_cached_as_what_it_computes(tmp_path: Path) -> None:

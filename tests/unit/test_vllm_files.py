@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_reader import VllmDrafter, read_config, read_names
 
 from transformers_gumiho import GumihoCandidateGenerator, GumihoConfig, GumihoModel
+from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.target.output_head import output_head
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.tree.draft_tree import DraftTree
 
 

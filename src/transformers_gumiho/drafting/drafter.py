@@ -27,8 +27,8 @@ class GumihoDrafter:
         shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
         token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
             vocabulary.
-        peek_noise: When sampling, returns for a number of draws the noise `(B, draws, V)` that the target's next tokens
-            will be drawn with, or `None` where nobody knows it; see [`UpcomingNoise`].
+        peek_noise: When sampling, returns for a number of draws the noise `(B, draws, V)` that the target's next
+            tokens will be drawn with, or `None` where nobody knows it; see [`UpcomingNoise`].
     """
 
     def __init__(

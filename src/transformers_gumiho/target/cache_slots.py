@@ -18,8 +18,8 @@ class CacheSlots(ABC):
         buffers: The keys and values.
         lengths: Committed slots of each row.
         num_pending: Uncommitted slots behind the committed ones that the next pass writes after.
-        context_mask (`(B, T)`, bool, *optional*): False at committed slots that nobody sees (padding). All slots behind
-            them are seen.
+        context_mask (`(B, T)`, bool, *optional*): False at committed slots that nobody sees (padding). All
+            slots behind them are seen.
     """
 
     def __init__(self, buffers: CacheBuffers, lengths: list[int], context_mask: torch.Tensor | None):
@@ -30,7 +30,7 @@ class CacheSlots(ABC):
 
     @abstractmethod
     def starts(self, device: torch.device) -> int | torch.Tensor:
-        """Returns the committed slots, `(B, 1)` on `device`; one number where that of all rows is known to be equal."""
+        """Returns the committed slots, `(B, 1)` on `device`; one number where all rows are known to be alike."""
 
     @abstractmethod
     def sequence_length(self) -> Any:

@@ -46,7 +46,6 @@ class FeatureReader:
 
     def __init__(self, target: PreTrainedModel):
         self.target = target
-        self.decoder: nn.Module = target.get_decoder()
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
         """
@@ -56,12 +55,14 @@ class FeatureReader:
             input_ids (`(B, T)`): The texts.
             **kwargs: Further arguments of the decoder.
         """
-        return TargetStates.from_last(self.decoder(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state)
+        return TargetStates.from_last(
+            self.target.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+        )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Passes within it, of this thread or another, can be [`capture`]d."""
-        handle = self.decoder.register_forward_hook(tell_states)
+        handle = self.target.get_decoder().register_forward_hook(tell_states)
         try:
             yield
         finally:

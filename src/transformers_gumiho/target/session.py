@@ -277,9 +277,7 @@ def _tree_masks(
     tree: DraftTree, cache: VerificationCache, dtype: torch.dtype, windows: dict[str, int | None]
 ) -> dict[str, torch.Tensor | None]:
     """Returns the mask of a tree for each kind of attention."""
-    return {
-        kind: cache.attention_mask(tree.ancestors, tree.depths, dtype, window) for kind, window in windows.items()
-    }
+    return {kind: cache.attention_mask(tree.ancestors, tree.depths, dtype, window) for kind, window in windows.items()}
 
 
 def _text_positions(position_ids: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
+from ..target.feature_reader import TargetStates
 from ..target.output_head import scaled_head
 from .fingerprint import target_fingerprint, tokenizer_fingerprints
 
@@ -160,16 +161,16 @@ class CachedFeatures:
         """Moves the output head to `device`."""
         self._linear.to(device)
 
-    def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
         """
-        Returns the cached states `(B, L, H)` among the `inputs`, a batch of rows of a [`FeatureDataset`].
+        Returns the cached states of `L` tokens among the `inputs`, a batch of rows of a [`FeatureDataset`].
 
         Raises:
             ValueError: The rows come from elsewhere and have none.
         """
         if "hidden_states" not in inputs:
             raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
-        return inputs["hidden_states"]
+        return TargetStates.from_last(inputs["hidden_states"])
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""

@@ -178,7 +178,7 @@ def _extract(
     for start in range(rows.start, rows.stop, batch_size):
         chosen = [dataset[index] for index in range(start, min(start + batch_size, rows.stop))]
         batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
-        states = features.hidden_states(batch).to(dtype).cpu()
+        states = features.states(batch).last.to(dtype).cpu()  # the drafter's input, too
         if not torch.isfinite(states).all():
             raise ValueError(f"The target's states are too large for {dtype}. Extract them as bfloat16.")
         for index, row in enumerate(chosen):

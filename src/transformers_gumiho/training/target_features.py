@@ -1,4 +1,4 @@
-"""What the target contributes to a drafter's training: its last hidden states and its output head, both frozen."""
+"""What the target contributes to a drafter's training: its states and its output head, both frozen."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from ..target.feature_reader import FeatureReader, TargetStates
 from ..target.output_head import output_head
 
 
@@ -18,11 +19,8 @@ class TargetFeatures(Protocol):
     def to(self, device: torch.device) -> None:
         """Moves what is not placed on a device already to `device`."""
 
-    def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """
-        Returns the last hidden states `(B, L, H)`, after the final norm, of `inputs`, a batch of
-        [`GumihoDataCollator`].
-        """
+    def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
+        """Returns the states of `L` tokens of `inputs`, a batch of [`GumihoDataCollator`]."""
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the function from features `(..., H)` to logits `(..., V)`, for states like `like`."""
@@ -40,6 +38,7 @@ class OnlineFeatures:
     def __init__(self, target: PreTrainedModel):
         self.target = target.eval().requires_grad_(False)
         self.config = target.config
+        self._reader = FeatureReader(target)
         self._head = output_head(target)
         self._packing_is_checked = False
 
@@ -50,10 +49,10 @@ class OnlineFeatures:
             self.target.to(device)
 
     @torch.no_grad()
-    def hidden_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
         """
         Runs the target on the `input_ids` `(B, L)` among the `inputs`; with `position_ids`, each row holds several
-        texts. Returns its last hidden states `(B, L, H)`, after the final norm.
+        texts. Returns its states.
 
         Raises:
             ValueError: There are several texts in a row, and the target does not keep them apart.
@@ -67,13 +66,13 @@ class OnlineFeatures:
         """Returns the target's output head, from features `(..., H)` of any dtype to logits where `like` is."""
         return lambda features: self._head(features.to(like.dtype)).to(like.device)
 
-    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> TargetStates:
         kwargs: dict[str, Any] = {}
         if position_ids is not None:
             kwargs = {"position_ids": position_ids, "attention_mask": self._packed_mask(position_ids)}
         # In its own dtype, not in that of the drafter's training: these are the states that it has in decoding.
         with torch.autocast(input_ids.device.type, enabled=False):
-            return self.target.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+            return self._reader.read(input_ids, **kwargs)
 
     def _packed_mask(self, position_ids: torch.Tensor) -> Any:
         # Made here, because not every decoder looks at the positions when it makes its mask.
@@ -90,8 +89,8 @@ class OnlineFeatures:
         """Raises `ValueError` where the second text of a packed row sees the first."""
         tokens = torch.arange(1, 13, device=device)[None] % self.config.get_text_config(decoder=True).vocab_size
         positions = torch.arange(6, device=device)[None]
-        alone = self._run(tokens[:, 6:], positions).float()
-        packed = self._run(tokens, torch.cat((positions, positions), dim=1))[:, 6:].float()
+        alone = self._run(tokens[:, 6:], positions).last.float()
+        packed = self._run(tokens, torch.cat((positions, positions), dim=1)).last[:, 6:].float()
         difference = float((packed - alone).norm() / alone.norm())
         if difference > 0.1:  # Rounding in eight bits stays below; another context changes the states by their size.
             raise ValueError(

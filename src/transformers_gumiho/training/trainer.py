@@ -106,13 +106,13 @@ class GumihoTrainer(Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
         """Returns the loss of a batch; `num_items_in_batch` `(Q,)` holds the positions of the whole step."""
-        states = self.target_features.hidden_states(inputs)
-        unroll = self.args.unroll_serial_head
-        output = self._forward(model, inputs, self._add_noise(states) if model.training else states, unroll)
+        states = self.target_features.states(inputs)
+        drafter_input = self._add_noise(states.drafter_input) if model.training else states.drafter_input
+        output = self._forward(model, inputs, drafter_input, self.args.unroll_serial_head)
         loss, terms = chunked_gumiho_loss(
             output,
-            states,
-            self.target_features.lm_head(states),
+            states.last,
+            self.target_features.lm_head(states.last),
             inputs["loss_mask"],
             self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None),
             inputs.get("position_ids"),
@@ -136,11 +136,11 @@ class GumihoTrainer(Trainer):
         """Scores a batch: see [`score_predictions`]. `compute_metrics` receives the scores of each row."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            states = self.target_features.hidden_states(inputs)
+            states = self.target_features.states(inputs)
             scores = score_predictions(
-                self._forward(model, inputs, states, unroll=True),
-                states,
-                self.target_features.lm_head(states),
+                self._forward(model, inputs, states.drafter_input, unroll=True),
+                states.last,
+                self.target_features.lm_head(states.last),
                 inputs["loss_mask"],
                 inputs.get("position_ids"),
                 self.args.loss_chunk_size,
@@ -195,11 +195,13 @@ class GumihoTrainer(Trainer):
         if self.is_world_process_zero():
             model_card_of(self, **kwargs).save(f"{self.args.output_dir}/README.md")
 
-    def _forward(self, model: nn.Module, inputs: dict[str, torch.Tensor], states: torch.Tensor, unroll: bool) -> Any:
+    def _forward(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], drafter_input: torch.Tensor, unroll: bool
+    ) -> Any:
         position_ids = inputs.get("position_ids")
         return model(
             input_ids=inputs["input_ids"][:, 1:],
-            hidden_states=states[:, :-1],
+            hidden_states=drafter_input[:, :-1],
             position_ids=None if position_ids is None else position_ids[:, :-1],
             unroll=unroll,
         )

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..losses.terms import LossWeights, predictions_of
 from ..model.modeling_gumiho import GumihoModel
+from ..target.feature_reader import FeatureReader
 from ..target.output_head import output_head
 from .answers import Answer
 
@@ -100,16 +101,16 @@ def features_of_drafts(
     before the one that is predicted.
     """
     ids = answer.tokens[None].to(target.device)
-    states = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    device = drafter.embed_tokens.weight.device
-    output = drafter(ids[:, 1:].to(device), states[:, :-1].to(device), unroll=True)
+    states = FeatureReader(target).read(ids)
+    device, like = drafter.embed_tokens.weight.device, states.last
+    output = drafter(ids[:, 1:].to(device), states.drafter_input[:, :-1].to(device), unroll=True)
     found = []
     for predictor, features in predictions_of(output, LossWeights()):
         # The feature at place t has read token t + 1, its root, and predicts the token `shift` after it.
         first_root = answer.prompt_length
-        tokens = ids[0, first_root + predictor.shift :].to(states.device)
+        tokens = ids[0, first_root + predictor.shift :].to(like.device)
         features = features[0, first_root - 1 : first_root - 1 + len(tokens)]
-        found.append((features.to(device=states.device, dtype=states.dtype), tokens))
+        found.append((features.to(device=like.device, dtype=like.dtype), tokens))
     return found
 
 
