@@ -6,12 +6,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
+import transformers_gumiho
+
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
@@ -23,18 +27,39 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from a source distribution, built from a copy of the repository's sources."""
+def unpacked_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, built from a copy of the repository's sources."""
     folder = tmp_path_factory.mktemp("build")
     source = folder / "source"
-    for name in ("src", "hub_configs"):
+    for name in ("src", "hub_configs", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", *DOCUMENTS):
         shutil.copy(ROOT / name, source)
     with tarfile.open(build("sdist", source, folder / "sdist")) as archive:
         archive.extractall(folder, filter="data")
     (unpacked,) = folder.glob("transformers_gumiho-*")
-    return build("wheel", unpacked, folder / "wheel")
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from the source distribution."""
+    return build("wheel", unpacked_sdist, tmp_path_factory.mktemp("build") / "wheel")
+
+
+def test_source_distribution_holds_the_documents_and_no_tests(unpacked_sdist: Path) -> None:
+    held = {path.name for path in unpacked_sdist.iterdir()}
+    assert held >= DOCUMENTS
+    # Without the demo pair, which is left out for its size, they could not run.
+    assert "tests" not in held
+
+
+def test_wheel_has_the_version_of_the_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    assert metadata["Version"] == transformers_gumiho.__version__
+    assert metadata["Name"] == "transformers-gumiho"
 
 
 def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
