@@ -1,0 +1,78 @@
+"""The configs of the released drafters, and reading a drafter's config in every layout that there is."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+
+# In a wheel the configs are inside the package; a clone keeps them in its top-level folder.
+_FOLDERS = (Path(__file__).parents[1] / "hub_configs", Path(__file__).parents[3] / "hub_configs")
+
+# Of the released drafters, on the Hub.
+_OWNER = "amd"
+
+# The serial heads that the reference trains have 2 layers. A Llama of more layers than this is a language model, and
+# to tell that from its tensors would mean to download and load them all.
+_MOST_LAYERS = 8
+
+
+def find_packaged_folder(name_or_path: Any) -> Path | None:
+    """
+    Returns the packaged folder with the `config.json` and `generation_config.json` of a released drafter.
+
+    Args:
+        name_or_path: A name on the Hub with its owner, the path of a copy whose folder is called like the repository,
+            or that of a snapshot in a cache of the Hub.
+
+    Returns:
+        The folder, `None` where `name_or_path` is called like none of the released drafters.
+    """
+    parts = Path(os.path.abspath(name_or_path)).parts
+    if len(parts) > 3 and parts[-2] == "snapshots":
+        # `huggingface_hub` keeps its files under models--{owner}--{name}/snapshots/{commit}.
+        owner, _, name = parts[-3].removeprefix("models--").partition("--")
+    elif os.path.isdir(name_or_path):
+        owner, name = _OWNER, parts[-1]
+    else:
+        owner, _, name = str(name_or_path).partition("/")
+    if owner != _OWNER:
+        return None
+    return next((folder / name for folder in _FOLDERS if (folder / name / "config.json").is_file()), None)
+
+
+def released_names() -> list[str]:
+    """Returns the names on the Hub of the drafters whose configs are packaged."""
+    return sorted(f"{_OWNER}/{path.parent.name}" for folder in _FOLDERS for path in folder.glob("*/config.json"))
+
+
+def as_drafter_fields(fields: dict[str, Any], name_or_path: Any) -> dict[str, Any]:
+    """
+    Returns the fields of a `GumihoConfig` that the content of a `config.json` stands for.
+
+    Args:
+        fields: What the file holds: a drafter's fields, or those of a Llama, as the reference writes them.
+        name_or_path: Where it is from.
+
+    Raises:
+        ValueError: The file describes another kind of model.
+    """
+    model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
+    if model_type == "gumiho":
+        return fields
+    where = f"{str(name_or_path)!r} is not a Gumiho drafter"
+    if model_type != LlamaConfig.model_type:
+        raise ValueError(
+            f"{where}: its config.json has the model_type {model_type!r}. A drafter's is 'gumiho', or 'llama' in the "
+            f"layout of the reference implementation."
+        )
+    num_layers = fields.get("num_hidden_layers", LlamaConfig.num_hidden_layers)
+    if num_layers > _MOST_LAYERS:
+        raise ValueError(
+            f"{where}: its config.json describes a Llama of {num_layers} layers, where the serial head of a drafter "
+            f"has 2 (at most {_MOST_LAYERS} are taken for one). Pass the name of a drafter, or its `GumihoConfig` as "
+            f"`config`."
+        )
+    dtype = fields.get("dtype", fields.get("torch_dtype"))
+    return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}
