@@ -60,7 +60,7 @@ def _by_rows(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Te
     """
 
     def logits_of(features: torch.Tensor) -> torch.Tensor:
-        return head(features.flatten(0, -2)).unflatten(0, features.shape[:-1])
+        return head(features.reshape(-1, features.shape[-1])).view(*features.shape[:-1], -1)
 
     return logits_of
 
