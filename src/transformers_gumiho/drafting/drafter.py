@@ -49,7 +49,7 @@ class GumihoDrafter:
         self._peek_noise = peek_noise
         self._has_read_prompt = False
         self._head_weights = model.mlp.batched_weights()
-        device = model.embed_tokens.weight.device
+        device = model.fc.weight.device
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
         offsets = torch.arange(settings.tree_depth + 1, device=device)
         causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
@@ -113,8 +113,8 @@ class GumihoDrafter:
             return self._draft_fixed(self, *inputs).clone()
         features = self._read_committed(tokens, states, position_ids)
         self.cache.advance(accepted_lengths)
-        newest = (_last_of_rows(tensor, accepted_lengths) for tensor in (tokens, features, position_ids))
-        return self._grow_tree(*newest, noise)
+        root, feature, position = (_last_of_rows(t, accepted_lengths) for t in (tokens, features, position_ids))
+        return self._grow_tree(root, feature, position, noise)
 
     def _upcoming_noise(self) -> torch.Tensor | None:
         """Returns the noise `(B, tree_depth, K)` of the coming draws, for the tokens that may be drafted."""
@@ -133,8 +133,8 @@ class GumihoDrafter:
         self.cache.advance(prompt.accepted_lengths)
         if self.has_fixed_shapes:
             self.cache.fix_shapes(tokens.device)
-        newest = (_last_of_rows(tensor, prompt.accepted_lengths) for tensor in (tokens, features, position_ids))
-        return self._grow_tree(*newest, noise)
+        root, feature, position = (_last_of_rows(t, prompt.accepted_lengths) for t in (tokens, features, position_ids))
+        return self._grow_tree(root, feature, position, noise)
 
     def _draft_in_fixed_shapes(
         self,

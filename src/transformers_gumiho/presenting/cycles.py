@@ -82,11 +82,8 @@ def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
             raise ValueError(f"Cycles of one sequence can be watched, got a batch of {self.batch_size}.")
         path = commit(self, tree, logits)
         if tree.max_depth:  # not the prompt
-            on_cycle(
-                _describe_cycle(
-                    tree, path.nodes[:, : path.accepted_lengths[0]], self.sequences.newest(path.accepted_lengths)
-                )
-            )
+            (length,) = path.accepted_lengths
+            on_cycle(_describe_cycle(tree, path.nodes[:, :length], path.tokens[:, :length]))
         return path
 
     with ExitStack() as stack:

@@ -72,11 +72,8 @@ def profile_acceptance(
     def recording_commit(self: TokenChooser, tree: DraftTree, logits: torch.Tensor) -> Any:
         path = commit(self, tree, logits)
         if tree.max_depth:  # not the prompt
-            cycles.append(
-                _needed_budgets(
-                    tree.depths[0].tolist(), path.nodes[0, 1 : path.accepted_lengths[0]].tolist(), max_depth
-                )
-            )
+            accepted = path.nodes[0, 1 : path.accepted_lengths[0]].tolist()
+            cycles.append(_needed_budgets(tree.depths[0].tolist(), accepted, max_depth))
         return path
 
     of_prompts = [settings] * len(prompts) if isinstance(settings, dict) else settings

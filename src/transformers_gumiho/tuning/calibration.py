@@ -102,7 +102,7 @@ def features_of_drafts(
     """
     ids = answer.tokens[None].to(target.device)
     states = FeatureReader(target).read(ids)
-    device, like = drafter.embed_tokens.weight.device, states.last
+    device, like = drafter.fc.weight.device, states.last
     output = drafter(ids[:, 1:].to(device), states.drafter_input[:, :-1].to(device), unroll=True)
     found = []
     for predictor, features in predictions_of(output, LossWeights()):
