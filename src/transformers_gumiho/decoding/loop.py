@@ -101,16 +101,21 @@ def decode_with_tree(
         streamer.end()
     if not generation_config.return_dict_in_generate:
         return sequences.final_ids()
+    return _output(sequences, chooser, records, session.prompt.cache)
+
+
+def _output(
+    sequences: CommittedSequences, chooser: TokenChooser, records: CycleRecords, past_key_values: Any
+) -> GumihoGenerateOutput:
     num_steps = sequences.final_length - sequences.prompt_length
+    num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
     return GumihoGenerateOutput(
         sequences=sequences.final_ids(),
         scores=chooser.scores.until(num_steps),
         logits=chooser.logits.until(num_steps),
         hidden_states=records.hidden_states.until(num_steps),
-        past_key_values=session.prompt.cache,
-        accepted_lengths=records.accepted_lengths.without_last(
-            [max(length - sequences.final_length, 0) for length in sequences.lengths]
-        ),
+        past_key_values=past_key_values,
+        accepted_lengths=records.accepted_lengths.without_last(num_removed),
     )
 
 

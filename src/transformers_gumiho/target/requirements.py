@@ -28,7 +28,7 @@ def attention_types(target: PreTrainedModel) -> set[str]:
 
 def check_request(
     target: PreTrainedModel,
-    assistant: GumihoModel,
+    drafter: GumihoModel,
     generation_mode: GenerationMode,
     generation_config: GenerationConfig,
     mode_kwargs: dict[str, Any],
@@ -60,7 +60,7 @@ def check_request(
         )
     check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
     check_target(target)
-    check_pair(target, assistant)
+    check_pair(target, drafter)
 
 
 # For each tokenizer of an assistant, those of targets that it was found to be the same as.
@@ -138,10 +138,10 @@ def check_attention(model: PreTrainedModel) -> None:
         )
 
 
-def check_pair(target: PreTrainedModel, assistant: GumihoModel) -> None:
+def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
     """Raises `ValueError` where the drafter cannot draft for the target."""
-    check_attention(assistant)
-    config, draft = target.config.get_text_config(decoder=True), assistant.config.get_text_config()
+    check_attention(drafter)
+    config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
     hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
     for what, ours, theirs in (
         ("vocabulary", draft.vocab_size, config.vocab_size),

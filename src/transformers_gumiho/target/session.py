@@ -46,7 +46,6 @@ class TargetPrompt:
 
     Attributes:
         length: Entries that it has in the cache.
-        num_read: Tokens of it that were run; the others were in the caller's cache.
         mask (`(B, length)`, *optional*): False where it is padding. `None` where nothing is.
         next_position (`(..., B, 1)`): The position behind it. Multimodal decoders have several positions per token,
             with the batch in the second dimension.
@@ -55,7 +54,6 @@ class TargetPrompt:
     """
 
     length: int
-    num_read: int
     mask: torch.Tensor | None
     next_position: torch.Tensor
     cache: Any
@@ -86,31 +84,20 @@ def read_prompt(
     Returns:
         The session that goes on from here, and what the target computed.
     """
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "num_kv_shared_layers", 0) and "logits_to_keep" in model_kwargs:
-        # With a number here, decoders whose last layers read the keys and values of earlier ones run these on the
-        # last token alone; the drafter wants the states of the whole prompt.
-        model_kwargs["logits_to_keep"] = torch.tensor([-1])
-    mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
     reader = FeatureReader(model)
-    with reader.listening():
-        begin_capture()
-        try:
-            outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        finally:
-            captured = end_capture()
-    states = reader.collect(captured)
+    # What they are before the pass, which may put others in their places.
+    mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
+    caller_cache = model_kwargs["past_key_values"]
+    outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
     # A target split over devices moves its inputs itself; the parameters of an offloaded one are nowhere.
     device = states.last.device
     batch_size, num_read = states.last.shape[:2]
     position_ids = position_ids.to(device)
-    caller_cache = model_kwargs["past_key_values"]
     length = caller_cache.get_seq_length()
     # A cache of fixed shapes never grows.
     reserved = max_new_tokens if shapes.are_fixed else min(max_new_tokens, MAX_RESERVED_TOKENS)
     prompt = TargetPrompt(
         length=length,
-        num_read=num_read,
         mask=None if mask is None or bool(mask.all()) else mask.to(device).bool(),
         next_position=position_ids[..., -1:].expand(*position_ids.shape[:-2], batch_size, 1) + 1,
         cache=caller_cache,
@@ -125,6 +112,25 @@ def read_prompt(
         hidden_states=outputs.hidden_states,
     )
     return session, output
+
+
+def _run_prompt(
+    model: PreTrainedModel,
+    reader: FeatureReader,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> tuple[Any, TargetStates]:
+    """Returns what the target returns for the prompt, and its states."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "num_kv_shared_layers", 0) and "logits_to_keep" in model_kwargs:
+        # With a number here, decoders whose last layers read the keys and values of earlier ones run these on the
+        # last token alone; the drafter wants the states of the whole prompt.
+        model_kwargs["logits_to_keep"] = torch.tensor([-1])
+    with reader.listening():
+        begin_capture()
+        outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        return outputs, reader.collect(end_capture())
 
 
 def _verification_cache(prompt: TargetPrompt, shapes: CycleShapes, device: torch.device) -> VerificationCache:
