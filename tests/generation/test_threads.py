@@ -11,7 +11,7 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import PreTrainedModel, TextIteratorStreamer
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.target.feature_reader import tell_states
+from transformers_gumiho.target.feature_reader import keep_states
 
 
 PROMPTS = [make_prompts(lengths, seed=seed) for seed, lengths in enumerate(([3], [5], [9, 4], [1, 7, 2]))]
@@ -59,7 +59,7 @@ def test_another_thread_takes_its_hook_away_during_a_pass(target: PreTrainedMode
     plain = target.generate(**PROMPTS[0], **settings)
     decoder = target.get_decoder()
     handles = [decoder.register_forward_hook(lambda *_: handles[1].remove())]
-    handles.append(decoder.register_forward_hook(tell_states))
+    handles.append(decoder.register_forward_hook(keep_states))
     assert torch.equal(target.generate(**PROMPTS[0], **settings, assistant_model=drafter), plain)
     handles[0].remove()
 

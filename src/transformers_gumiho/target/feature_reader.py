@@ -61,8 +61,8 @@ class FeatureReader:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Passes within it, of this thread or another, can be [`capture`]d."""
-        handle = self.target.get_decoder().register_forward_hook(tell_states)
+        """Within it the states of passes are kept between `begin_capture` and `end_capture`."""
+        handle = self.target.get_decoder().register_forward_hook(keep_states)
         try:
             yield
         finally:
@@ -89,7 +89,7 @@ _passes = threading.local()
 
 
 def begin_capture() -> None:
-    """From here on the states of this thread's passes are kept, where somebody is [`FeatureReader.listening`]."""
+    """From here on the states of this thread's passes are kept, where a [`FeatureReader`] listens."""
     _passes.states = ()
 
 
@@ -100,8 +100,8 @@ def end_capture() -> tuple[torch.Tensor, ...]:
     return states
 
 
-def tell_states(module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook for a decoder. Registered by several generations at once, it still tells a pass once."""
+def keep_states(module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook for a decoder. Where several generations have registered it, it still keeps a pass once."""
     states = getattr(_passes, "states", None)
     if states is not None and not any(known is output[0] for known in states):
         _passes.states = (*states, output[0])

@@ -63,8 +63,8 @@ class TreeCache(Cache, VerificationCache):
         capacity (`int`): Slots to allocate per row. Grows in large steps where that does not suffice.
 
     Attributes:
-        buffers ([`CacheBuffers`]): The keys and values.
-        slots ([`CacheSlots`]): Which slots are committed, and where new entries go.
+        buffers (`CacheBuffers`): The keys and values.
+        slots (`CacheSlots`): Which slots are committed, and where new entries go.
     """
 
     def __init__(self, batch_size: int, capacity: int):
@@ -79,7 +79,7 @@ class TreeCache(Cache, VerificationCache):
         Moves the entries of an ordinary cache here. [`restore`] moves them back.
 
         Args:
-            cache (`DynamicCache`): One that [`is_convertible`].
+            cache (`DynamicCache`): One that `is_convertible` accepts.
             capacity: Slots to allocate per row.
             context_mask (`(B, T)`, *optional*): Zero at entries that nobody sees (padding).
         """
