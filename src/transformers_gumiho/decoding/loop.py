@@ -1,5 +1,6 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit what the target agrees with."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..target.session import TargetOutput, TargetSession, read_prompt
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import bare_root
 from ..tree.verification import AcceptedPath, pick
+from .observers import GenerationEvents
 from .sequences import CommittedSequences
 from .step_records import CycleRecords
 from .token_choice import TokenChooser
@@ -75,26 +77,32 @@ def decode_with_tree(
     shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes)
     chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes)
     records = CycleRecords(len(input_ids), generation_config)
+    events = GenerationEvents.begin(len(input_ids))
 
-    session, output = read_prompt(
-        target, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes
-    )
+    with events.stage("prompt"):
+        session, output = read_prompt(
+            target, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes
+        )
     with session:
         records.hidden_states.add_prompt(output.hidden_states)
         tree = bare_root(input_ids.new_zeros(len(input_ids)))
         chooser.commit(tree, output.logits)
         sequences.stream()
         if not sequences.finished:
-            generator = _make_generator(session, assistant_model, settings, chooser, output.states)
-            tree = generator.get_tree(_committed_prompt(sequences, session, output, assistant_model))
+            generator = _make_generator(session, assistant_model, settings, chooser, output.states, events)
+            with events.stage("draft"):
+                tree = generator.get_tree(_committed_prompt(sequences, session, output, assistant_model))
         while not sequences.finished:
-            output = session.run_tree(tree)
+            with events.stage("verify"):
+                output = session.run_tree(tree)
             path = chooser.commit(tree, output.logits)
+            events.cycle(tree, path)
             sequences.stream()
             session.commit(path)
             records.add(path, output.hidden_states)
             if not sequences.finished:
-                tree = generator.get_tree(_committed_path(path, sequences, output, shapes))
+                with events.stage("draft"):
+                    tree = generator.get_tree(_committed_path(path, sequences, output, shapes))
         session.finish(sequences.num_run_by_plain(), sequences.last_tokens(), tree)
 
     if streamer is not None:
@@ -138,6 +146,7 @@ def _make_generator(
     settings: DraftingSettings,
     chooser: TokenChooser,
     states: TargetStates,
+    events: GenerationEvents,
 ) -> GumihoCandidateGenerator:
     # Not the states themselves: the drafter would keep those of the whole prompt.
     device, dtype = states.last.device, states.last.dtype
@@ -155,6 +164,8 @@ def _make_generator(
         shapes=session.shapes,
         token_ids=token_ids,
         peek_noise=chooser.peek_noise,
+        # Within a compiled function nobody could be told.
+        around_pass=nullcontext if session.shapes.are_compiled else events.each("drafter_pass"),
     )
 
 

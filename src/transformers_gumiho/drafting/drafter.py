@@ -1,6 +1,7 @@
 """One round of drafting: two serial passes, one parallel pass, and the tree of the best recombinations."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -29,6 +30,8 @@ class GumihoDrafter:
             vocabulary.
         peek_noise: When sampling, returns for a number of draws the noise `(B, draws, V)` that the target's next
             tokens will be drawn with, or `None` where nobody knows it; see [`UpcomingNoise`].
+        around_pass: Makes a context manager for each pass of a part of the drafter or of the output head, which is all
+            of the models' arithmetic. By default one that does nothing, as it must where drafting is compiled.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class GumihoDrafter:
         shapes: CycleShapes | None = None,
         token_ids: torch.Tensor | None = None,
         peek_noise: Callable[[int], torch.Tensor | None] | None = None,
+        around_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.model = model
         self.lm_head = lm_head
@@ -47,6 +51,7 @@ class GumihoDrafter:
         self.cache = past_key_values
         self.token_ids = token_ids
         self._peek_noise = peek_noise
+        self._around_pass = around_pass
         self._has_read_prompt = False
         self._head_weights = model.mlp.batched_weights()
         device = model.fc.weight.device
@@ -128,8 +133,8 @@ class GumihoDrafter:
         tokens, position_ids, mask = prompt.tokens, prompt.position_ids, prompt.attention_mask
         self._has_read_prompt = True
         self.cache.hide(mask)
-        fused = self.model.fuse(tokens, prompt.drafter_input)
-        features = self.model.run_serial_head(fused, mask, position_ids, self.cache)
+        fused = self._fuse(tokens, prompt.drafter_input)
+        features = self._run_serial_head(fused, mask, position_ids)
         self.cache.advance(prompt.accepted_lengths)
         if self.has_fixed_shapes:
             self.cache.fix_shapes(tokens.device)
@@ -169,7 +174,7 @@ class GumihoDrafter:
     ) -> torch.Tensor:
         """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
         causal, depths = self._committed[tokens.shape[1]]
-        fused = self.model.fuse(tokens, drafter_input)
+        fused = self._fuse(tokens, drafter_input)
         return self._run_block(fused, causal, depths, position_ids)
 
     def _draft_serially(
@@ -203,7 +208,7 @@ class GumihoDrafter:
                 break
             # Each kept path carries its own tokens and the features that predict them from here on.
             parents = level.parents.to(feature.device)
-            fused = self.model.fuse(level.tokens.to(feature.device), _gather_rows(feature, parents))
+            fused = self._fuse(level.tokens.to(feature.device), _gather_rows(feature, parents))
             path_inputs = [_gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < num_serial_tokens:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
@@ -219,11 +224,7 @@ class GumihoDrafter:
         """Drafts all later tokens in one pass, and recombines them under the serial paths. Returns their levels."""
         settings = self.settings
         num_heads = settings.tree_depth - self.model.config.num_serial_tokens
-        inputs = torch.cat(path_inputs, dim=-1)
-        if self._head_weights is None:
-            features = self.model.mlp(inputs)[:, :num_heads]
-        else:
-            features = run_batched_heads(self._head_weights, inputs, num_heads)
+        features = self._run_heads(torch.cat(path_inputs, dim=-1), num_heads)
         heads_noise = None if noise is None else noise[:, -num_heads:, None]
         tokens, log_probs = self._best_tokens(features, settings.extension[1], self._heads_temperatures, heads_noise)
         if self._recombinations is not None:
@@ -262,8 +263,26 @@ class GumihoDrafter:
         return tokens, best.values.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`; timed by itself."""
-        return self.lm_head(features)
+        """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`."""
+        with self._around_pass():
+            return self.lm_head(features)
+
+    def _fuse(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        with self._around_pass():
+            return self.model.fuse(tokens, features)
+
+    def _run_serial_head(
+        self, fused: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        with self._around_pass():
+            return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+
+    def _run_heads(self, inputs: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Returns the features `(B, num_heads, paths, H)` of the first parallel heads."""
+        with self._around_pass():
+            if self._head_weights is None:
+                return self.model.mlp(inputs)[:, :num_heads]
+            return run_batched_heads(self._head_weights, inputs, num_heads)
 
     def _run_block(
         self,
@@ -274,7 +293,7 @@ class GumihoDrafter:
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
         mask = self.cache.attention_mask(visible, depths, fused.dtype)
-        return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+        return self._run_serial_head(fused, mask, position_ids)
 
 
 def _append_candidates(
