@@ -65,11 +65,7 @@ def decode_with_tree(
     Returns:
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
-    settings = DraftingSettings.from_generation_config(
-        assistant_model.generation_config,
-        assistant_model.config,
-        sampling_temperature=(generation_config.temperature or 1.0) if generation_config.do_sample else None,
-    )
+    settings = _drafting_settings(assistant_model, generation_config)
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
     check_positions(target, model_kwargs["position_ids"], max_new_tokens)
@@ -125,6 +121,11 @@ def _output(
         past_key_values=past_key_values,
         accepted_lengths=records.accepted_lengths.without_last(num_removed),
     )
+
+
+def _drafting_settings(drafter: GumihoModel, generation_config: GenerationConfig) -> DraftingSettings:
+    temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
+    return DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, temperature)
 
 
 def _prepare_shapes(
