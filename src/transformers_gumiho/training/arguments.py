@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from ..losses.chunked import DEFAULT_CHUNK_SIZE
-from ..losses.terms import LossWeights
+from ..losses.weights import LossWeights
 
 
 @dataclass

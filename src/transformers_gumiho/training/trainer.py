@@ -12,8 +12,9 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..losses.chunked import chunked_gumiho_loss, count_positions
-from ..losses.terms import LossWeights, Predictor, predictors
+from ..losses.chunked import chunked_gumiho_loss
+from ..losses.positions import count_positions
+from ..losses.predictors import Predictor, predictors
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
@@ -143,6 +144,7 @@ class GumihoTrainer(Trainer):
                 self.target_features.lm_head(states),
                 inputs["loss_mask"],
                 inputs.get("position_ids"),
+                self.args.loss_weights(epoch=None),
                 self.args.loss_chunk_size,
             )
         if prediction_loss_only:
@@ -210,9 +212,8 @@ class GumihoTrainer(Trainer):
         # In float32, in which the states of a target in half precision do not swallow it.
         return states.float() + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
-    def _predictors(self, unroll: bool, weights: LossWeights | None = None) -> list[Predictor]:
-        config = self.drafter.config
-        weights = weights or self.args.loss_weights(epoch=None)
+    def _predictors(self, unroll: bool) -> list[Predictor]:
+        config, weights = self.drafter.config, self.args.loss_weights(epoch=None)
         return predictors(config.num_serial_tokens, config.num_parallel_heads, unroll, weights)
 
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
