@@ -26,10 +26,16 @@ def score_predictions(
     position_ids: torch.Tensor | None = None,
     weights: LossWeights | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    vocabulary: tuple[torch.Tensor, LMHead] | None = None,
 ) -> torch.Tensor:
     """
     Scores each prediction of each row. Arguments as in [`gumiho_loss`], with an output made with `unroll=True`, so
     that prediction q is the drafter's at draft position q + 1.
+
+    Args:
+        vocabulary: The tokens `(K,)` that may be drafted and the output head that is cut to them, where they are not
+            all. The loss terms are then over these tokens. Agreement is with the target's choice among all: where
+            that cannot be drafted, the prediction does not agree.
 
     Returns:
         `(B, Q, 2 + T)`: sums over the row's positions of the top-1 agreements with the target, of 1, and of each of
@@ -37,15 +43,18 @@ def score_predictions(
     """
     predictions = predictions_of(output, weights or LossWeights())
     selected = select_positions(predictions, hidden_states, loss_mask, position_ids)
+    token_ids, draft_head = vocabulary or (None, lm_head)
     names = list(predictions[0][0].weights)
     table = torch.zeros(len(loss_mask), len(predictions), FIRST_TERM + len(names), device=hidden_states.device)
     for piece in pieces(len(selected.rows), chunk_size):
-        target = Readout.of_target(selected.targets[piece], lm_head)
-        top_tokens = target.probs.argmax(dim=-1)
+        target = Readout.of_target(selected.targets[piece], draft_head)
+        whole = target if vocabulary is None else Readout.of_target(selected.targets[piece], lm_head)
+        top_tokens = whole.probs.argmax(dim=-1)
         for index in range(len(predictions)):
-            prediction = Readout(selected.features[index, piece], lm_head)
+            prediction = Readout(selected.features[index, piece], draft_head)
+            drafts = prediction.logits.argmax(dim=-1)
             valid = selected.valid[index, piece].float()
-            agreements = (prediction.logits.argmax(dim=-1) == top_tokens).float() * valid
+            agreements = ((drafts if token_ids is None else token_ids[drafts]) == top_tokens).float() * valid
             terms = [TERMS[name](prediction, target, valid) for name in names]
             scores = torch.stack([agreements, valid, *terms], dim=-1)
             table[:, index].index_add_(0, selected.rows[piece], scores)

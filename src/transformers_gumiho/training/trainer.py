@@ -21,6 +21,7 @@ from .arguments import GumihoTrainingArguments
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .collator import GumihoDataCollator
+from .draft_restriction import DraftRestriction
 from .feature_cache import CachedFeatures, FeatureDataset
 from .model_card import model_card_of
 from .target_features import OnlineFeatures, TargetFeatures
@@ -86,6 +87,7 @@ class GumihoTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.target_features.to(args.device)
+        self._restriction = DraftRestriction(self)
         self._terms = _TermAverages()
         if args.acceptance_steps:
             if not acceptance_prompts:
@@ -113,7 +115,7 @@ class GumihoTrainer(Trainer):
         loss, terms = chunked_gumiho_loss(
             output,
             states,
-            self.target_features.lm_head(states),
+            self._restriction.features.lm_head(states),
             inputs["loss_mask"],
             self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None),
             inputs.get("position_ids"),
@@ -146,6 +148,7 @@ class GumihoTrainer(Trainer):
                 inputs.get("position_ids"),
                 self.args.loss_weights(epoch=None),
                 self.args.loss_chunk_size,
+                self._restriction.vocabulary(states),
             )
         if prediction_loss_only:
             metrics = agreement_metrics(scores.cpu().numpy(), self._predictors(unroll=True))
@@ -170,6 +173,7 @@ class GumihoTrainer(Trainer):
                 )
         self._terms = _TermAverages()
         self._warn_of_schedule()
+        self._restriction.find(resume_from_checkpoint or None)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_parameters()
         return output
