@@ -1,7 +1,7 @@
 """Measures what the training loss costs, in memory and in time: eager, in chunks by autograd, and in chunks with the
 closed form of the cross-entropy's gradient. Each is measured in a process of its own.
 
-python examples/measure_loss_memory.py --vocab_size 32768 --num_tokens 2048
+python benchmarks/measure_loss_memory.py --vocab_size 32768 --num_tokens 2048
 """
 
 import resource
