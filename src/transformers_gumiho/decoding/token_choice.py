@@ -158,7 +158,10 @@ class TokenChooser:
         return path.nodes, self.sequences.commit(path.tokens, [row[1:] for row in host], counts, self.scores)
 
     def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """One token after the other, as plain decoding: the processors see each node's true prefix, once."""
+        """
+        One token after the other, as plain decoding: processors see each node's true prefix, once; criteria and the
+        streamer follow each token.
+        """
         node = tree.parents[:, :1]
         children = ChildFinder(tree)
         node_logits = logits.flatten(0, 1)
@@ -186,6 +189,8 @@ class TokenChooser:
             self.logits.add(step_logits[:, None], counts)
             self.scores.add(scores[:, None], counts)
             new = self.sequences.commit(tokens, [row[:1] for row in host], counts, self.scores)
+            # A streamer may draw random numbers, too: it runs before the next draw, where plain decoding runs it.
+            self.sequences.stream()
             kept = [total + number for total, number in zip(kept, new, strict=True)]
             going_on = [self.sequences.is_open(row) for row in range(self.batch_size)]
             found_child = [bool(row[1]) for row in host]
