@@ -70,7 +70,7 @@ def test_trees_are_drafted_across_devices(
                 torch.zeros(batch_size, max(counts), hidden_size, dtype=torch.float64, device=device),
                 torch.arange(max(counts), device=device).expand(batch_size, -1),
             )
-            tree = generator.get_tree(*inputs, counts, noise=noise)
+            tree = generator.draft_tree(*inputs, counts, noise=noise)
             for name in ("tokens", "parents", "depths", "scores", "ancestors"):
                 assert getattr(tree, name).device == device
             _, told = _walk_greedily(tree, torch.zeros(*tree.tokens.shape, target.config.vocab_size, device=device))

@@ -167,7 +167,7 @@ def _draft_after_prompt(
     counts = [num_known] * len(sequences.lengths)
     # A multimodal prompt may mark its images by ids outside the vocabulary; the states tell what is there.
     vocab_size = generator.assistant_model.config.get_text_config().vocab_size
-    return generator.get_tree(
+    return generator.draft_tree(
         sequences.newest(counts).clamp(0, vocab_size - 1),
         output.last_hidden_state[:, -num_known:],
         output.position_ids[:, -num_known:],
@@ -189,7 +189,7 @@ def _draft_after_cycle(
     states = output.last_hidden_state
     if not generator.drafter.has_fixed_shapes:
         nodes = nodes[:, : max(kept)]
-    return generator.get_tree(
+    return generator.draft_tree(
         sequences.newest(kept, nodes.shape[1]),
         pick(states, nodes),
         output.position_ids.gather(1, nodes.to(output.position_ids.device)),

@@ -39,7 +39,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         self.device = assistant_model.embed_tokens.weight.device
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
 
-    def get_tree(
+    def draft_tree(
         self,
         tokens: torch.Tensor,
         hidden_states: torch.Tensor,
@@ -82,11 +82,13 @@ class GumihoCandidateGenerator(CandidateGenerator):
         if hidden_states is None:
             raise ValueError("Gumiho drafts from the target's last hidden states; pass them as `hidden_states`.")
         if input_ids.shape[0] != 1:
-            raise ValueError(f"A single path fits one sequence, got a batch of {input_ids.shape[0]}; use `get_tree`.")
+            raise ValueError(
+                f"A single path fits one sequence, got a batch of {input_ids.shape[0]}; use `draft_tree`."
+            )
         num_new = hidden_states.shape[1]
         stop = input_ids.shape[1] - 1
         positions = torch.arange(stop - num_new, stop, device=input_ids.device)[None]
-        tree = self.get_tree(input_ids[:, -num_new:], hidden_states, positions, [num_new])
+        tree = self.draft_tree(input_ids[:, -num_new:], hidden_states, positions, [num_new])
         return torch.cat((input_ids, best_path(tree).to(input_ids.device)), dim=1), None
 
 

@@ -89,7 +89,7 @@ def stage_timer(device: torch.device, compiled: bool = False) -> Iterator[StageS
         (drafting, "run_batched_heads", "draft"),
         (drafting.GumihoDrafter, "score", "draft"),
     )
-    whole_draft = ((GumihoCandidateGenerator, "get_tree", "draft"),)
+    whole_draft = ((GumihoCandidateGenerator, "draft_tree", "draft"),)
     with ExitStack() as stack:
         for owner, name, stage in (
             (TargetRunner, "run_tree", "verify"),
