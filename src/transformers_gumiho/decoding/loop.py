@@ -17,7 +17,7 @@ from ..drafting.candidate_generator import GumihoCandidateGenerator
 from ..drafting.settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..target.cycle_shapes import cycle_shapes
-from ..target.output_head import drafting_head, output_head
+from ..target.output_head import head_for_drafting
 from ..target.requirements import check_cache, check_positions
 from ..target.runner import TargetOutput, TargetRunner
 from ..target.tree_cache import TreeCache
@@ -139,13 +139,10 @@ def _make_generator(
     # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
     num_new = max(settings.tree_depth + 1, settings.branching_factor * (assistant.config.num_serial_tokens - 1))
     capacity = num_read + runner.cache.capacity - runner.prompt_length + num_new
-    head, token_ids = output_head(target), None
-    if settings.draft_vocabulary is not None:
-        token_ids = torch.tensor(settings.draft_vocabulary, device=device)
-        head = drafting_head(target, token_ids)
+    head, token_ids = head_for_drafting(target, settings.draft_vocabulary, device, dtype)
     return GumihoCandidateGenerator(
         assistant,
-        lm_head=lambda features: head(features.to(device=device, dtype=dtype)),
+        lm_head=head,
         settings=settings,
         past_key_values=TreeCache(batch_size, capacity),
         shapes=runner.shapes,
