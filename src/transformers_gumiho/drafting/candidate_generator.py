@@ -159,6 +159,9 @@ class GumihoCandidateGenerator(CandidateGenerator):
         path = best_path(self._draft_after(input_ids, hidden_states, model_kwargs or {}))[:, :budget]
         return torch.cat((input_ids, self._until_end(path).to(input_ids.device)), dim=1), None
 
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Does nothing: settings stay as they are. Earlier releases of transformers ask for this method."""
+
     def _committed_states(self, model_outputs: ModelOutput | None, n_last_matches: int) -> torch.Tensor:
         """Returns the last hidden states `(1, n, H)` of the target's newest pass that belong to committed tokens."""
         hidden_states = getattr(model_outputs, "hidden_states", None)
