@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import parse
 from targets import make_drafter, make_prompts, make_target, passes_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation import CandidateGenerator
@@ -71,7 +73,7 @@ def test_settings_of_the_drafter(settings: dict[str, Any]) -> None:
     "kwargs",
     [
         {"repetition_penalty": 1.3},
-        {"min_new_tokens": 12, "eos_token_id": [1, 2, 3]},
+        {"min_new_tokens": 12, "eos_token_id": [1, 3]},
         *[{"eos_token_id": token} for token in (1, 3, 5)],
         *[{"max_new_tokens": number} for number in (1, 2, 8)],
         {"input_ids": torch.tensor([[0, 0, 0, 4, 6]]), "attention_mask": torch.tensor([[0, 0, 0, 1, 1]])},
@@ -89,12 +91,25 @@ def test_text_that_ends_at_the_last_learned_position() -> None:
     check(target, make_drafter(target, branching_factor=1), **make_prompts([20]), max_new_tokens=96 - 20)
 
 
+@pytest.mark.skipif(
+    parse(transformers.__version__) < parse("5.23"),
+    reason="the loop of earlier releases (seen in 5.17) drops embeddings, with any assistant",
+)
 def test_embeddings_as_the_prompt() -> None:
     target = make_target()
     embeds = target.get_input_embeddings()(make_prompts([5])["input_ids"]).detach()
     kwargs = {"inputs_embeds": embeds, "max_new_tokens": 30, "do_sample": False}
     plain = target.generate(**kwargs)
     text = generate_with_transformers(target, make_drafter(target), **kwargs)
+    assert text.tolist() == plain.tolist()
+
+
+def test_drafter_that_was_saved_without_its_embedding(tmp_path: Path) -> None:
+    target = make_target()
+    make_drafter(target, branching_factor=1).save_pretrained(tmp_path, save_embedding=False)
+    drafter = GumihoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    plain = target.generate(**make_prompts([5]), max_new_tokens=20, do_sample=False)
+    text = generate_with_transformers(target, drafter, **make_prompts([5]), max_new_tokens=20, do_sample=False)
     assert text.tolist() == plain.tolist()
 
 

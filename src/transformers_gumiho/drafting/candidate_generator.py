@@ -69,9 +69,12 @@ class GumihoCandidateGenerator(CandidateGenerator):
             generation_config: The target's, as `generate()` has prepared it.
 
         Raises:
-            ValueError: The drafter does not fit the target, or one of its settings is out of range.
+            ValueError: The drafter does not fit the target or needs an embedding that the target cannot share, or one
+                of its settings is out of range.
         """
         check_pair(target, assistant_model)
+        if not assistant_model.config.has_embedding:
+            assistant_model.share_embedding(target)
         settings = DraftingSettings.from_generation_config(
             assistant_model.generation_config, assistant_model.config, sampling_temperature=None
         )
