@@ -95,12 +95,16 @@ def test_told_tau_is_that_of_generate(
     assert f"[tau {sum(lengths) / len(lengths):.2f} | " in written
 
 
-@pytest.mark.parametrize("max_new_tokens", [21, 22, 23, 24, 25])
+@pytest.mark.parametrize(
+    ("max_new_tokens", "temperature"), [(21, 0.0), (22, 0.0), (23, 0.0), (24, 0.0), (25, 0.0), (21, 0.8), (24, 0.8)]
+)
 def test_what_is_coloured_is_what_was_drafted_and_accepted(
-    target: PreTrainedModel, drafter: GumihoModel, max_new_tokens: int
+    target: PreTrainedModel, drafter: GumihoModel, max_new_tokens: int, temperature: float
 ) -> None:
     """Also of a cycle that the text's end cuts short: a longer text tells what its tokens were."""
-    longer = decode(target, drafter, PROMPT, max_new_tokens=64)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+    torch.manual_seed(0)
+    longer = decode(target, drafter, PROMPT, max_new_tokens=64, **sampling)
     are_drafts = [False, *(index < n - 1 for n in longer.accepted_lengths[0][:-1] for index in range(n))]
     assert len(are_drafts) > 25
     expected = [
@@ -109,9 +113,10 @@ def test_what_is_coloured_is_what_was_drafted_and_accepted(
         for character in TOKENIZER.decode([token])
     ]
     stream = io.StringIO()
+    torch.manual_seed(0)
     stream_answer(
         target, TOKENIZER, drafter, TOKENIZER(PROMPT)["input_ids"], stream, colours=True,
-        max_new_tokens=max_new_tokens, temperature=0.0,
+        max_new_tokens=max_new_tokens, temperature=temperature,
     )  # fmt: skip
     assert split_by_colour(stream.getvalue()) == expected
 

@@ -73,7 +73,7 @@ def test_trees_are_drafted_across_devices(
                 torch.arange(max(lengths), device=device).expand(batch_size, -1),
                 lengths,
             )
-            tree = generator.get_tree(committed)
+            tree = generator.draft_tree(committed)
             for name in ("tokens", "parents", "depths", "scores", "ancestors"):
                 assert getattr(tree, name).device == device
             _, told = _walk_greedily(tree, torch.zeros(*tree.tokens.shape, target.config.vocab_size, device=device))

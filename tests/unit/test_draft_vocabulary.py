@@ -31,13 +31,13 @@ PERMUTED = [3, 7, 0, 5, 1, 6, 2, 4]
 def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
     """Receives every tree that is drafted."""
     drafted: list[DraftTree] = []
-    draft = GumihoCandidateGenerator.get_tree
+    draft = GumihoCandidateGenerator.draft_tree
 
     def recording(self: GumihoCandidateGenerator, *args: Any, **kwargs: Any) -> DraftTree:
         drafted.append(draft(self, *args, **kwargs))
         return drafted[-1]
 
-    monkeypatch.setattr(GumihoCandidateGenerator, "get_tree", recording)
+    monkeypatch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
     return drafted
 
 

@@ -88,7 +88,7 @@ def test_tree_holds_the_best_paths_of_all_recombinations(
         positions = torch.arange(row_ids.shape[1])[None]
         for tokens, places in ((row_ids[:, 1:first], slice(first - 1)), (row_ids[:, first:], slice(first - 1, -1))):
             lengths_of_rows = [tokens.shape[1]]
-            tree = generator.get_tree(
+            tree = generator.draft_tree(
                 CommittedTokens(tokens, states[:, places], positions[:, places], lengths_of_rows)
             )
         check_scores(target, drafter, row_ids, tree, 0)
@@ -103,20 +103,20 @@ def test_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     states = target.model(ids, attention_mask=mask, position_ids=positions).last_hidden_state
     generator = make_generator(target, drafter, len(lengths))
-    generator.get_tree(CommittedTokens(ids[:, 1:], states[:, :-1], positions[:, :-1], [7, 7, 7], mask[:, :-1]))
+    generator.draft_tree(CommittedTokens(ids[:, 1:], states[:, :-1], positions[:, :-1], [7, 7, 7], mask[:, :-1]))
     # The rows advance by 1, 3 and 2 tokens.
     new = torch.tensor([[4, 0, 0], [5, 6, 7], [1, 2, 0]])
     accepted_lengths = [1, 3, 2]
     new_states = torch.randn(3, 3, target.config.hidden_size, dtype=torch.float64)
     new_positions = positions[:, -1:] + torch.arange(3)
-    tree = generator.get_tree(CommittedTokens(new, new_states, new_positions, accepted_lengths))
+    tree = generator.draft_tree(CommittedTokens(new, new_states, new_positions, accepted_lengths))
     for row, (length, count) in enumerate(zip(lengths, accepted_lengths, strict=True)):
         alone = make_generator(target, drafter, 1)
         row_states, row_positions = states[row : row + 1, -length:], positions[row : row + 1, -length:]
         prompt = ids[row : row + 1, 1 - length :]
-        alone.get_tree(CommittedTokens(prompt, row_states[:, :-1], row_positions[:, :-1], [length - 1]))
+        alone.draft_tree(CommittedTokens(prompt, row_states[:, :-1], row_positions[:, :-1], [length - 1]))
         slices = (tensor[row : row + 1, :count] for tensor in (new, new_states, new_positions))
-        expected = alone.get_tree(CommittedTokens(*slices, [count]))
+        expected = alone.draft_tree(CommittedTokens(*slices, [count]))
         assert torch.equal(tree.tokens[row], expected.tokens[0])
         assert torch.equal(tree.parents[row], expected.parents[0])
 
@@ -176,7 +176,7 @@ def test_enumerating_finds_the_trees_that_searching_finds(
             assert (generator.drafter._recombinations is None) == (limit == 0)
             positions = torch.arange(5).expand(batch_size, -1)
             states = states_of(target, ids)[:, :-1]
-            trees.append(generator.get_tree(CommittedTokens(ids[:, 1:], states, positions, [5] * batch_size)))
+            trees.append(generator.draft_tree(CommittedTokens(ids[:, 1:], states, positions, [5] * batch_size)))
         assert torch.equal(trees[0].scores, trees[1].scores)
         assert trees[0].max_depth == trees[1].max_depth
         for row, scores in enumerate(trees[0].scores[:, 1:].tolist()):
@@ -217,7 +217,7 @@ def test_without_full_tree_attention_only_the_best_nodes_of_a_depth_are_extended
     ids = make_prompts([6])["input_ids"]
     generator = make_generator(target, drafter, 1)
     positions = torch.arange(5)[None]
-    tree = generator.get_tree(CommittedTokens(ids[:, 1:], states_of(target, ids)[:, :-1], positions, [5]))
+    tree = generator.draft_tree(CommittedTokens(ids[:, 1:], states_of(target, ids)[:, :-1], positions, [5]))
     parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
     for depth in range(1, 7):
         extended = {parents[node] for node in range(1, len(parents)) if depths[node] == depth + 1}
@@ -271,7 +271,7 @@ def test_equal_temperatures_for_all_depths_are_one_temperature() -> None:
         generator = make_generator(target, drafter, 2)
         positions = torch.arange(5).expand(2, -1)
         states = states_of(target, batch)[:, :-1]
-        trees.append(generator.get_tree(CommittedTokens(batch[:, 1:], states, positions, [5, 5])))
+        trees.append(generator.draft_tree(CommittedTokens(batch[:, 1:], states, positions, [5, 5])))
     for tree in trees[1:]:
         assert torch.equal(tree.tokens, trees[0].tokens)
         assert torch.equal(tree.parents, trees[0].parents)

@@ -134,10 +134,10 @@ def recorded_drafts(
 ) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Returns, for each cycle of a generation, the tokens and states that the drafter has read, and its chain."""
     cycles: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
-    get_tree = GumihoCandidateGenerator.get_tree
+    draft_tree = GumihoCandidateGenerator.draft_tree
 
     def recording(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
-        tree = get_tree(self, committed)
+        tree = draft_tree(self, committed)
         tokens, states = committed.tokens, committed.drafter_input
         before = cycles[-1] if cycles else (tokens[0, :0], states[0, :0])
         assert tree.depths[0].tolist() == list(range(tree.tokens.shape[1]))
@@ -147,7 +147,7 @@ def recorded_drafts(
         return tree
 
     with monkeypatch.context() as patch:
-        patch.setattr(GumihoCandidateGenerator, "get_tree", recording)
+        patch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
         target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter)
     return cycles
 

@@ -19,7 +19,7 @@ from ..drafting.settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..target.cycle_shapes import CycleShapes, cycle_shapes
 from ..target.feature_reader import TargetStates
-from ..target.output_head import drafting_head, output_head
+from ..target.output_head import head_for_drafting
 from ..target.requirements import check_cache, check_positions
 from ..target.session import TargetOutput, TargetSession, read_prompt
 from ..target.tree_cache import TreeCache
@@ -87,7 +87,7 @@ def decode_with_tree(
         if not sequences.finished:
             generator = _make_generator(session, assistant_model, settings, chooser, output.states, events)
             with events.stage("draft"):
-                tree = generator.get_tree(_committed_prompt(sequences, session, output, assistant_model))
+                tree = generator.draft_tree(_committed_prompt(sequences, session, output, assistant_model))
         while not sequences.finished:
             with events.stage("verify"):
                 output = session.run_tree(tree)
@@ -98,7 +98,7 @@ def decode_with_tree(
             records.add(path, output.hidden_states)
             if not sequences.finished:
                 with events.stage("draft"):
-                    tree = generator.get_tree(_committed_path(path, sequences, output, shapes))
+                    tree = generator.draft_tree(_committed_path(path, sequences, output, shapes))
         session.finish(sequences.num_run_by_plain(), sequences.last_tokens(), tree)
 
     if streamer is not None:
@@ -153,13 +153,10 @@ def _make_generator(
     device, dtype = states.last.device, states.last.dtype
     # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
     num_new = max(settings.tree_depth + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
-    head, token_ids = output_head(session.model), None
-    if settings.draft_vocabulary is not None:
-        token_ids = torch.tensor(settings.draft_vocabulary, device=device)
-        head = drafting_head(session.model, token_ids)
+    head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype)
     return GumihoCandidateGenerator(
         drafter,
-        lm_head=lambda features: head(features.to(device=device, dtype=dtype)),
+        lm_head=head,
         settings=settings,
         past_key_values=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
         shapes=session.shapes,

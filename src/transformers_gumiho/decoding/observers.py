@@ -34,8 +34,9 @@ class GenerationObserver:
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
         """
-        Is called when a cycle has committed its tokens, before a streamer gets them. The choice of the first token,
-        after the prompt, is no cycle.
+        Is called when a cycle has committed its tokens. A streamer gets them afterwards where a greedy path is chosen
+        at once, and one by one before where it is chosen token by token (sampling, processors that see the text). The
+        choice of the first token, after the prompt, is no cycle.
 
         Args:
             tree: The draft tree that was verified.

@@ -159,7 +159,10 @@ class TokenChooser:
         return AcceptedPath(walk.nodes, walk.tokens, accepted_lengths)
 
     def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
-        """One token after the other, as plain decoding: the processors see each node's true prefix, once."""
+        """
+        One token after the other, as plain decoding: processors see each node's true prefix, once; criteria and the
+        streamer follow each token.
+        """
         node = tree.parents[:, :1]
         children = ChildFinder(tree)
         node_logits = logits.flatten(0, 1)
@@ -183,6 +186,8 @@ class TokenChooser:
             self.logits.add(step_logits[:, None], counts)
             self.scores.add(scores[:, None], counts)
             new = self.sequences.commit(tokens, [row[:1] for row in host], counts, self.scores)
+            # A streamer may draw random numbers, too: it runs before the next draw, where plain decoding runs it.
+            self.sequences.stream()
             accepted_lengths = [total + number for total, number in zip(accepted_lengths, new, strict=True)]
             going_on = [self.sequences.is_open(row) for row in range(self.batch_size)]
             found_child = [bool(row[1]) for row in host]

@@ -1,12 +1,19 @@
 """The drafter behind transformers' interface for candidate generators."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator
+from transformers.utils import ModelOutput
 
 from ..model.modeling_gumiho import GumihoModel
+from ..target.cache_buffers import GROWTH
+from ..target.output_head import head_for_drafting
+from ..target.placement import drafter_device
+from ..target.requirements import check_pair
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftTree
 from .committed_tokens import CommittedTokens
@@ -16,7 +23,8 @@ from .settings import DraftingSettings
 
 class GumihoCandidateGenerator(CandidateGenerator):
     """
-    Generates the candidates of a Gumiho drafter: a [`DraftTree`] per cycle, or its most likely path.
+    Generates the candidates of a Gumiho drafter: a [`DraftTree`] per cycle ([`draft_tree`], which this package's own
+    loop verifies), or its best path ([`get_candidates`], which transformers' loop of assisted decoding verifies).
 
     Args:
         assistant_model ([`GumihoModel`]): The drafter, on any device.
@@ -24,10 +32,14 @@ class GumihoCandidateGenerator(CandidateGenerator):
             `token_ids`.
         settings ([`DraftingSettings`]): Shape of the tree.
         past_key_values ([`TreeCache`]): An empty cache for the drafter.
+        max_length (`int`, *optional*): Tokens of the longest text, prompt included; no candidate goes beyond it.
+        eos_token_ids: Tokens that end a text; no candidate goes beyond the first of them that was drafted.
         **drafter_kwargs: Further arguments of [`GumihoDrafter`].
     """
 
     requires_model_outputs = True
+    # Only the last states are read. Models that cannot choose among theirs return all of them.
+    model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": -1}
 
     def __init__(
         self,
@@ -35,26 +47,82 @@ class GumihoCandidateGenerator(CandidateGenerator):
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         settings: DraftingSettings,
         past_key_values: TreeCache,
+        max_length: int | None = None,
+        eos_token_ids: Collection[int] = (),
         **drafter_kwargs: Any,
     ):
         self.assistant_model = assistant_model
         self.device = assistant_model.fc.weight.device
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
+        self.max_length = max_length
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._has_read_prompt = False
 
-    def get_tree(self, committed: CommittedTokens) -> DraftTree:
+    @classmethod
+    def for_assisted_decoding(
+        cls, target: PreTrainedModel, assistant_model: GumihoModel, generation_config: GenerationConfig
+    ) -> "GumihoCandidateGenerator":
+        """
+        Returns a generator that drafts chains for one call of transformers' own loop of assisted decoding.
+
+        Args:
+            target: The model that verifies the candidates.
+            assistant_model: The drafter, with its settings in its `generation_config`; `branching_factor` is 1 here.
+            generation_config: The target's, as `generate()` has prepared it.
+
+        Raises:
+            ValueError: The drafter does not fit the target or needs an embedding that the target cannot share, or one
+                of its settings is out of range.
+        """
+        check_pair(target, assistant_model)
+        if not assistant_model.config.has_embedding:
+            assistant_model.share_embedding(target)
+        settings = DraftingSettings.from_generation_config(
+            assistant_model.generation_config, assistant_model.config, sampling_temperature=None
+        )
+        settings = replace(settings, branching_factor=1)
+        head, token_ids = head_for_drafting(
+            target, settings.draft_vocabulary, device=drafter_device(target), dtype=target.dtype
+        )
+        eos_token_id = generation_config.eos_token_id
+        return cls(
+            assistant_model,
+            head,
+            settings,
+            TreeCache(1, min(generation_config.max_length, GROWTH) + settings.tree_depth),
+            max_length=generation_config.max_length,
+            eos_token_ids=[eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or [],
+            token_ids=token_ids,
+        )
+
+    def draft_tree(self, committed: CommittedTokens) -> DraftTree:
         """Drafts a tree after newly committed tokens on any device; the tree is on the device of these tokens."""
         return self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
 
     def get_candidates(
-        self, input_ids: torch.Tensor, hidden_states: torch.Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: ModelOutput | None = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        *,
+        hidden_states: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """
         Returns `input_ids` followed by the best of the tree's deepest paths, for one sequence.
 
         Args:
             input_ids (`(1, T)`): The committed text.
-            hidden_states (`(1, n, H)`): The target's last hidden states before its newest `n` tokens: of the whole
-                text but its last token in the first call, of what was committed since then later on.
+            model_kwargs: With the `position_ids` and the `attention_mask`, both `(1, T)`, of the committed text; by
+                default positions count from 0, and nothing is padding.
+            model_outputs: Of the target's newest pass, with `hidden_states`.
+            is_first_iteration: Whether the target has not run yet. Nothing is drafted then.
+            n_last_matches: Candidates of the last call that are part of the text now.
+            hidden_states (`(1, n, H)`): Instead of `model_outputs` and `n_last_matches`: the target's last hidden
+                states before its newest `n` tokens: of the whole text but its last token in the first call, of what
+                was committed since then later on.
 
         Returns:
             Candidates `(1, T + depth)`, and no candidate logits: drafted tokens are verified as point masses.
@@ -62,15 +130,67 @@ class GumihoCandidateGenerator(CandidateGenerator):
         Raises:
             ValueError: There are no hidden states, or several sequences.
         """
-        if hidden_states is None:
-            raise ValueError("Gumiho drafts from the target's last hidden states; pass them as `hidden_states`.")
         if input_ids.shape[0] != 1:
-            raise ValueError(f"A single path fits one sequence, got a batch of {input_ids.shape[0]}; use `get_tree`.")
-        num_new = hidden_states.shape[1]
-        stop = input_ids.shape[1] - 1
-        positions = torch.arange(stop - num_new, stop, device=input_ids.device)[None]
-        tree = self.get_tree(CommittedTokens(input_ids[:, -num_new:], hidden_states, positions, [num_new]))
-        return torch.cat((input_ids, best_path(tree).to(input_ids.device)), dim=1), None
+            raise ValueError(
+                f"A single path fits one sequence, got a batch of {input_ids.shape[0]}; use `draft_tree`."
+            )
+        budget = self.drafter.settings.tree_depth
+        if self.max_length is not None:
+            # The target chooses the last token itself.
+            budget = min(budget, self.max_length - input_ids.shape[1] - 1)
+        if is_first_iteration or budget < 1:
+            return input_ids, None
+        if hidden_states is None:
+            hidden_states = self._committed_states(model_outputs, n_last_matches)
+        path = best_path(self._draft_after(input_ids, hidden_states, model_kwargs or {}))[:, :budget]
+        return torch.cat((input_ids, self._until_end(path).to(input_ids.device)), dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Does nothing: settings stay as they are. Earlier releases of transformers ask for this method."""
+
+    def _committed_states(self, model_outputs: ModelOutput | None, n_last_matches: int) -> torch.Tensor:
+        """Returns the last hidden states `(1, n, H)` of the target's newest pass that belong to committed tokens."""
+        hidden_states = getattr(model_outputs, "hidden_states", None)
+        if not hidden_states:
+            given = "no outputs" if model_outputs is None else f"a {type(model_outputs).__name__} without them"
+            raise ValueError(
+                f"Gumiho drafts from the target's last hidden states, but got {given}. Run the target with "
+                f"`output_hidden_states=True` and pass what it returns as `model_outputs`, or pass them as "
+                f"`hidden_states`."
+            )
+        # Nothing was drafted before the prompt was read, so all of its states belong to the text.
+        return hidden_states[-1][:, : n_last_matches + 1] if self._has_read_prompt else hidden_states[-1]
+
+    def _draft_after(
+        self, input_ids: torch.Tensor, hidden_states: torch.Tensor, model_kwargs: dict[str, Any]
+    ) -> DraftTree:
+        """Drafts after `input_ids` `(1, T)`, from the states `(1, n, H)` that its newest tokens were chosen from."""
+        # With `inputs_embeds` there are states of a prompt whose tokens are not known.
+        num_new = min(hidden_states.shape[1], input_ids.shape[1])
+        position_ids, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        # Multimodal decoders have several positions per token, the first of which are those of the text.
+        position_ids = position_ids.flatten(0, -2)[:1]
+        newest = slice(-num_new - 1, -1)  # the states are those of the tokens before
+        # A multimodal prompt may mark its images by ids outside the vocabulary.
+        vocab_size = self.assistant_model.config.get_text_config().vocab_size
+        tree = self.draft_tree(
+            CommittedTokens(
+                input_ids[:, -num_new:].clamp(0, vocab_size - 1),
+                hidden_states[:, -num_new:],
+                position_ids[:, newest],
+                [num_new],
+                mask[:, newest] if mask is not None and not self._has_read_prompt else None,
+            )
+        )
+        self._has_read_prompt = True
+        return tree
+
+    def _until_end(self, path: torch.Tensor) -> torch.Tensor:
+        """Returns the path `(1, depth)` up to its first end-of-sequence token, behind which nothing is committed."""
+        ends = [place for place, token in enumerate(path[0].tolist()) if token in self.eos_token_ids]
+        return path[:, : ends[0] + 1] if ends else path
 
 
 def best_path(tree: DraftTree) -> torch.Tensor:

@@ -64,8 +64,8 @@ class Cycle:
 @contextmanager
 def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
     """
-    Calls `on_cycle` after each verification cycle of this thread's generations within it, before a streamer gets the
-    cycle's tokens. The choice of the first token, after the prompt, is no cycle.
+    Calls `on_cycle` after each verification cycle of this thread's generations within it. The choice of the first
+    token, after the prompt, is no cycle. A streamer may get a cycle's tokens before or after the call.
 
     Raises:
         ValueError: In `generate()`, for a batch of several sequences.

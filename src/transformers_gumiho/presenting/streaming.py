@@ -20,7 +20,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class CycleStreamer(BaseStreamer):
     """
     Writes the text of one sequence as it is decoded, in pieces of whole characters. Pieces that are made of accepted
-    drafts alone are coloured; the target's own tokens, and characters that need one of them, are plain.
+    drafts alone are coloured; the target's own tokens, and characters that need one of them, are plain. A token is
+    written once its cycle is known, which may be before or after it comes.
 
     Args:
         tokenizer: The target's tokenizer.
@@ -36,14 +37,17 @@ class CycleStreamer(BaseStreamer):
         self.stream = stream
         self.colours = colours
         self.tokens: list[int] = []
+        # Tokens whose cycle is not known yet, or what is known of tokens that have not come yet.
+        self._waiting: deque[int] = deque()
         self._are_drafts: deque[bool] = deque()
         self._context: list[int] | None = None  # of the piece to come; none before the prompt
         self._piece: list[tuple[int, bool]] = []
 
     def expect(self, cycle: Cycle) -> None:
-        """Takes note that the tokens of `cycle` come next."""
+        """Takes note that the next tokens, which may be waiting already, are those of `cycle`."""
         drafts = len(cycle.accepted)
         self._are_drafts.extend(index < drafts for index in range(len(cycle.committed)))
+        self._write_known()
 
     def put(self, value: torch.Tensor) -> None:
         """
@@ -58,15 +62,22 @@ class CycleStreamer(BaseStreamer):
         if self._context is None:
             self._context = value[0, -_CONTEXT:].tolist()
             return
-        token = int(value)
-        self.tokens.append(token)
-        # The first token is chosen after the prompt, in no cycle.
-        self._piece.append((token, self._are_drafts.popleft() if self._are_drafts else False))
-        self._write_piece()
+        if not self.tokens and not self._are_drafts:
+            self._are_drafts.append(False)  # the first token is chosen after the prompt, in no cycle
+        self.tokens.append(int(value))
+        self._waiting.append(int(value))
+        self._write_known()
 
     def end(self) -> None:
-        """Writes what is left of a text that ends within a character."""
+        """Writes what is left of a text that ends within a character or, interrupted, within a cycle."""
+        self._are_drafts.extend([False] * len(self._waiting))
+        self._write_known()
         self._write_piece(is_last=True)
+
+    def _write_known(self) -> None:
+        while self._waiting and self._are_drafts:
+            self._piece.append((self._waiting.popleft(), self._are_drafts.popleft()))
+            self._write_piece()
 
     def _write_piece(self, is_last: bool = False) -> None:
         context, piece = self._context or [], [token for token, _ in self._piece]

@@ -1,6 +1,6 @@
 """The target's output head: what turns hidden states, and the drafter's features, into logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,26 @@ def cut_head(
     weight = head.weight.detach().index_select(0, rows)
     bias = None if head.bias is None else head.bias.detach().index_select(0, rows)
     return scaled_head(_by_rows(lambda features: nn.functional.linear(features, weight, bias)), target_config)
+
+
+def head_for_drafting(
+    target: PreTrainedModel, draft_vocabulary: Sequence[int] | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor | None]:
+    """
+    Returns the function from a drafter's features `(..., H)`, on any device, to the target's logits of the tokens that
+    may be drafted, and the ids of these, `(K,)`; `None` where they are all.
+
+    Args:
+        target: The target.
+        draft_vocabulary: The tokens that may be drafted, by default all.
+        device: That of the states that the target's output head reads.
+        dtype: Theirs.
+    """
+    head, token_ids = output_head(target), None
+    if draft_vocabulary is not None:
+        token_ids = torch.tensor(draft_vocabulary, device=device)
+        head = drafting_head(target, token_ids)
+    return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
 
 
 def scaled_head(
