@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.utils import ModelOutput
-from transformers.utils.output_capturing import capture_outputs
 
+from ..internals import adopt_attention_implementation, capture_outputs
 from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
@@ -102,8 +102,7 @@ class GumihoModel(GumihoPreTrainedModel):
     def __init__(self, config: GumihoConfig):
         super().__init__(config)
         llama = config.get_text_config()
-        # The layers read the implementation from the nested config, which `PreTrainedModel` leaves to submodels.
-        llama._attn_implementation = config._attn_implementation
+        adopt_attention_implementation(llama, config)
         self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
         self.fc = nn.Linear(2 * llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias)
         self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
@@ -131,9 +130,8 @@ class GumihoModel(GumihoPreTrainedModel):
     ) -> None:
         """Loads `generation_config.json` for `from_pretrained`. The arguments are those of `GenerationMixin`."""
         if generation_config is not None:
-            self.generation_config = GenerationConfig.from_dict(generation_config.to_dict())
+            self.generation_config = generation_config
         elif pretrained_model_name_or_path is not None:
-            kwargs |= {"_from_auto": from_auto_class, "_from_pipeline": from_pipeline}
             try:
                 self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
             except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
@@ -144,13 +142,13 @@ class GumihoModel(GumihoPreTrainedModel):
         self._complete_generation_config()
 
     def _complete_generation_config(self) -> None:
-        """Writes the default of every decoding setting that the generation config lacks into it."""
-        settings = self.generation_config
+        """Makes the generation config one of the drafter's own, in which every decoding setting has a value."""
+        # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
+        settings = {name: v for name, v in self.generation_config.to_dict().items() if not name.startswith("_")}
         for name, default in (DECODING_DEFAULTS | {"tree_depth": self.config.max_draft_depth}).items():
-            if getattr(settings, name, None) is None:
-                setattr(settings, name, default)
-        # The file that is saved holds settings of its own, not ones to be derived from the model's config again.
-        settings._from_model_config = False
+            if settings.get(name) is None:
+                settings[name] = default
+        self.generation_config = GenerationConfig(**settings)
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "GumihoModel":

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..internals import run_prompt
 from ..tree.attention_masks import block_attention_mask, slot_attention_mask
 from ..tree.draft_tree import DraftTree
 from .cycle_shapes import CycleShapes
@@ -103,7 +104,7 @@ class TargetRunner:
         position_ids = self.model_kwargs["position_ids"]
         decoder = self.model.get_decoder()
         with _capture_last_hidden_states(decoder) as states:
-            outputs = self.model._prefill(input_ids, self.generation_config, self.model_kwargs)
+            outputs = run_prompt(self.model, input_ids, self.generation_config, self.model_kwargs)
         if not states:
             raise RuntimeError(
                 f"{type(self.model).__name__} did not run its decoder as a module, so its last hidden states could "

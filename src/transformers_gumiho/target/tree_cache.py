@@ -10,6 +10,8 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..internals import mark_static_address
+
 
 # The layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put
 # it where a layer reads the keys and values of another one; earlier ones leave such layers out.
@@ -178,10 +180,9 @@ class TreeCache(Cache):
             device: Where the number of committed slots is kept.
         """
         self.starts = torch.tensor(self.lengths, device=device)[:, None]
-        # A captured graph reads and writes these where they lie; without the mark it would copy them in every replay.
         for tensor in (self.starts, *(tensor for layer in self.layers for tensor in (layer.keys, layer.values))):
             if tensor is not None:
-                torch._dynamo.mark_static_address(tensor)
+                mark_static_address(tensor)
 
     def allocate(self, states: list[tuple[TreeCacheLayer, torch.Tensor, torch.Tensor]]) -> None:
         """Gives each layer buffers for keys and values like the given ones; those that agree share a group."""

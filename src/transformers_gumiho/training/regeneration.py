@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..internals import dataset_fingerprint
 from .conversations import Conversation, MalformedRowError, RawText, read_row
 from .fingerprint import target_fingerprint, tokenizer_fingerprints
 from .preparation import check_settings
@@ -63,7 +64,7 @@ def regenerate_dataset(
         path,
         {"target": target_fingerprint(target)}
         | tokenizer_fingerprints(tokenizer)
-        | {"rows": getattr(dataset, "_fingerprint", None), "batch_size": batch_size, "max_length": max_length}
+        | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
         | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
     )
     done = _resume(path, batch_size)

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from ..internals import has_placement_hook
 from ..target.output_head import output_head
 
 
@@ -45,8 +46,8 @@ class OnlineFeatures:
 
     def to(self, device: torch.device) -> None:
         """Moves the target to `device`, unless it was placed when it was loaded (split, offloaded or quantised)."""
-        placed = ("hf_device_map", "_hf_hook", "is_quantized")
-        if not any(getattr(self.target, name, None) for name in placed):
+        placed = any(getattr(self.target, name, None) for name in ("hf_device_map", "is_quantized"))
+        if not placed and not has_placement_hook(self.target):
             self.target.to(device)
 
     @torch.no_grad()
