@@ -24,9 +24,6 @@ from transformers.utils.output_capturing import capture_outputs
 VALIDATION_STEP = "_validate_generation_mode"
 DECODING_STEP = "_assisted_decoding"
 
-# What transformers writes into a config to remember where it came from.
-CONFIG_ORIGIN = "_name_or_path"
-
 # Names that subclasses in this package give a value or a body to, for transformers to find: there is no other place
 # for them than the class. By the class that first has them.
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
@@ -103,9 +100,9 @@ def would_compile(target: PreTrainedModel, model_kwargs: dict[str, Any], generat
     return bool(target._valid_auto_compile_criteria(model_kwargs, generation_config))
 
 
-def compile_on_every_device() -> CompileConfig:
-    """Returns settings under which `generate()` compiles on every device. Otherwise it leaves a CPU out."""
-    config = CompileConfig()
+def compile_on_every_device(**options: Any) -> CompileConfig:
+    """Returns settings, with these options, under which `generate()` compiles on every device: it leaves a CPU out."""
+    config = CompileConfig(**options)
     config._compile_all_devices = True
     return config
 
@@ -138,9 +135,12 @@ def runs_as_defined(module: nn.Module) -> bool:
     Whether calling the module runs the `forward` of its class and nothing else: no hook, and no other `forward` put
     on the object, as accelerate does where it offloads or splits a model.
     """
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or has_placement_hook(module)
-    )
+    return not (num_hooks(module) or "forward" in vars(module) or has_placement_hook(module))
+
+
+def num_hooks(module: nn.Module) -> int:
+    """Returns how many functions are registered to run before or after the module's `forward`."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
 def has_placement_hook(module: nn.Module) -> bool:
@@ -176,7 +176,6 @@ def dataset_fingerprint(dataset: Any) -> str | None:
 
 
 __all__ = [
-    "CONFIG_ORIGIN",
     "DECODING_STEP",
     "OVERRIDDEN",
     "VALIDATION_STEP",
@@ -193,6 +192,7 @@ __all__ = [
     "keeps_dynamic_cache",
     "mark_static_address",
     "num_compiled_graphs",
+    "num_hooks",
     "pad_token_id",
     "register_checkpoint_conversion_mapping",
     "replace_generation_step",

@@ -168,7 +168,7 @@ def test_enumerating_finds_the_trees_that_searching_finds(
         for limit in (10_000, 0):
             monkeypatch.setattr(recombination, "MAX_RECOMBINATIONS", limit)
             generator = make_generator(target, drafter, batch_size)
-            assert (generator.drafter._recombinations is None) == (limit == 0)
+            assert (generator.drafter._recombinations is None) == (limit == 0)  # noqa: SLF001
             positions = torch.arange(5).expand(batch_size, -1)
             inputs = (ids[:, 1:], states_of(target, ids)[:, :-1], positions, [5] * batch_size)
             trees.append(generator.get_tree(*inputs, noise=noise_of_case))

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.decoding import dispatch
-from transformers_gumiho.internals import DECODING_STEP, VALIDATION_STEP, generation_step
+from transformers_gumiho.internals import DECODING_STEP, VALIDATION_STEP, attention_implementation, generation_step
 from transformers_gumiho.model.parallel_heads import run_batched_heads
 
 
@@ -307,7 +307,7 @@ def test_sdpa_equals_eager() -> None:
     outputs = []
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
-        assert model.layers[0].self_attn.config._attn_implementation == implementation
+        assert attention_implementation(model.layers[0].self_attn.config) == implementation
         outputs.append(model(**inputs))
     torch.testing.assert_close(outputs[0].serial_features, outputs[1].serial_features)
     torch.testing.assert_close(outputs[0].parallel_features, outputs[1].parallel_features)

@@ -1,7 +1,7 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -75,14 +75,17 @@ class GumihoPreTrainedModel(SavingMixin, PreTrainedModel):
     main_input_name = "input_ids"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
-    _no_split_modules = ["LlamaDecoderLayer", "GumihoParallelHeads"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": LlamaAttention}
+    _can_record_outputs: ClassVar[dict[str, type[nn.Module]]] = {
+        "hidden_states": LlamaDecoderLayer,
+        "attentions": LlamaAttention,
+    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
