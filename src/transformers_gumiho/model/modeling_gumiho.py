@@ -19,6 +19,7 @@ from ..internals import adopt_attention_implementation, capture_outputs
 from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
+from .damaged_files import DamagedFileError, damaged_json_named, damaged_weights_named
 from .draft_vocabulary import adopt_released_vocabulary
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .released_configs import find_packaged_folder
@@ -136,7 +137,10 @@ class GumihoModel(GumihoPreTrainedModel):
             self.generation_config = generation_config
         elif pretrained_model_name_or_path is not None:
             try:
-                self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+                with damaged_json_named("generation_config.json", pretrained_model_name_or_path):
+                    self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+            except DamagedFileError:
+                raise
             except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
                 if packaged := find_packaged_folder(pretrained_model_name_or_path):
                     settings = GenerationConfig.from_pretrained(packaged)
@@ -210,14 +214,15 @@ class GumihoModel(GumihoPreTrainedModel):
         `token_map` or `d2t` becomes the setting `draft_vocabulary`, unless there is a setting already.
 
         Raises:
-            OSError: There is no config or no weight file.
+            OSError: There is no config or no weight file, or a file is damaged.
             ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; or its config is
                 that of another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
+        with damaged_weights_named(pretrained_model_name_or_path, kwargs):
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
         unexpected = set_surplus_heads_aside(info["unexpected_keys"], config, settings, name)
         vocab_size = config.get_text_config().vocab_size
