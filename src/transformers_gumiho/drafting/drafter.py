@@ -47,7 +47,7 @@ class GumihoDrafter:
         self.token_ids = token_ids
         self.context_mask: torch.Tensor | None = None
         self._head_weights = model.mlp.batched_weights()
-        device = model.embed_tokens.weight.device
+        device = model.fc.weight.device
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
         offsets = torch.arange(settings.tree_depth + 1, device=device)
         causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)

@@ -2,13 +2,19 @@
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .configuration_gumiho import GumihoConfig
 from .pushing import Push
 
+
+_EMBEDDING = "embed_tokens.weight"
 
 # What `generate(custom_generate=<repository>)` reads: the code, and the packages that it needs.
 CUSTOM_GENERATE = {
@@ -30,22 +36,30 @@ class SavingMixin:
             that a pipeline can load it as an assistant by its name.
     """
 
+    config: GumihoConfig
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,
         is_main_process: bool = True,
-        state_dict: dict | None = None,
+        state_dict: dict[str, torch.Tensor] | None = None,
         push_to_hub: bool = False,
         *args: Any,
+        save_embedding: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """
         As `PreTrainedModel.save_pretrained`; also writes the tokenizer and the folder `custom_generate`.
 
+        Args:
+            save_embedding (`bool`, *optional*): Whether the token embedding is saved; by default, where the drafter
+                has one of its own. What is loaded from files without it reads the embedding of its target.
+            *args, **kwargs: As in `PreTrainedModel.save_pretrained`.
+
         Raises:
-            ValueError: A distributed checkpoint is to be pushed.
+            ValueError: The embedding is to be saved, and the drafter has none and was lent none; or a distributed
+                checkpoint is to be pushed.
         """
         if push_to_hub and kwargs.get("distributed_checkpoint"):
             raise ValueError(
@@ -54,12 +68,38 @@ class SavingMixin:
             )
         # transformers tells in the log why it does not save into a file.
         saves = self.should_save_on_this_rank(is_main_process) and not Path(save_directory).is_file()  # type: ignore[attr-defined]
-        push = Push(save_directory, **_push_arguments(kwargs)) if push_to_hub and saves else None
-        super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)  # type: ignore[misc]
+        with self._as_saved(save_embedding, state_dict) as tensors:
+            push = Push(save_directory, **_push_arguments(kwargs)) if push_to_hub and saves else None
+            super().save_pretrained(save_directory, is_main_process, tensors, False, *args, **kwargs)  # type: ignore[misc]
         if saves:
             companions = self._save_companions(Path(save_directory))
             if push is not None:
                 push.commit(self.model_tags, companions)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _as_saved(
+        self, save_embedding: bool | None, state_dict: dict[str, torch.Tensor] | None
+    ) -> Iterator[dict[str, torch.Tensor] | None]:
+        """Makes the config say for as long as it lasts what the files will hold; yields the tensors to save."""
+        had_embedding = self.config.has_embedding
+        if save_embedding is None or save_embedding == had_embedding:
+            yield state_dict
+            return
+        tensors = dict(state_dict or self.state_dict())  # type: ignore[attr-defined]
+        if save_embedding:
+            if self.embed_tokens.weight is None:  # type: ignore[attr-defined]
+                raise ValueError(
+                    "`save_embedding=True`, but this drafter was saved without its embedding and was lent none yet. "
+                    "Call `drafter.share_embedding(target)` first."
+                )
+            tensors[_EMBEDDING] = self.embed_tokens.weight  # type: ignore[attr-defined]
+        else:
+            tensors.pop(_EMBEDDING, None)
+        self.config.has_embedding = save_embedding
+        try:
+            yield tensors
+        finally:
+            self.config.has_embedding = had_embedding
 
     def _save_companions(self, save_directory: Path) -> set[Path]:
         """Writes the files, and returns them."""

@@ -70,6 +70,8 @@ class GumihoTrainer(Trainer):
         for name in ("train_dataset", "eval_dataset"):
             _check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
+        if not self.drafter.config.has_embedding:
+            self.drafter.adopt_embedding(self.target_features.embedding)
         # The target is on one device, or split over several that are then all its own.
         drive_one_device(args)
         vocab_size = self.drafter.config.get_text_config().vocab_size
