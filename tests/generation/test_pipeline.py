@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers_gumiho import GumihoModel
 
 
-# Before 5.23 the pipeline passes its settings in both forms, whatever it is called with.
-pytestmark = pytest.mark.transformers_deprecates("^Passing `generation_config` together with generation-related")
 FOLDER = Path(__file__).parents[2] / "examples" / "demo_pair"
 TEXT = "def __init__(self, "
 TEMPLATE = "{% for message in messages %}# {{ message['role'] }}\n{{ message['content'] }}\n{% endfor %}"

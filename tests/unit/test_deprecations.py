@@ -52,3 +52,28 @@ def test_deprecations_are_errors(pytester: pytest.Pytester) -> None:
         "test_logged", "test_logged_again", "test_another_is_excepted",
         "test_warned[DeprecationWarning]", "test_warned[FutureWarning]",
     }  # fmt: skip
+
+
+@pytest.mark.transformers_deprecates("^Passing `generation_config` together")
+def test_only_calls_of_ours_count(pytester: pytest.Pytester) -> None:
+    """transformers' own assistants pass `generate()` what it calls deprecated, and are not ours to mend."""
+    pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
+    pytester.makefile(".toml", pyproject=(ROOT / "pyproject.toml").read_text())
+    pytester.makepyfile(
+        """
+        import torch
+        from targets import make_target
+        from transformers import GenerationConfig
+
+        IDS = torch.tensor([[1, 2, 3]])
+
+        def test_theirs():
+            make_target().generate(IDS, assistant_model=make_target(seed=1), max_new_tokens=4, do_sample=False)
+
+        def test_ours():
+            make_target().generate(IDS, generation_config=GenerationConfig(do_sample=False), max_new_tokens=4)
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--override-ini=addopts=", "--tb=short")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines("ERROR *::test_ours *")
