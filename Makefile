@@ -13,7 +13,7 @@ test:
 	python -m pytest -n 2 --dist worksteal
 
 test-fast:
-	python -m pytest -n 2 --dist worksteal tests/unit
+	python -m pytest -n 2 --dist worksteal tests/unit src docs
 
 docs:
 	python docs/build_api_reference.py build/api

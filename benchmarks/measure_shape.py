@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, CompileConfig, HfArgumentParser, LlamaConfig, PreTrainedModel, logging
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, PreTrainedModel, logging
 
 from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.tuning.timing import time_drafted, time_plain
 
 
@@ -75,9 +76,7 @@ def measure(target: PreTrainedModel, gumiho: GumihoModel, args: ShapeArguments) 
     """Returns the median seconds of a plain step, and of a cycle with trees of each size; measured in turns."""
     settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     if args.compile:
-        compile_config = CompileConfig()
-        compile_config._compile_all_devices = True  # or transformers would leave a CPU out
-        settings |= {"cache_implementation": "static", "compile_config": compile_config}
+        settings |= {"cache_implementation": "static", "compile_config": compile_on_every_device()}
     vocab_size = target.get_output_embeddings().out_features
     ids = torch.randint(vocab_size, (1, args.context), generator=torch.Generator().manual_seed(0)).to(target.device)
     plain: list[float] = []

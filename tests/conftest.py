@@ -1,4 +1,10 @@
+import inspect
+import logging
 import os
+import re
+from collections.abc import Iterator
+
+import pytest
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -6,9 +12,57 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def pytest_configure() -> None:
     import torch
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # Warnings are made, for the fixture below to see, and written nowhere.
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.disable_default_handler()
     # The models here are tiny: threads only wait for each other, for very long where the machine is busy.
     torch.set_num_threads(1)
+
+
+class _Deprecations(logging.Handler):
+    """Keeps what transformers says of its future."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if re.search("deprecat|will be removed", text, re.IGNORECASE) and not _transformers_called_generate():
+            self.messages.append(text)
+
+
+def _transformers_called_generate() -> bool:
+    """Whether the innermost `generate()` was called by transformers itself: by a pipeline, or an assistant of its."""
+    frame, is_inside = inspect.currentframe(), False
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if is_inside and not module.startswith("torch."):  # whose decorators are around it
+            return module.startswith("transformers.")
+        is_inside = is_inside or (module == "transformers.generation.utils" and frame.f_code.co_name == "generate")
+        frame = frame.f_back
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _no_deprecations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """
+    Fails a test in which transformers logs that something is deprecated. (That it *warns* of it is an error by
+    `filterwarnings` in pyproject.toml.) What its own pipelines and assistants pass to `generate()` is excepted, and
+    by the marker `transformers_deprecates(match)` messages that a pattern is found in.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    allowed = [pattern for marker in request.node.iter_markers("transformers_deprecates") for pattern in marker.args]
+    handler = _Deprecations()
+    # What is said once in a process is said once in each test.
+    logging.Logger.warning_once.cache_clear()
+    transformers_logging.add_handler(handler)
+    yield
+    transformers_logging.remove_handler(handler)
+    found = [text for text in handler.messages if not any(re.search(pattern, text) for pattern in allowed)]
+    if found:
+        pytest.fail("transformers calls deprecated what this test uses:\n" + "\n".join(found), pytrace=False)

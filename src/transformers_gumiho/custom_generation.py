@@ -1,12 +1,12 @@
 """`target.generate(custom_generate=<repository of a drafter>)`: what the code in such a repository runs."""
 
-import inspect
 import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
+from .internals import repository_of_call
 from .model.modeling_gumiho import GumihoModel
 from .target.placement import drafter_device
 
@@ -33,7 +33,7 @@ def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = N
     """
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if assistant_model is None:
-        assistant_model = _drafter_for(model, _repository_of_call(), loading)
+        assistant_model = _drafter_for(model, _repository(), loading)
     # Not `model.generate`: a target whose own folder holds a `custom_generate` has that in its place.
     return type(model).generate(model, assistant_model=assistant_model, **kwargs)
 
@@ -49,19 +49,10 @@ def _drafter_for(target: PreTrainedModel, repository: str, loading: dict[str, An
     return loaded[key]
 
 
-def _repository_of_call() -> str:
-    """
-    Returns the `custom_generate` of the `generate()` that is running.
-
-    transformers hands all arguments of the call on but this one, and from a local folder it runs a copy of the code
-    that does not know where it came from. The name is left in the frame that made the call.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        is_generate = frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__
-        if is_generate and isinstance(name := frame.f_locals.get("custom_generate"), str):
-            return name
-        frame = frame.f_back
+def _repository() -> str:
+    """Returns the `custom_generate` of the `generate()` that is running."""
+    if repository := repository_of_call():
+        return repository
     raise ValueError(
         "This function was not called by `target.generate(custom_generate=<name or folder of a Gumiho drafter>, "
         "trust_remote_code=True)`, so there is no repository to load a drafter from. Call it so, or pass "

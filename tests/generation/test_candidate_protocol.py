@@ -137,5 +137,5 @@ def test_candidates_need_the_states_of_the_target() -> None:
     ids = make_prompts([5])["input_ids"]
     assert generator.get_candidates(ids, {}, None, is_first_iteration=True, n_last_matches=0) == (ids, None)
     outputs = target(ids[:, :-1])
-    with pytest.raises(ValueError, match="a CausalLMOutputWithPast without them.*`output_hidden_states=True`"):
+    with pytest.raises(ValueError, match=r"a CausalLMOutputWithPast without them.*`output_hidden_states=True`"):
         generator.get_candidates(ids, {}, outputs, is_first_iteration=False, n_last_matches=0)

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel
+from transformers_gumiho.internals import num_hooks
 from transformers_gumiho.target.tree_cache import TreeCache
 
 
@@ -578,7 +579,7 @@ def test_exception_leaves_the_target_as_it_was(
     target: PreTrainedModel, drafter: GumihoModel, error: type[BaseException]
 ) -> None:
     config, settings = target.config.to_dict(), target.generation_config.to_dict()
-    hooks = [len(module._forward_hooks) for module in target.modules()]
+    hooks = [num_hooks(module) for module in target.modules()]
     plain = target.generate(**make_prompts([5]), max_new_tokens=40, do_sample=False)
     cache = DynamicCache(config=target.config)
     with pytest.raises(error, match="stop here"):
@@ -586,7 +587,7 @@ def test_exception_leaves_the_target_as_it_was(
             **make_prompts([5]), max_new_tokens=40, assistant_model=drafter, stopping_criteria=[Interrupts(error)],
             past_key_values=cache,
         )  # fmt: skip
-    assert [len(module._forward_hooks) for module in target.modules()] == hooks
+    assert [num_hooks(module) for module in target.modules()] == hooks
     assert target.config.to_dict() == config
     assert target.generation_config.to_dict() == settings
     assert torch.equal(target.generate(**make_prompts([5]), max_new_tokens=40, do_sample=False), plain)

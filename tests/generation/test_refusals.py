@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.internals import adopt_attention_implementation
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +105,10 @@ def test_target_without_a_cache() -> None:
 
 def test_attention_that_takes_no_mask(target: PreTrainedModel) -> None:
     drafter = make_drafter(target)
-    drafter.config._attn_implementation = "flash_attention_2"
+    adopt_attention_implementation(drafter.config, LlamaConfig(attn_implementation="flash_attention_2"))
     refuses(target, "and GumihoModel uses 'flash_attention_2'", drafter)
     target = make_target()
-    target.config._attn_implementation = "flex_attention"
+    adopt_attention_implementation(target.config, LlamaConfig(attn_implementation="flex_attention"))
     refuses(target, "uses 'flex_attention'. Load it with `attn_implementation='sdpa'`")
     neo = GPTNeoForCausalLM(
         GPTNeoConfig(

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.target.cycle_shapes import CycleShapes
 
 
@@ -17,10 +18,10 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_pen
 
 @pytest.fixture
 def _forget_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def make_pair(family: str = "llama", **settings: int) -> tuple[PreTrainedModel, GumihoModel]:
@@ -32,9 +33,7 @@ def make_pair(family: str = "llama", **settings: int) -> tuple[PreTrainedModel, 
 
 def compile_config(backend: str) -> CompileConfig:
     # As a whole graph: a stage that falls back to Python would be an error.
-    config = CompileConfig(backend=backend, mode="default", fullgraph=True)
-    config._compile_all_devices = True
-    return config
+    return compile_on_every_device(backend=backend, mode="default", fullgraph=True)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

@@ -21,7 +21,7 @@ def allow_fsdp_on_cpu() -> None:
     accelerate switches FSDP on for accelerators only. It runs on a CPU all the same, over gloo, when the processes are
     taken for those of a GPU machine.
     """
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # noqa: SLF001
 
 
 def main(folder: Path, batch_size: int, resume: bool) -> None:

@@ -169,7 +169,7 @@ def test_features_of_a_text_are_those_of_drafting_it(monkeypatch: pytest.MonkeyP
     settings = {"branching_factor": 16, "num_assistant_tokens": 200, "tree_depth": 7}
     drafter = make_drafter(target, **settings)
     heads, drafted, roots = drafter.config.num_parallel_heads, [], []
-    draft, best_tokens = GumihoDrafter.draft, GumihoDrafter._best_tokens
+    draft, best_tokens = GumihoDrafter.draft, GumihoDrafter._best_tokens  # noqa: SLF001
 
     def recording_draft(self: GumihoDrafter, committed: CommittedTokens) -> Any:
         roots.append((roots[-1] if roots else 0) + committed.accepted_lengths[0])
@@ -237,7 +237,7 @@ def test_prompts_are_profiled_with_temperatures_fitted_on_the_others() -> None:
     assert fitted[0] == pytest.approx(float(LOG_TEMPERATURES[6:8].mean().exp()), rel=0.01)
     alone = DraftLosses(losses.sums[:1], losses.counts[:1])
     assert cross_fitted(alone) == (alone.best_temperatures(), [alone.best_temperatures()])
-    with pytest.raises(ValueError, match="have one token at most, none of them drafted. Give others"):
+    with pytest.raises(ValueError, match=r"have one token at most, none of them drafted\. Give others"):
         DraftLosses(losses.sums, torch.zeros_like(losses.counts)).best_temperatures()
 
 

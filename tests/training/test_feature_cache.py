@@ -188,7 +188,7 @@ def test_a_disk_that_is_too_small_is_noticed_at_once(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**6, 10**6 - 1000, 1000))
-    with pytest.raises(OSError, match="The features need 0.0 GB more, and 0.0 GB are free"):
+    with pytest.raises(OSError, match=r"The features need 0\.0 GB more, and 0\.0 GB are free"):
         write(target, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
@@ -222,13 +222,13 @@ def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part:
 def test_states_beyond_float16_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     large = make_target("llama").float()
     large.model.norm.weight.data.fill_(1e6)
-    with pytest.raises(ValueError, match="too large for torch.float16. Extract them as bfloat16"):
+    with pytest.raises(ValueError, match=r"too large for torch\.float16\. Extract them as bfloat16"):
         write(large, tmp_path, dtype=torch.float16)
 
 
 def test_another_precision_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     write(target, tmp_path)
-    with pytest.raises(ValueError, match="holds float32, not bfloat16. Extract features into another folder"):
+    with pytest.raises(ValueError, match=r"holds float32, not bfloat16\. Extract features into another folder"):
         write(target, tmp_path, dtype=torch.bfloat16)
 
 
@@ -252,7 +252,7 @@ def test_rows_can_be_walked(target: PreTrainedModel, tmp_path: Path) -> None:
 
 
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is no feature cache: it has no cache.json"):
+    with pytest.raises(FileNotFoundError, match=r"is no feature cache: it has no cache\.json"):
         FeatureDataset(tmp_path)
     write(target, tmp_path)
     row = GumihoDataCollator()([{"input_ids": [1, 2]}])

@@ -79,7 +79,7 @@ def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, tm
     rows = [{"text": "import os"}]
     regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=4)
     with pytest.raises(
-        ValueError, match="was begun with another generate_kwargs and another seed. Write into another"
+        ValueError, match=r"was begun with another generate_kwargs and another seed\. Write into another"
     ):
         regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=5, seed=1)
     with pytest.raises(ValueError, match="was begun with another template"):
@@ -91,9 +91,9 @@ def test_the_space_before_an_answer_is_kept() -> None:
     words = Tokenizer(models.WordLevel({"▁def": 0, "▁f": 1, "▁return": 2, "<unk>": 3}, unk_token="<unk>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
-    writer = regeneration._TargetWriter(None, tokenizer, 64, 8, {})
+    writer = regeneration.TargetWriter(None, tokenizer, 64, 8, {})
     assert tokenizer.decode([2]) == "return"
-    assert writer._decode_after([0, 1], [2]) == " return"
+    assert writer.decode_after([0, 1], [2]) == " return"
 
 
 def test_rows_without_an_answer_say_why(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_without_training_data_the_drafters_own_vocabulary_is_evaluated(
     own = make_trainer(target, tmp_path, drafter, train_dataset=None).evaluate()
     whole = make_trainer(target, tmp_path, drafter, size=None, train_dataset=None).evaluate()
     assert own["eval_serial_ce"] < whole["eval_serial_ce"]
-    with pytest.raises(ValueError, match="the drafter, which has no training data to count in, has .* of 4 tokens"):
+    with pytest.raises(ValueError, match=r"the drafter, which has no training data to count in, has .* of 4 tokens"):
         make_trainer(target, tmp_path, drafter, size=3, train_dataset=None).evaluate()
 
 
@@ -214,15 +214,15 @@ def test_tokens_that_end_a_text_can_always_be_drafted(target: PreTrainedModel, t
     trainer = make_trainer(target, tmp_path, drafter, size=3, train_dataset=[{"input_ids": [1, 2, 3, 4, 3, 3]}])
     trainer.train()
     assert drafter.generation_config.draft_vocabulary == [3, 0, 7]
-    with pytest.raises(ValueError, match="must be from 2 .* to the target's 8 tokens, got 1"):
+    with pytest.raises(ValueError, match=r"must be from 2 .* to the target's 8 tokens, got 1"):
         make_trainer(target, tmp_path, size=1)
 
 
 def test_sizes_and_data_that_give_no_vocabulary_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be from 1 .* to the target's 8 tokens, got 9. Choose a size"):
+    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, got 9\. Choose a size"):
         make_trainer(target, tmp_path, size=9)
     with pytest.raises(ValueError, match="must be at least 1, or `None` for all tokens, got 0"):
         make_trainer(target, tmp_path, size=0)
     stream = IterableDataset.from_generator(lambda: iter(make_rows()))
-    with pytest.raises(ValueError, match="a stream can only be read while training. Prepare the dataset without"):
+    with pytest.raises(ValueError, match=r"a stream can only be read while training\. Prepare the dataset without"):
         make_trainer(target, tmp_path, train_dataset=stream)

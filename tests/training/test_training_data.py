@@ -208,7 +208,7 @@ def test_packing_keeps_every_text_whole_and_wastes_little(streaming: bool, confi
 
 
 def test_unstable_template_is_refused(config: PreTrainedConfig) -> None:
-    with pytest.raises(UnstableTemplateError, match="Mark them with {% generation %}"):
+    with pytest.raises(UnstableTemplateError, match=r"Mark them with \{% generation %\}"):
         prepare([{"messages": MESSAGES}], config, FORGETFUL)
     rows, _ = prepare([{"messages": MESSAGES[:3]}], config, FORGETFUL)
     assert texts_that_count(rows[0]) == ["import os\n"]

@@ -173,7 +173,7 @@ def test_enumerating_finds_the_trees_that_searching_finds(
         for limit in (10_000, 0):
             monkeypatch.setattr(recombination, "MAX_RECOMBINATIONS", limit)
             generator = make_generator(target, drafter, batch_size, noise_of_case)
-            assert (generator.drafter._recombinations is None) == (limit == 0)
+            assert (generator.drafter._recombinations is None) == (limit == 0)  # noqa: SLF001
             positions = torch.arange(5).expand(batch_size, -1)
             states = states_of(target, ids)[:, :-1]
             trees.append(generator.draft_tree(CommittedTokens(ids[:, 1:], states, positions, [5] * batch_size)))

@@ -10,10 +10,11 @@ import torch
 from checkpoints import HIDDEN_SIZE, VOCAB_SIZE, reference_shapes, small_config, write_reference_checkpoint
 from targets import FAMILIES, make_drafter, make_prompts, make_target
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
-from transformers.generation import GenerationMixin
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.decoding import dispatch
+from transformers_gumiho.internals import DECODING_STEP, VALIDATION_STEP, attention_implementation, generation_step
 from transformers_gumiho.model.parallel_heads import run_batched_heads
 
 
@@ -306,7 +307,7 @@ def test_sdpa_equals_eager() -> None:
     outputs = []
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
-        assert model.layers[0].self_attn.config._attn_implementation == implementation
+        assert attention_implementation(model.layers[0].self_attn.config) == implementation
         outputs.append(model(**inputs))
     torch.testing.assert_close(outputs[0].serial_features, outputs[1].serial_features)
     torch.testing.assert_close(outputs[0].parallel_features, outputs[1].parallel_features)
@@ -360,17 +361,15 @@ def test_wrong_shapes_are_refused() -> None:
 
 
 def test_installing_twice_changes_nothing() -> None:
-    before = GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode
-    transformers_gumiho.decoding.dispatch.install()
-    assert before == (GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode)
+    before = [generation_step(name) for name in (VALIDATION_STEP, DECODING_STEP)]
+    dispatch.install()
+    assert before == [generation_step(name) for name in (VALIDATION_STEP, DECODING_STEP)]
 
 
 def test_other_assistants_keep_transformers_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     target, small = make_target(), make_target(seed=1)
     prompt = make_prompts([5])
-    monkeypatch.setattr(
-        transformers_gumiho.decoding.dispatch, "decode_with_tree", lambda *args, **kwargs: pytest.fail("took the tree")
-    )
+    monkeypatch.setattr(dispatch, "decode_with_tree", lambda *args, **kwargs: pytest.fail("took the tree"))
     plain = target.generate(**prompt, max_new_tokens=20, do_sample=False)
     for assistant in ({"assistant_model": small}, {"prompt_lookup_num_tokens": 3}):
         assert torch.equal(target.generate(**prompt, max_new_tokens=20, do_sample=False, **assistant), plain)

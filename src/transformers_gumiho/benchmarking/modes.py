@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ..internals import compile_on_every_device
 from ..measuring.decoding_settings import decoding_settings
 from ..model.modeling_gumiho import GumihoModel
 
@@ -82,9 +83,7 @@ def decoding_modes(
     modes.append(DecodingMode("serial head only", gumiho, {"tree_depth": config.num_serial_tokens}))
     modes.append(DecodingMode("one serial token", gumiho, {"tree_depth": 1}))
     if compiled:
-        compile_config = CompileConfig()
-        compile_config._compile_all_devices = True  # or transformers would leave a CPU out
-        static = {"cache_implementation": "static", "compile_config": compile_config}
+        static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
     modes += [DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size}) for size in tree_sizes]
     return modes

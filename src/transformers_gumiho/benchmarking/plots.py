@@ -13,8 +13,8 @@ from .summary import OVERALL, SummaryRow
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 
 _PANELS_IN_A_LINE = 3

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..internals import num_compiled_graphs
 from ..measuring.prompts import Question, encode_turn
 from ..measuring.stages import stage_timer, synchronize
 from .memory import peak_memory
@@ -205,14 +205,14 @@ class _Runner:
 
     def _measure(self, mode: DecodingMode, batch: _Batch) -> tuple[Any, float, int | None, int]:
         device = self.target.device
-        num_graphs = counters["stats"]["unique_graphs"]
+        num_graphs = num_compiled_graphs()
         with peak_memory(device) as peak:
             synchronize(device)
             begin = time.perf_counter()
             output = self._decode(mode, batch)
             synchronize(device)
             seconds = time.perf_counter() - begin
-        return output, seconds, peak.num_bytes, counters["stats"]["unique_graphs"] - num_graphs
+        return output, seconds, peak.num_bytes, num_compiled_graphs() - num_graphs
 
     def _profile(self, mode: DecodingMode, batch: _Batch) -> dict[str, float] | None:
         if mode.drafter is None:

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
+from ..internals import DECODING_STEP, VALIDATION_STEP, generation_step, replace_generation_step
 from ..model.modeling_gumiho import unwrap_drafter
 from ..target.requirements import check_request
 from .loop import decode_with_tree
@@ -44,9 +45,11 @@ def _assisted_decoding(
     return decode_with_tree(target, input_ids, *args, **kwargs | {"assistant_model": assistant})
 
 
+# On a step that has been replaced.
+_MARK = "dispatches_to_gumiho"
 _DISPATCHERS: dict[str, Callable[..., Any]] = {
-    "_validate_generation_mode": _validate_generation_mode,
-    "_assisted_decoding": _assisted_decoding,
+    VALIDATION_STEP: _validate_generation_mode,
+    DECODING_STEP: _assisted_decoding,
 }
 
 
@@ -57,11 +60,11 @@ class GumihoGenerationMixin(GenerationMixin):
     Stock classes need not inherit from this: `import transformers_gumiho` gives the same to all of them.
     """
 
-    @functools.wraps(GenerationMixin._validate_generation_mode)
+    @functools.wraps(generation_step(VALIDATION_STEP))
     def _validate_generation_mode(self, *args: Any, **kwargs: Any) -> None:
         _validate_generation_mode(super()._validate_generation_mode, self, *args, **kwargs)
 
-    @functools.wraps(GenerationMixin._assisted_decoding)
+    @functools.wraps(generation_step(DECODING_STEP))
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         return _assisted_decoding(super()._assisted_decoding, self, *args, **kwargs)
 
@@ -72,9 +75,9 @@ def install() -> None:
     own path. Calling this again changes nothing.
     """
     for name, dispatcher in _DISPATCHERS.items():
-        plain = getattr(GenerationMixin, name)
-        if not hasattr(plain, "_dispatches_to_gumiho"):
-            setattr(GenerationMixin, name, _dispatching(plain, dispatcher))
+        plain = generation_step(name)
+        if not hasattr(plain, _MARK):
+            replace_generation_step(name, _dispatching(plain, dispatcher))
 
 
 def _dispatching(plain: Callable[..., Any], dispatcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,5 +86,5 @@ def _dispatching(plain: Callable[..., Any], dispatcher: Callable[..., Any]) -> C
     def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return dispatcher(functools.partial(plain, self), self, *args, **kwargs)
 
-    method._dispatches_to_gumiho = True  # type: ignore[attr-defined]
+    setattr(method, _MARK, True)
     return method

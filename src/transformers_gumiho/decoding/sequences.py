@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..internals import pad_token_id
 from .step_records import StepRecord
 
 
@@ -38,8 +39,7 @@ class CommittedSequences:
             (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria),
             default=generation_config.max_length,
         )
-        pad_token = generation_config._pad_token_tensor
-        self.pad_token_id = int(pad_token) if pad_token is not None else 0
+        self.pad_token_id = pad_token_id(generation_config) or 0
         self._buffer = input_ids.new_full((batch_size, self.prompt_length + 64), self.pad_token_id)
         self._buffer[:, : self.prompt_length] = input_ids
         self.lengths = [self.prompt_length] * batch_size

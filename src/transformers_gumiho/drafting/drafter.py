@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..target.cycle_shapes import CycleShapes
@@ -68,11 +69,10 @@ class GumihoDrafter:
             settings.sampling_temperature or 1.0, dtype=torch.float32, device=device
         )
         self._shapes = shapes or CycleShapes()
-        # A captured graph reads these where they lie, as it does parameters, instead of copying them for every replay.
         for tensor in (
             [tensor for pair in self._head_weights or [] for tensor in pair] if self.has_fixed_shapes else []
         ):
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
 
     def _find_recombinations(self, batch_size: int) -> Recombinations | None:

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from transformers.utils import logging
 
+from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .configuration_gumiho import GumihoConfig
 
 

@@ -1,5 +1,6 @@
 """What lies next to the weights of a saved drafter: the target's tokenizer, and code for `custom_generate`."""
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_gumiho import GumihoConfig
+from .pushing import Push
 
 
 _EMBEDDING = "embed_tokens.weight"
@@ -42,6 +44,7 @@ class SavingMixin:
         save_directory: str | os.PathLike,
         is_main_process: bool = True,
         state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
         *args: Any,
         save_embedding: bool | None = None,
         **kwargs: Any,
@@ -55,13 +58,23 @@ class SavingMixin:
             *args, **kwargs: As in `PreTrainedModel.save_pretrained`.
 
         Raises:
-            ValueError: The embedding is to be saved, and the drafter has none and was lent none.
+            ValueError: The embedding is to be saved, and the drafter has none and was lent none; or a distributed
+                checkpoint is to be pushed.
         """
-        with self._as_saved(save_embedding, state_dict) as tensors:
-            super().save_pretrained(save_directory, is_main_process, tensors, *args, **kwargs)  # type: ignore[misc]
+        if push_to_hub and kwargs.get("distributed_checkpoint"):
+            raise ValueError(
+                "A distributed checkpoint is not what a Gumiho drafter is loaded from. Push with "
+                "`distributed_checkpoint=False`, which gathers the weights."
+            )
         # transformers tells in the log why it does not save into a file.
-        if self.should_save_on_this_rank(is_main_process) and Path(save_directory).is_dir():  # type: ignore[attr-defined]
-            self._save_companions(save_directory)
+        saves = self.should_save_on_this_rank(is_main_process) and not Path(save_directory).is_file()  # type: ignore[attr-defined]
+        with self._as_saved(save_embedding, state_dict) as tensors:
+            push = Push(save_directory, **_push_arguments(kwargs)) if push_to_hub and saves else None
+            super().save_pretrained(save_directory, is_main_process, tensors, False, *args, **kwargs)  # type: ignore[misc]
+        if saves:
+            companions = self._save_companions(Path(save_directory))
+            if push is not None:
+                push.commit(self.model_tags, companions)  # type: ignore[attr-defined]
 
     @contextmanager
     def _as_saved(
@@ -88,30 +101,22 @@ class SavingMixin:
         finally:
             self.config.has_embedding = had_embedding
 
-    def _upload_modified_files(
-        self,
-        working_dir: str | os.PathLike,
-        repo_id: str,
-        files_timestamps: dict[str, float],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        # `save_pretrained(push_to_hub=True)` uploads what is newer than its own start, before it comes back.
-        written = self._save_companions(working_dir)
-        older = {name: time for name, time in files_timestamps.items() if name not in written}
-        return super()._upload_modified_files(working_dir, repo_id, older, *args, **kwargs)  # type: ignore[misc]
-
-    def _save_companions(self, save_directory: str | os.PathLike) -> set[str]:
-        """Writes the files, and returns the names in `save_directory` that hold them."""
-        folder = Path(save_directory, "custom_generate")
+    def _save_companions(self, save_directory: Path) -> set[Path]:
+        """Writes the files, and returns them."""
+        folder = save_directory / "custom_generate"
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in CUSTOM_GENERATE.items():
             (folder / name).write_text(text, encoding="utf-8")
-        written = {folder.name}
+        written = {folder / name for name in CUSTOM_GENERATE}
         if self.tokenizer is not None:
-            files = self.tokenizer.save_pretrained(save_directory)
-            written |= {Path(os.path.relpath(file, save_directory)).parts[0] for file in files}
-        return written
+            written |= {Path(file) for file in self.tokenizer.save_pretrained(save_directory)}
+        return {file for file in written if file.is_file()}
+
+
+def _push_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns those arguments of `save_pretrained` that are for the Hub alone, and the token, which is for both."""
+    for_saving = set(inspect.signature(PreTrainedModel.save_pretrained).parameters) - {"token"}
+    return {name: value for name, value in kwargs.items() if name not in for_saving}
 
 
 __all__ = ["CUSTOM_GENERATE", "SavingMixin"]

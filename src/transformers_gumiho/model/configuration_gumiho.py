@@ -9,6 +9,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from .damaged_files import damaged_json_named
 from .released_configs import as_drafter_fields, find_packaged_folder, released_names
 
 
@@ -109,12 +110,15 @@ class GumihoConfig(PreTrainedConfig):
         have none, the packaged one is used, and the log says so.
 
         Raises:
-            OSError: There is no `config.json`, neither there nor in this package.
+            OSError: There is no `config.json`, neither there nor in this package, or it is damaged.
             ValueError: The file describes another kind of model.
         """
         name, lack, cause = pretrained_model_name_or_path, "has no config.json", None
         try:
-            fields, unused = super().get_config_dict(name, **kwargs)
+            with damaged_json_named("config.json", name):
+                fields, unused = super().get_config_dict(name, **kwargs)
+                if not isinstance(fields, dict):
+                    raise TypeError(f"a {type(fields).__name__}")
         except OSError as error:
             # Offline, a file that the repository lacks and one that was not downloaded look the same.
             if not isinstance(error.__cause__, LocalEntryNotFoundError):
@@ -168,6 +172,7 @@ class GumihoConfig(PreTrainedConfig):
 
         Raises:
             TypeError: An override names no such field.
+            ValueError: The target has no attention heads, or an embedding of another width than its states.
         """
         llama_fields = {field.name for field in dataclasses.fields(LlamaConfig)}
         own_fields = {field.name for field in dataclasses.fields(cls)} - {"model"}
@@ -184,6 +189,7 @@ class GumihoConfig(PreTrainedConfig):
 
 def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of the drafter's Llama config that follow from the target's text config."""
+    _check_derivable(target, overrides)
     # Decoders that project their output (OPT 350M) hand the drafter states of the embedding's size.
     hidden_size = overrides.get("hidden_size") or getattr(target, "word_embed_proj_dim", None) or target.hidden_size
     num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target.num_attention_heads)
@@ -213,6 +219,25 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields[name] = getattr(target, name, None)
     return fields
+
+
+def _check_derivable(target: PreTrainedConfig, overrides: dict[str, Any]) -> None:
+    """Raises `ValueError` for a target that a drafter of the same width and heads cannot be derived from."""
+    name = type(target).__name__
+    for field in ("vocab_size", "hidden_size", "num_attention_heads"):
+        if not hasattr(target, field) and field not in overrides:
+            raise ValueError(
+                f"{name} has no `{field}`, which a drafter's configuration is derived from. A Gumiho drafter needs a "
+                f"target with attention layers; for another one, pass `{field}` as an override."
+            )
+    widths = [getattr(target, field, None) for field in ("input_embedding_size", "embedding_size")]
+    width = next((width for width in widths if width), target.hidden_size)
+    if width != target.hidden_size:
+        raise ValueError(
+            f"{name} has an embedding of width {width} and states of width {target.hidden_size}. A Gumiho drafter "
+            f"fuses a token's embedding with a state of the same width, so it needs a target whose embedding is not "
+            f"factorised."
+        )
 
 
 def _divisor_up_to(number: int, limit: int) -> int:

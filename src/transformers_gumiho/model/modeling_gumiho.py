@@ -1,7 +1,7 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,11 +14,12 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.utils import ModelOutput
-from transformers.utils.output_capturing import capture_outputs
 
+from ..internals import adopt_attention_implementation, capture_outputs
 from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
+from .damaged_files import DamagedFileError, damaged_json_named, damaged_weights_named
 from .draft_vocabulary import adopt_released_vocabulary
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .released_configs import find_packaged_folder
@@ -76,14 +77,17 @@ class GumihoPreTrainedModel(SavingMixin, PreTrainedModel):
     main_input_name = "input_ids"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
-    _no_split_modules = ["LlamaDecoderLayer", "GumihoParallelHeads"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": LlamaAttention}
+    _can_record_outputs: ClassVar[dict[str, type[nn.Module]]] = {
+        "hidden_states": LlamaDecoderLayer,
+        "attentions": LlamaAttention,
+    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -104,8 +108,7 @@ class GumihoModel(GumihoPreTrainedModel):
     def __init__(self, config: GumihoConfig):
         super().__init__(config)
         llama = config.get_text_config()
-        # The layers read the implementation from the nested config, which `PreTrainedModel` leaves to submodels.
-        llama._attn_implementation = config._attn_implementation
+        adopt_attention_implementation(llama, config)
         self.embed_tokens: Any = BorrowedEmbedding()
         if config.has_embedding:
             self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
@@ -135,11 +138,13 @@ class GumihoModel(GumihoPreTrainedModel):
     ) -> None:
         """Loads `generation_config.json` for `from_pretrained`. The arguments are those of `GenerationMixin`."""
         if generation_config is not None:
-            self.generation_config = GenerationConfig.from_dict(generation_config.to_dict())
+            self.generation_config = generation_config
         elif pretrained_model_name_or_path is not None:
-            kwargs |= {"_from_auto": from_auto_class, "_from_pipeline": from_pipeline}
             try:
-                self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+                with damaged_json_named("generation_config.json", pretrained_model_name_or_path):
+                    self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+            except DamagedFileError:
+                raise
             except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
                 if packaged := find_packaged_folder(pretrained_model_name_or_path):
                     settings = GenerationConfig.from_pretrained(packaged)
@@ -148,13 +153,13 @@ class GumihoModel(GumihoPreTrainedModel):
         self._complete_generation_config()
 
     def _complete_generation_config(self) -> None:
-        """Writes the default of every decoding setting that the generation config lacks into it."""
-        settings = self.generation_config
+        """Makes the generation config one of the drafter's own, in which every decoding setting has a value."""
+        # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
+        settings = {name: v for name, v in self.generation_config.to_dict().items() if not name.startswith("_")}
         for name, default in (DECODING_DEFAULTS | {"tree_depth": self.config.max_draft_depth}).items():
-            if getattr(settings, name, None) is None:
-                setattr(settings, name, default)
-        # The file that is saved holds settings of its own, not ones to be derived from the model's config again.
-        settings._from_model_config = False
+            if settings.get(name) is None:
+                settings[name] = default
+        self.generation_config = GenerationConfig(**settings)
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "GumihoModel":
@@ -243,14 +248,15 @@ class GumihoModel(GumihoPreTrainedModel):
         `token_map` or `d2t` becomes the setting `draft_vocabulary`, unless there is a setting already.
 
         Raises:
-            OSError: There is no config or no weight file.
+            OSError: There is no config or no weight file, or a file is damaged.
             ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; or its config is
                 that of another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
+        with damaged_weights_named(pretrained_model_name_or_path, kwargs):
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
         unexpected = set_surplus_heads_aside(info["unexpected_keys"], config, settings, name)
         vocab_size = config.get_text_config().vocab_size

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..internals import has_placement_hook
 from .configuration_gumiho import GumihoConfig
 
 
@@ -105,7 +106,7 @@ def run_batched_heads(
 
 
 def _is_plain_linear(linear: Any) -> bool:
-    return type(linear) is GumihoHeadLinear and type(linear.weight) is nn.Parameter and not hasattr(linear, "_hf_hook")
+    return type(linear) is GumihoHeadLinear and type(linear.weight) is nn.Parameter and not has_placement_hook(linear)
 
 
 def _as_one_tensor(parameters: list[nn.Parameter]) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
+from ..internals import would_compile
+
 
 # Caches grow by at least so many slots, and by a quarter, so that texts of a little more or less run what is compiled.
 CAPACITY_STEP = 64
@@ -74,7 +76,7 @@ def cycle_shapes(
     # `generate()` makes it as long as the longest text so far, so that shapes seldom change.
     longest = getattr(cache, "get_max_length", None) or cache.get_max_cache_shape
     capacity = CycleShapes(0).slots_for(longest() + num_nodes)
-    if not target._valid_auto_compile_criteria(model_kwargs, generation_config):
+    if not would_compile(target, model_kwargs, generation_config):
         return CycleShapes(capacity)
     options = (generation_config.compile_config or CompileConfig()).to_dict()
     if options.get("dynamic") is None:

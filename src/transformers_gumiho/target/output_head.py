@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..internals import runs_as_defined
+
 
 def output_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     """
@@ -105,10 +107,7 @@ def _is_plain_linear(head: nn.Module) -> bool:
         type(head) is nn.Linear
         and type(head.weight) is nn.Parameter
         and head.weight.is_floating_point()
-        and not head._forward_hooks
-        and not head._forward_pre_hooks
-        # Where accelerate, or anyone, has put another forward in the place of the class's.
-        and "forward" not in vars(head)
+        and runs_as_defined(head)
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 
+from ..internals import attention_implementation, is_stateful, keeps_dynamic_cache
 from ..model.modeling_gumiho import GumihoModel
 from .cache_moving import is_convertible
 
@@ -93,7 +94,7 @@ def check_target(target: PreTrainedModel) -> None:
     if target.config.is_encoder_decoder:
         raise ValueError(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
     unsupported = attention_types(target) - set(ATTENTION_TYPES)
-    if target._is_stateful or unsupported:
+    if is_stateful(target) or unsupported:
         kinds = f"layers of type {', '.join(sorted(unsupported))}" if unsupported else "a recurrent state"
         raise ValueError(
             f"{name} has {kinds}, whose state cannot hold the branches of a draft tree. A Gumiho assistant needs a "
@@ -118,7 +119,7 @@ def check_target(target: PreTrainedModel) -> None:
         )
     check_attention(target)
     takes_cache = "past_key_values" in inspect.signature(target.forward).parameters
-    if not takes_cache or not target._supports_default_dynamic_cache():
+    if not takes_cache or not keeps_dynamic_cache(target):
         raise ValueError(
             f"{name} keeps no key-value cache in a `DynamicCache`, against which a draft tree could be verified. "
             f"Generate without `assistant_model`."
@@ -129,7 +130,7 @@ def check_target(target: PreTrainedModel) -> None:
 
 def check_attention(model: PreTrainedModel) -> None:
     """Raises `ValueError` for a model whose attention implementation does not take any mask."""
-    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    implementation = attention_implementation(model.config.get_text_config(decoder=True))
     if implementation not in MASKED_IMPLEMENTATIONS:
         raise ValueError(
             f"A draft tree needs an attention implementation that takes any mask "

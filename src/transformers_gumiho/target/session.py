@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..internals import run_prompt
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 from .cycle_shapes import CycleShapes
@@ -129,7 +130,7 @@ def _run_prompt(
         model_kwargs["logits_to_keep"] = torch.tensor([-1])
     with reader.listening():
         begin_capture()
-        outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        outputs = run_prompt(model, input_ids, generation_config, model_kwargs)
         return outputs, reader.collect(end_capture())
 
 

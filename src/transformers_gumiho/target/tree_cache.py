@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..internals import mark_static_address
 from ..tree.verification import AcceptedPath
 from .cache_buffers import CacheBuffers
 from .cache_moving import move_from, move_to
@@ -122,7 +123,7 @@ class TreeCache(Cache, VerificationCache):
         # As with the number of slots: captured graphs read and write these where they lie.
         for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
             if tensor is not None:
-                torch._dynamo.mark_static_address(tensor)
+                mark_static_address(tensor)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -159,7 +159,7 @@ class CachedFeatures:
         self._linear.weight = nn.Parameter(head, requires_grad=False)
         if "lm_head.bias" in weights:
             self._linear.bias = nn.Parameter(weights["lm_head.bias"], requires_grad=False)
-        self._head = scaled_head(self._linear, self.config)
+        self.head = scaled_head(self._linear, self.config)
 
     def make_drafter(self, **overrides: Any) -> GumihoModel:
         """Makes an untrained drafter for the target, as [`GumihoModel.from_target`] does, with its `overrides`."""
@@ -182,12 +182,12 @@ class CachedFeatures:
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
-        return lambda features: self._head(features.to(self._linear.weight.dtype))
+        return lambda features: self.head(features.to(self._linear.weight.dtype))
 
     def restricted_to(self, token_ids: torch.Tensor) -> "CachedFeatures":
         """Returns the same features with the logits of the tokens `(K,)` alone."""
         restricted = copy.copy(self)
-        restricted._head = cut_head(self._linear, self.config, token_ids)
+        restricted.head = cut_head(self._linear, self.config, token_ids)
         return restricted
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 # Values of each weight that go into a target's fingerprint, evenly spaced.
 _SAMPLES = 64
 # Fields of a config that say nothing about what the target computes.
-_VOLATILE = ("_name_or_path", "transformers_version", "use_cache")
+_VOLATILE = ("transformers_version", "use_cache")
 
 
 @torch.no_grad()

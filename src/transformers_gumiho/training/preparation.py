@@ -231,7 +231,7 @@ def _encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_len
         # A state counts where it is the assistant's and its successor, the token it predicts, is so too. After the end
         # of a text nothing is drafted, whatever the template writes there.
         drafted = [a and token != tokenizer.eos_token_id for a, token in zip(assistant, ids, strict=True)]
-        following = assistant[start + 1 : stop + 1] + [0]
+        following = [*assistant[start + 1 : stop + 1], 0]
         mask = [int(a and b) for a, b in zip(drafted[start:stop], following, strict=False)]
         if not any(mask[1:]) and start:
             continue  # the end of a raw text, too short to learn from

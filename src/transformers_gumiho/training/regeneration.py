@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..internals import dataset_fingerprint
 from .conversations import Conversation, MalformedRowError, RawText, read_row
 from .fingerprint import target_fingerprint, tokenizer_fingerprints
 from .preparation import check_settings
@@ -63,12 +64,12 @@ def regenerate_dataset(
         path,
         {"target": target_fingerprint(target)}
         | tokenizer_fingerprints(tokenizer)
-        | {"rows": getattr(dataset, "_fingerprint", None), "batch_size": batch_size, "max_length": max_length}
+        | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
         | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
     )
     done = _resume(path, batch_size)
     remaining = islice(iter(dataset), done, None)
-    writer = _TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
+    writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
     total = len(dataset) if isinstance(dataset, Dataset) else None
     with path.open("a", encoding="utf-8") as file, tqdm(desc="target answers", total=total, initial=done) as progress:
         while batch := list(islice(remaining, batch_size)):
@@ -107,7 +108,7 @@ def _resume(path: Path, batch_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _TargetWriter:
+class TargetWriter:
     """Rewrites batches of rows; the fields are the arguments of [`regenerate_dataset`]."""
 
     target: PreTrainedModel
@@ -140,12 +141,12 @@ class _TargetWriter:
         results = []
         for example, prompt, new in zip(examples, prompts, self._generate(prompts), strict=True):
             if example.prompt:
-                results.append({"prompt": example.prompt, "completion": self._decode_after(prompt, new)})
+                results.append({"prompt": example.prompt, "completion": self.decode_after(prompt, new)})
             else:
                 results.append({"text": self.tokenizer.decode(prompt + new, skip_special_tokens=True)})
         return results
 
-    def _decode_after(self, prompt: list[int], new: list[int]) -> str:
+    def decode_after(self, prompt: list[int], new: list[int]) -> str:
         """Returns the text of `new`; a tokenizer that drops the first space of a text does not drop this one."""
         before, whole = self.tokenizer.batch_decode([prompt, prompt + new], skip_special_tokens=True)
         return whole.removeprefix(before)

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from ..internals import has_placement_hook
 from ..target.feature_reader import FeatureReader, TargetStates
 from ..target.output_head import drafting_head, output_head
 
@@ -47,7 +48,7 @@ class OnlineFeatures:
         self.target = target.eval().requires_grad_(False)
         self.config = target.config
         self._reader = FeatureReader(target)
-        self._head = output_head(target)
+        self.head = output_head(target)
         self._packing_is_checked = False
 
     @property
@@ -57,8 +58,8 @@ class OnlineFeatures:
 
     def to(self, device: torch.device) -> None:
         """Moves the target to `device`, unless it was placed when it was loaded (split, offloaded or quantised)."""
-        placed = ("hf_device_map", "_hf_hook", "is_quantized")
-        if not any(getattr(self.target, name, None) for name in placed):
+        placed = any(getattr(self.target, name, None) for name in ("hf_device_map", "is_quantized"))
+        if not placed and not has_placement_hook(self.target):
             self.target.to(device)
 
     @torch.no_grad()
@@ -77,12 +78,12 @@ class OnlineFeatures:
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype to logits where `like` is."""
-        return lambda features: self._head(features.to(like.dtype)).to(like.device)
+        return lambda features: self.head(features.to(like.dtype)).to(like.device)
 
     def restricted_to(self, token_ids: torch.Tensor) -> "OnlineFeatures":
         """Returns the same features with the logits of the tokens `(K,)` alone: see [`drafting_head`]."""
         restricted = copy.copy(self)
-        restricted._head = drafting_head(self.target, token_ids)
+        restricted.head = drafting_head(self.target, token_ids)
         return restricted
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> TargetStates:

@@ -12,6 +12,7 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from ..internals import attention_implementation, drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
@@ -73,8 +74,8 @@ class GumihoTrainer(Trainer):
         self.drafter.embed_tokens.requires_grad_(False)
         if not self.drafter.config.has_embedding:
             self.drafter.adopt_embedding(self.target_features.embedding)
-        # One process drives one device: the target is on one, or split over several that are then all its own.
-        args._n_gpu = min(args.n_gpu, 1)
+        # The target is on one device, or split over several that are then all its own.
+        drive_one_device(args)
         vocab_size = self.drafter.config.get_text_config().vocab_size
         kwargs.setdefault("data_collator", GumihoDataCollator(vocab_size, self._num_positions()))
         kwargs.setdefault("compute_metrics", self._compute_metrics)
@@ -336,7 +337,7 @@ def _checked_drafter(model: nn.Module, features: TargetFeatures) -> GumihoModel:
             f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
             f"`GumihoModel.from_target(target)`."
         )
-    implementation = drafter.config._attn_implementation
+    implementation = attention_implementation(drafter.config)
     if implementation not in ("eager", "sdpa"):
         raise ValueError(
             f"The drafter's attention is {implementation!r}, which takes no mask of the own features that it goes on "

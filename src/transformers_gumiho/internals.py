@@ -1,0 +1,203 @@
+"""
+What this package relies on of transformers, accelerate, datasets and PyTorch beyond their documented interfaces.
+
+Each private or patched name stands here, once, with the reason; the rooms import the function or the constant. What
+an upgrade of those libraries may break is therefore in this file, and `tests/unit/test_internals.py` says what.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.generation import GenerationMixin
+from transformers.utils.output_capturing import capture_outputs
+
+
+# The two steps of `generate()` in whose place this package puts its own: no public way leads a new kind of assistant
+# into them. The first checks a call, the second decodes.
+VALIDATION_STEP = "_validate_generation_mode"
+DECODING_STEP = "_assisted_decoding"
+
+# Names that subclasses in this package give a value or a body to, for transformers to find: there is no other place
+# for them than the class. By the class that first has them.
+OVERRIDDEN: dict[str, tuple[str, ...]] = {
+    "transformers.PreTrainedModel": (
+        "_can_record_outputs",
+        "_init_weights",
+        "_keys_to_ignore_on_load_unexpected",
+        "_no_split_modules",
+        "_skip_keys_device_placement",
+        "_supports_attention_backend",
+        "_supports_flash_attn",
+        "_supports_flex_attn",
+        "_supports_sdpa",
+        "should_save_on_this_rank",
+    ),
+    "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP, "adjust_generation_fn"),
+    # The loss is averaged over the drafted positions of a whole step, which only the counts of a step can say; and a
+    # diverged drafter must not be written over a good checkpoint.
+    "transformers.Trainer": ("_get_num_items_in_batch", "_prepare_inputs", "_save_checkpoint"),
+}
+
+
+def generation_step(name: str) -> Callable[..., Any]:
+    """Returns a step of `generate()`, as all generating classes have it now."""
+    return getattr(GenerationMixin, name)
+
+
+def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
+    """Puts a step of `generate()` in the place of the one that all generating classes have."""
+    setattr(GenerationMixin, name, step)
+
+
+def repository_of_call() -> str | None:
+    """
+    Returns the `custom_generate` of the `generate()` that is running; `None` where none is, or it has no name there.
+
+    transformers hands all arguments of a call to the repository's code but this one, and runs a copy of that code
+    that does not know where it came from. A name written into the code when it is pushed would be wrong in every
+    clone, fork, renamed repository and local folder. So the name is read in the frame that made the call, where
+    alone it is left.
+    """
+    frame = inspect.currentframe()
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None:
+        if frame.f_code is code and isinstance(name := frame.f_locals.get("custom_generate"), str):
+            return name
+        frame = frame.f_back
+    return None
+
+
+def run_prompt(
+    target: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Any:
+    """
+    Runs the prompt as plain `generate()` does, with its way of chunking, and returns the model's output.
+
+    Decoding is exact because this pass is transformers' own.
+    """
+    return target._prefill(input_ids, generation_config, model_kwargs)
+
+
+def pad_token_id(generation_config: GenerationConfig) -> int | None:
+    """
+    Returns the token that `generate()` pads with.
+
+    It is settled inside of the call, from several places, and left only as a tensor on the prepared settings.
+    """
+    token = generation_config._pad_token_tensor
+    return None if token is None else int(token)
+
+
+def would_compile(target: PreTrainedModel, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
+    """Whether plain `generate()` would compile the target in this call: then stages of a cycle are compiled, too."""
+    return bool(target._valid_auto_compile_criteria(model_kwargs, generation_config))
+
+
+def compile_on_every_device(**options: Any) -> CompileConfig:
+    """Returns settings, with these options, under which `generate()` compiles on every device: it leaves a CPU out."""
+    config = CompileConfig(**options)
+    config._compile_all_devices = True
+    return config
+
+
+def is_stateful(target: PreTrainedModel) -> bool:
+    """Whether the target keeps a recurrent state, which cannot be cut back to an accepted path."""
+    return bool(target._is_stateful)
+
+
+def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
+    """Whether `generate()` gives the target a `DynamicCache`; some models take a `past_key_values` of another kind."""
+    return bool(target._supports_default_dynamic_cache())
+
+
+def attention_implementation(config: PreTrainedConfig) -> str:
+    """Returns what the layers that read this config attend with: only its name tells which masks it takes."""
+    return config._attn_implementation
+
+
+def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
+    """
+    Makes the layers that read `config` attend as `other` says: `PreTrainedModel` sets it in the config that the model
+    was made of, and in nested ones only where a submodel has them.
+    """
+    config._attn_implementation = other._attn_implementation
+
+
+def runs_as_defined(module: nn.Module) -> bool:
+    """
+    Whether calling the module runs the `forward` of its class and nothing else: no hook, and no other `forward` put
+    on the object, as accelerate does where it offloads or splits a model.
+    """
+    return not (num_hooks(module) or "forward" in vars(module) or has_placement_hook(module))
+
+
+def num_hooks(module: nn.Module) -> int:
+    """Returns how many functions are registered to run before or after the module's `forward`."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def has_placement_hook(module: nn.Module) -> bool:
+    """Whether accelerate moves the module's inputs or weights when it runs."""
+    return getattr(module, "_hf_hook", None) is not None
+
+
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """
+    Promises that the tensor stays where it lies. A captured graph then reads and writes it there, as it does with
+    parameters; otherwise it would copy the tensor for every replay.
+    """
+    torch._dynamo.mark_static_address(tensor)
+
+
+def num_compiled_graphs() -> int:
+    """Returns how many graphs `torch.compile` has made so far: a difference tells what held a run up."""
+    graphs: Counter[str] = torch._dynamo.utils.counters["stats"]
+    return graphs["unique_graphs"]
+
+
+def drive_one_device(args: Any) -> None:
+    """
+    Makes a `Trainer` with these `TrainingArguments` drive at most one device in this process. It would wrap the model
+    in `DataParallel` wherever it sees several, and there is no argument against that.
+    """
+    args._n_gpu = min(args.n_gpu, 1)
+
+
+def dataset_fingerprint(dataset: Any) -> str | None:
+    """Returns what `datasets` knows a table by: it changes with the rows. `None` for a stream, which has none."""
+    return getattr(dataset, "_fingerprint", None)
+
+
+__all__ = [
+    "DECODING_STEP",
+    "OVERRIDDEN",
+    "VALIDATION_STEP",
+    "WeightRenaming",
+    "adopt_attention_implementation",
+    "attention_implementation",
+    "capture_outputs",
+    "compile_on_every_device",
+    "dataset_fingerprint",
+    "drive_one_device",
+    "generation_step",
+    "has_placement_hook",
+    "is_stateful",
+    "keeps_dynamic_cache",
+    "mark_static_address",
+    "num_compiled_graphs",
+    "num_hooks",
+    "pad_token_id",
+    "register_checkpoint_conversion_mapping",
+    "replace_generation_step",
+    "repository_of_call",
+    "run_prompt",
+    "runs_as_defined",
+    "would_compile",
+]

@@ -1,0 +1,71 @@
+"""What an interrupted download or copy leaves is refused by the name of the file, with the way out."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoints import small_config
+from transformers import ElectraConfig, MambaConfig, PreTrainedConfig, RemBertConfig, RwkvConfig
+
+from transformers_gumiho import GumihoConfig, GumihoModel
+
+
+WAY_OUT = ".*Delete it, and download it again"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    GumihoModel(small_config()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["[1]", '{"num_serial_tokens": 2,', ""])
+def test_damaged_json(folder: Path, file: str, text: str) -> None:
+    (folder / file).write_text(text)
+    with pytest.raises(OSError, match=rf"`{file}` of '{folder}' is damaged: it holds no JSON object{WAY_OUT}"):
+        GumihoModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, -100])
+def test_damaged_weights(folder: Path, num_bytes: int) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:num_bytes])
+    with pytest.raises(OSError, match=rf"`model\.safetensors` of '{folder}' is damaged: .*header{WAY_OUT}"):
+        GumihoModel.from_pretrained(folder)
+
+
+def test_damaged_shard(folder: Path) -> None:
+    model = GumihoModel.from_pretrained(folder)
+    shutil.rmtree(folder)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    second.write_bytes(second.read_bytes()[:-1])
+    with pytest.raises(OSError, match=rf"`{second.name}` of '{folder}' is damaged{WAY_OUT}"):
+        GumihoModel.from_pretrained(folder)
+    assert first.name != second.name
+
+
+def test_damaged_download(folder: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--someone--gumiho" / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot, ignore=shutil.ignore_patterns("hub"))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    (snapshot / "model.safetensors").write_bytes(b"<html>")
+    with pytest.raises(OSError, match=rf"`model\.safetensors` of 'someone/gumiho' is damaged{WAY_OUT}"):
+        GumihoModel.from_pretrained("someone/gumiho", cache_dir=tmp_path / "hub")
+
+
+@pytest.mark.parametrize(
+    ("target_config", "reason"),
+    [
+        (MambaConfig(), "MambaConfig has no `num_attention_heads`"),
+        (RwkvConfig(), "RwkvConfig has no `num_attention_heads`"),
+        (RemBertConfig(), r"RemBertConfig has an embedding of width 256 and states of width 1152"),
+        (ElectraConfig(), r"ElectraConfig has an embedding of width 128 and states of width 256"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, PreTrainedConfig) else "",
+)
+def test_targets_that_a_drafter_cannot_be_derived_from(target_config: PreTrainedConfig, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        GumihoConfig.from_target(target_config)

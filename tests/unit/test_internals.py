@@ -1,0 +1,215 @@
+"""
+The undocumented names that the package relies on exist, and do what they are used for, in the installed releases.
+
+A failure here means that a release of transformers, accelerate, datasets or PyTorch has moved something, and
+`transformers_gumiho/internals.py` is the place to follow it.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from datasets import Dataset
+from targets import make_drafter, make_target
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, StaticCache, TrainingArguments
+
+import transformers_gumiho
+from transformers_gumiho import GumihoConfig, GumihoGenerationMixin, GumihoModel, internals
+from transformers_gumiho.decoding import dispatch
+from transformers_gumiho.internals import OVERRIDDEN
+from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
+
+
+ROOT = Path(transformers_gumiho.__file__).parent
+RELEASES = f"transformers {transformers.__version__}, torch {torch.__version__}"
+OVERRIDDEN_NAMES = {name for names in OVERRIDDEN.values() for name in names}
+
+# What is called, replaced or overridden, with its first parameters.
+SIGNATURES = {
+    "transformers.GenerationMixin._validate_generation_mode": (
+        "self, generation_mode, generation_config, generation_mode_kwargs"
+    ),
+    "transformers.GenerationMixin._assisted_decoding": (
+        "self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, "
+        "inputs_tensor, assistant_model, assistant_tokenizer, tokenizer"
+    ),
+    "transformers.GenerationMixin._prefill": "self, input_ids, generation_config, model_kwargs",
+    "transformers.GenerationMixin._valid_auto_compile_criteria": "self, model_kwargs, generation_config",
+    "transformers.GenerationMixin._supports_default_dynamic_cache": "",
+    "transformers.GenerationMixin.adjust_generation_fn": (
+        "self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path"
+    ),
+    "transformers.PreTrainedModel._init_weights": "self, module",
+    "transformers.PreTrainedModel.save_pretrained": "self, save_directory, is_main_process, state_dict, push_to_hub",
+    "transformers.PreTrainedModel.should_save_on_this_rank": "self, is_main_process",
+    "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
+    "transformers.Trainer._prepare_inputs": "self, inputs",
+    "transformers.Trainer._save_checkpoint": "self, model, trial",
+    "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
+        "model_type_or_class_name, mapping, overwrite"
+    ),
+    "transformers.core_model_loading.WeightRenaming": "source_patterns, target_patterns",
+    "transformers.core_model_loading.WeightRenaming.reverse_transform": "self",
+    "transformers.utils.hub.create_and_tag_model_card": "repo_id, tags, token",
+    "transformers.utils.output_capturing.capture_outputs": "func",
+    "torch._dynamo.mark_static_address": "t",
+}
+
+
+def find(name: str) -> Any:
+    """Returns what a dotted name stands for, and fails where there is no such thing."""
+    owner, _, last = name.rpartition(".")
+    try:
+        return importlib.import_module(name) if not owner else getattr(find(owner), last)
+    except AttributeError:
+        pass
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        pytest.fail(f"{RELEASES} has no {name} any more, which `transformers_gumiho.internals` relies on.")
+
+
+@pytest.mark.parametrize("name", list(SIGNATURES))
+def test_signature(name: str) -> None:
+    found = ", ".join(inspect.signature(find(name)).parameters)
+    assert found.startswith(SIGNATURES[name]), f"{name} takes ({found}) in {RELEASES}, not ({SIGNATURES[name]}, ...)."
+
+
+@pytest.mark.parametrize("name", [f"{owner}.{name}" for owner, names in OVERRIDDEN.items() for name in names])
+def test_what_is_overridden_is_there_to_be_overridden(name: str) -> None:
+    find(name)
+
+
+def test_no_other_module_names_anything_private() -> None:
+    """Neither by attribute, nor by import, nor as a string."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
+    used: dict[str, str] = {}
+    own: set[str] = set()
+    for path, tree in trees.items():
+        if path.stem == "internals":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
+            elif isinstance(node, ast.Attribute):
+                used[node.attr] = path.name
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                used |= dict.fromkeys([*node.module.split("."), *(name.name for name in node.names)], path.name)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+                used |= {name.value: path.name for name in node.args if isinstance(name, ast.Constant)}
+    private = {name for name in used if re.fullmatch(r"_[a-z][a-z0-9_]*", str(name))}
+    foreign = private - own - OVERRIDDEN_NAMES
+    assert not foreign, {name: used[name] for name in foreign}
+
+
+def test_private_names_that_classes_override_are_listed() -> None:
+    for ours in (GumihoModel, GumihoConfig, GumihoGenerationMixin, GumihoTrainer, GumihoTrainingArguments):
+        inside = [base for base in ours.__mro__ if base.__module__.startswith("transformers_gumiho.")]
+        outside = [base for base in ours.__mro__ if base.__module__.startswith("transformers.")]
+        for base in inside:
+            source = ast.parse(textwrap.dedent(inspect.getsource(base)))
+            written = {node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)}
+            written |= {node.id for node in ast.walk(source) if isinstance(node, ast.Name)}
+            private = {name for name in written if re.match("_[a-z]", name)}
+            assert {name for name in private if any(hasattr(o, name) for o in outside)} <= OVERRIDDEN_NAMES
+
+
+def test_the_prompt_is_run_in_chunks_where_generate_does() -> None:
+    target, ids = make_target(), torch.tensor([[1, 2, 3, 4, 5]])
+    lengths: list[int] = []
+    target.get_decoder().register_forward_pre_hook(lambda module, args, kwargs: lengths.append(5), with_kwargs=True)
+    for settings, num_passes in ((GenerationConfig(), 1), (GenerationConfig(prefill_chunk_size=2), 3)):
+        lengths.clear()
+        cache = DynamicCache(config=target.config)
+        kwargs = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
+        logits = internals.run_prompt(target, ids, settings, kwargs | {"position_ids": torch.arange(5)[None]}).logits
+        assert len(lengths) == num_passes
+        assert cache.get_seq_length() == 5
+        torch.testing.assert_close(logits[:, -1], target(ids).logits[:, -1])
+
+
+def test_the_pad_token_is_the_one_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = make_target(), []
+
+    def decode(target: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any) -> None:
+        seen.append(internals.pad_token_id(generation_config))
+
+    monkeypatch.setattr(dispatch, "decode_with_tree", lambda target, ids, *args, **kw: decode(target, ids, **kw))
+    target.generate(torch.tensor([[1, 2]]), max_new_tokens=2, assistant_model=make_drafter(target), pad_token_id=5)
+    assert seen == [5]
+
+
+def test_only_what_may_be_compiled_on_this_device_is() -> None:
+    target = make_target()
+    cache = StaticCache(config=target.config, max_cache_len=8)
+    anywhere = GenerationConfig(compile_config=internals.compile_on_every_device())
+    assert internals.would_compile(target, {"past_key_values": cache}, anywhere)
+    assert not internals.would_compile(target, {"past_key_values": cache}, GenerationConfig())
+    assert not internals.would_compile(target, {"past_key_values": DynamicCache()}, anywhere)
+
+
+def test_what_a_target_keeps_of_its_context() -> None:
+    llama = make_target()
+    assert internals.keeps_dynamic_cache(llama)
+    assert not internals.is_stateful(llama)
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9))
+    assert internals.is_stateful(mamba)
+
+
+def test_attention_is_adopted_from_another_config() -> None:
+    config = LlamaConfig(attn_implementation="sdpa")
+    internals.adopt_attention_implementation(config, LlamaConfig(attn_implementation="eager"))
+    assert internals.attention_implementation(config) == "eager"
+
+
+def test_hooks_show() -> None:
+    linear = nn.Linear(2, 2)
+    assert internals.runs_as_defined(linear)
+    for register in (linear.register_forward_hook, linear.register_forward_pre_hook):
+        handle = register(lambda *args: None)
+        assert internals.num_hooks(linear) == 1
+        assert not internals.runs_as_defined(linear)
+        handle.remove()
+    assert internals.runs_as_defined(linear)
+    assert not internals.has_placement_hook(linear)
+    add_hook_to_module(linear, AlignDevicesHook(execution_device="cpu"))
+    assert internals.has_placement_hook(linear)
+    assert not internals.runs_as_defined(linear)
+
+
+def test_compiled_graphs_are_counted() -> None:
+    before = internals.num_compiled_graphs()
+    tensor = torch.zeros(3)
+    internals.mark_static_address(tensor)
+    torch.compile(lambda x: x + 1, backend="eager")(tensor)
+    assert internals.num_compiled_graphs() == before + 1
+
+
+def test_a_trainer_drives_one_device(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert args.n_gpu in (0, 1)
+    args.__dict__["_n_gpu"] = 4
+    assert args.n_gpu == 4
+    internals.drive_one_device(args)
+    assert args.n_gpu == 1
+
+
+def test_a_table_is_known_by_its_rows_and_a_stream_is_not() -> None:
+    rows = [Dataset.from_dict({"a": [number]}) for number in (1, 2)]
+    prints = [internals.dataset_fingerprint(dataset) for dataset in (*rows, rows[0].map(lambda row: {"b": row["a"]}))]
+    assert len({*prints}) == 3
+    assert all(prints)
+    assert internals.dataset_fingerprint({"a": 1}) is None
