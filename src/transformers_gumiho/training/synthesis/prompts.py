@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ..resumable_file import append_rows, cut_unfinished_batch, whole_lines
 from .degenerate import why_degenerate
 from .near_duplicates import NearDuplicates
-from .writer import Text, Writer
+from .writing import Text, Writer
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PromptFile:
 
     def _screen(self, texts: list[Text], systems: list[str | None]) -> Iterator[dict[str, str]]:
         for text, system in zip(texts, systems, strict=True):
-            reason = why_degenerate(text.text, text.ended, self.special_tokens)
+            reason = text.problem or why_degenerate(text.text, text.ended, self.special_tokens)
             if reason is None and not self._seen.add(text.text):
                 reason = "near-duplicate"
             row = {"prompt": text.text} | ({} if system is None else {"system": system})

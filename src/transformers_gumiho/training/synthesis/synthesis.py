@@ -1,21 +1,26 @@
 """Training data without data: the target writes its own users' prompts, and answers them."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..fingerprint import target_fingerprint, tokenizer_fingerprints
 from ..preparation import check_settings
 from ..resumable_file import append_rows, check_begun_with, cut_after, whole_lines
+from .answer_features import AnswerFeatureCache
 from .continuation import Sampling
+from .endpoint import Endpoint, EndpointWriter
 from .prompts import Prompt, PromptFile
+from .target_writer import TargetWriter
 from .user_turn import find_user_turn
-from .writer import Request, TargetWriter, Text, Writer
+from .writing import Request, Text, Writer
 
 
 # Prompts are written and answered in rounds of so many batches: answers come early, of all lengths, and rows of a batch
@@ -70,6 +75,8 @@ def synthesize_dataset(
     *,
     system_prompts: Sequence[str] = (),
     questions: Sequence[Prompt] = (),
+    feature_cache: str | Path | None = None,
+    features_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """
     Writes a dataset of conversations as JSONL: the target samples prompts after its chat template's opening of a user
@@ -85,6 +92,9 @@ def synthesize_dataset(
         settings: What is written.
         system_prompts: System prompts, which take turns. By default, whatever the template says by itself.
         questions: Prompts of the user's own, which are answered, too.
+        feature_cache: Where given, a folder for the states that the target computes as it answers: a feature cache, as
+            [`write_feature_cache`] makes it, of the tokens that were written.
+        features_dtype: Of these states.
 
     Raises:
         UserTurnNotFoundError: The chat template does not show where a user speaks.
@@ -93,13 +103,54 @@ def synthesize_dataset(
     """
     check_settings(tokenizer, target.config, settings.max_prompt_tokens + settings.max_new_tokens)
     fingerprints = {"target": target_fingerprint(target)} | tokenizer_fingerprints(tokenizer)
+    cache = AnswerFeatureCache(Path(feature_cache), features_dtype) if feature_cache is not None else None
+    fingerprints["feature_cache"] = str(features_dtype) if cache else "none"
     writer = TargetWriter(
         target,
         tokenizer,
         settings.max_prompt_tokens,
         settings.max_new_tokens,
         Sampling(settings.temperature, settings.top_p),
+        features_dtype if cache else None,
     )
+    synthesis = Synthesis(
+        writer, tokenizer, Path(output_file), settings, system_prompts, questions, fingerprints, cache
+    )
+    num_batches = synthesis.run()
+    if cache:
+        cache.finish(num_batches, target, tokenizer)
+
+
+def synthesize_from_endpoint(
+    endpoint: Endpoint,
+    tokenizer: PreTrainedTokenizerBase,
+    output_file: str | Path,
+    settings: SynthesisSettings,
+    *,
+    system_prompts: Sequence[str] = (),
+    questions: Sequence[Prompt] = (),
+) -> None:
+    """
+    Does what [`synthesize_dataset`] does with a target behind a server. Answers that the server gets wrong are counted
+    and left out. Called again after it was stopped, or the server was, it goes on after the last whole batch.
+
+    Args:
+        endpoint: The server.
+        tokenizer: The target's, with a chat template.
+        output_file: The new dataset.
+        settings: What is written. A batch is waited for as a whole, so let it be several times the concurrency.
+        system_prompts: System prompts, which take turns.
+        questions: Prompts of the user's own.
+
+    Raises:
+        EndpointError: The server does not answer, refuses, or answers nonsense only. What was written stays.
+        UserTurnNotFoundError: The chat template does not show where a user speaks.
+        ValueError: The file was begun with other settings.
+        OSError: The disk is full. What was written stays.
+    """
+    fingerprints = {"target": endpoint.model} | tokenizer_fingerprints(tokenizer)
+    sampling = Sampling(settings.temperature, settings.top_p)
+    writer = EndpointWriter(endpoint, tokenizer, settings.max_prompt_tokens, settings.max_new_tokens, sampling)
     Synthesis(writer, tokenizer, Path(output_file), settings, system_prompts, questions, fingerprints).run()
 
 
@@ -115,6 +166,7 @@ class Synthesis:
         system_prompts: System prompts.
         questions: Prompts of the user's own.
         fingerprints: Of what a file must have been begun with, besides the settings.
+        cache: Where given, the answers' features go there.
     """
 
     def __init__(
@@ -126,6 +178,7 @@ class Synthesis:
         system_prompts: Sequence[str],
         questions: Sequence[Prompt],
         fingerprints: dict[str, str],
+        cache: AnswerFeatureCache | None = None,
     ):
         if settings.num_prompts:
             for system in system_prompts or [None]:
@@ -137,7 +190,8 @@ class Synthesis:
         begun_with |= {"system_prompts": list(system_prompts), "questions": repr(questions)}
         check_begun_with(path, begun_with)
         self.writer, self.tokenizer, self.path, self.settings = writer, tokenizer, path, settings
-        self.questions = list(questions)
+        self.questions, self.cache = list(questions), cache
+        self.problems: Counter[str] = Counter()
         self.prompt_file = PromptFile(
             path.with_name(path.name.removesuffix(".jsonl") + ".prompts.jsonl"),
             writer,
@@ -147,23 +201,30 @@ class Synthesis:
             settings.seed,
         )
 
-    def run(self) -> None:
-        """Writes what is missing."""
-        num_rows = self.settings.num_prompts + len(self.questions)
-        num_found, num_done = len(whole_lines(self.path)), 0
+    def run(self) -> int:
+        """Writes what is missing; returns the number of batches of answers."""
+        num_rows, num_batches = self.settings.num_prompts + len(self.questions), 0
+        num_found, is_cut = len(whole_lines(self.path)), False
         with tqdm(desc="target writes", unit=" tokens", mininterval=5) as progress:
             for start, batch in self._batches(progress):
-                if start + len(batch) <= num_found:
+                stop, number = start + len(batch), num_batches
+                num_batches += 1
+                if stop <= num_found and (self.cache is None or self.cache.has(number)):
                     continue
-                if start < num_found or not num_done:
-                    num_found = cut_after(self.path, start)
+                if start < num_found or not is_cut:
+                    num_found, is_cut = cut_after(self.path, start), True
                 texts = self.writer.answer(batch, self.settings.seed + start)
+                if self.cache:
+                    self.cache.write(number, [text.features for text in texts if text.features])
                 append_rows(self.path, map(_row, batch, texts))
-                num_done += 1
-                progress.set_postfix_str(f"{start + len(batch)} of {num_rows} answers")
+                self.problems.update(text.problem for text in texts if text.problem)
+                progress.set_postfix_str(f"{stop} of {num_rows} answers")
                 progress.update(sum(text.num_tokens for text in texts))
-        dropped = ", ".join(f"{count} {reason}" for reason, count in self.prompt_file.dropped.most_common())
-        tqdm.write(f"{num_rows} prompts are answered; of the target's own, these were dropped: {dropped or 'none'}")
+        tqdm.write(
+            f"{num_rows} prompts are answered; dropped: {_count(self.prompt_file.dropped)} of the prompts that the "
+            f"target wrote, {_count(self.problems)} of the answers"
+        )
+        return num_batches
 
     def _batches(self, progress: tqdm) -> Iterator[tuple[int, list[Request]]]:
         """Yields each batch with the row that it begins at; its prompts are written just before their round."""
@@ -173,7 +234,8 @@ class Synthesis:
             for begin in range(0, len(order), size):
                 rows = range(start, start + len(order[begin : begin + size]))
                 chosen = [prompts[index] for index in order[begin : begin + size]]
-                yield start, [Request(prompt.messages, self._is_sampled(row)) for prompt, row in zip(chosen, rows)]  # noqa: B905
+                pairs = zip(chosen, rows, strict=True)
+                yield start, [Request(prompt.messages, self._is_sampled(row)) for prompt, row in pairs]
                 start += len(chosen)
 
     def _rounds(self, progress: tqdm) -> Iterator[list[Prompt]]:
@@ -191,7 +253,11 @@ class Synthesis:
 
 
 def _row(request: Request, text: Text) -> dict[str, Any]:
-    if not text.text.strip():
-        return {"skipped": "the target says nothing", "messages": None}
+    if text.problem:
+        return {"skipped": text.problem}
     messages = [*request.messages, {"role": "assistant", "content": text.text}]
     return {"messages": messages, "sampled": request.sampled, "ended": text.ended}
+
+
+def _count(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} ({reason})" for reason, count in reasons.most_common()) or "none"

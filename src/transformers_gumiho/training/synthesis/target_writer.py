@@ -1,54 +1,15 @@
-"""Who writes prompts and answers: the target in this process, or one behind a server."""
+"""Prompts and answers of a target in this process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..rendering import render_prompt
-from .continuation import BatchContinuation, Sampling
+from .answer_features import AnswerFeatures
+from .continuation import BatchContinuation, Continuation, Sampling
 from .user_turn import UserTurn, find_user_turn
-
-
-@dataclass(frozen=True)
-class Text:
-    """
-    What was written.
-
-    Attributes:
-        text: Without special tokens.
-        ended: Whether the target ended it, rather than a limit.
-        num_tokens: Tokens of it.
-    """
-
-    text: str
-    ended: bool
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Request:
-    """
-    Messages for the target to answer.
-
-    Attributes:
-        messages: The system's, if any, and the user's.
-        sampled: Whether the answer is sampled.
-    """
-
-    messages: list[dict[str, str]]
-    sampled: bool
-
-
-class Writer(Protocol):
-    """Writes a batch of prompts, or of answers."""
-
-    def write_user_turns(self, systems: Sequence[str | None], seed: int) -> list[Text]:
-        """Returns what a user might say first after each system prompt."""
-
-    def answer(self, requests: Sequence[Request], seed: int) -> list[Text]:
-        """Returns the answer to each request."""
+from .writing import Request, Text
 
 
 class TargetWriter:
@@ -61,6 +22,7 @@ class TargetWriter:
         max_prompt_tokens: Tokens of a prompt that it writes, at most.
         max_new_tokens: Tokens of an answer, at most.
         sampling: How prompts and sampled answers are sampled.
+        states_dtype: Where given, answers come with the target's states in it.
     """
 
     def __init__(
@@ -70,8 +32,11 @@ class TargetWriter:
         max_prompt_tokens: int,
         max_new_tokens: int,
         sampling: Sampling,
+        states_dtype: torch.dtype | None = None,
     ):
         self.target, self.tokenizer, self.sampling = target, tokenizer, sampling
+        self.states_dtype = states_dtype
+        self.positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         ends = target.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
@@ -91,13 +56,28 @@ class TargetWriter:
         return texts
 
     def answer(self, requests: Sequence[Request], seed: int) -> list[Text]:
-        write = BatchContinuation(self.target, self.ends, self.sampling)
+        write = BatchContinuation(self.target, self.ends, self.sampling, self.states_dtype)
         prompts = [render_prompt(self.tokenizer, request.messages) for request in requests]
-        results = write(prompts, self.max_new_tokens, [request.sampled for request in requests], seed)
-        return [
-            Text(self.tokenizer.decode(result.tokens, skip_special_tokens=True), result.ended, len(result.tokens))
-            for result in results
-        ]
+        fitting = [index for index, prompt in enumerate(prompts) if self._fits(prompt)]
+        texts = [Text("", False, 0, problem="no room for an answer")] * len(prompts)
+        if fitting:
+            sampled = [requests[index].sampled for index in fitting]
+            results = write([prompts[index] for index in fitting], self.max_new_tokens, sampled, seed)
+            for index, result in zip(fitting, results, strict=True):
+                texts[index] = self._read(prompts[index], result)
+        return texts
+
+    def _fits(self, prompt: list[int]) -> bool:
+        return self.positions is None or len(prompt) + self.max_new_tokens <= self.positions
+
+    def _read(self, prompt: list[int], result: Continuation) -> Text:
+        text = self.tokenizer.decode(result.tokens, skip_special_tokens=True)
+        if not text.strip():
+            return Text("", result.ended, len(result.tokens), problem="the target says nothing")
+        features = None
+        if result.states is not None:
+            features = AnswerFeatures(prompt, result.tokens, result.states)
+        return Text(text, result.ended, len(result.tokens), features=features)
 
     def _turn(self, system: str | None) -> UserTurn:
         if system not in self._turns:
