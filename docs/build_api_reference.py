@@ -23,7 +23,10 @@ import transformers_gumiho
 
 
 PUBLIC = ("", ".training", ".tuning", ".benchmarking", ".presenting", ".metrics")
-METHOD = (".tree", ".verification", ".drafting", ".parallel_heads", ".sampling_noise", ".losses", ".cache")
+METHOD = (
+    ".tree.draft_tree", ".tree.recombination", ".tree.verification", ".drafting.drafter", ".model.parallel_heads",
+    ".decoding.sampling_noise", ".losses.terms", ".target.tree_cache",
+)  # fmt: skip
 PAGES = [transformers_gumiho.__name__ + name for name in (*PUBLIC, *METHOD)]
 _REFERENCE = re.compile(r"\[<code>(?:<a [^>]*>)?~?([\w.]+)(?:</a>)?</code>\]")
 _LOCAL_LINK = re.compile(r'<code><a href="#([^"]*)">([^<]*)</a></code>')

@@ -8,12 +8,13 @@ import importlib
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .candidate_generator import GumihoCandidateGenerator
-from .checkpoint_loading import register_released_names
-from .configuration_gumiho import GumihoConfig
-from .drafting_settings import DraftingSettings
-from .generation import GumihoGenerateOutput, GumihoGenerationMixin, install
-from .modeling_gumiho import GumihoModel, GumihoOutput
+from .decoding.dispatch import GumihoGenerationMixin, install
+from .decoding.loop import GumihoGenerateOutput
+from .drafting.candidate_generator import GumihoCandidateGenerator
+from .drafting.settings import DraftingSettings
+from .model.checkpoint_conversion import register_released_names
+from .model.configuration_gumiho import GumihoConfig
+from .model.modeling_gumiho import GumihoModel, GumihoOutput
 
 
 AutoConfig.register(GumihoConfig.model_type, GumihoConfig, exist_ok=True)

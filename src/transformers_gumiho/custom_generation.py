@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from .modeling_gumiho import GumihoModel
-from .placement import drafter_device
+from .model.modeling_gumiho import GumihoModel
+from .target.placement import drafter_device
 
 
 # Arguments of `generate()` that say how a repository is read; they are for the drafter as for the code next to it.

@@ -1,8 +1,8 @@
 """Comparing ways of decoding on one machine."""
 
+from ..measuring.prompts import Question, read_questions
 from .command import BenchmarkArguments, benchmark
 from .modes import DecodingMode, decoding_modes
-from .prompts import Question, read_questions
 from .runner import BenchmarkSettings, Sample, run_benchmark
 from .summary import SummaryRow, summarize
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from .loading import load_pair
+from ..measuring.loading import load_pair
+from ..measuring.prompts import read_questions
 from .modes import decoding_modes
-from .prompts import read_questions
 from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
 from .summary import SummaryRow, summarize

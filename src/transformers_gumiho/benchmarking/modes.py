@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import CompileConfig, PreTrainedModel
 
-from ..modeling_gumiho import GumihoModel
+from ..measuring.decoding_settings import decoding_settings
+from ..model.modeling_gumiho import GumihoModel
 
 
 PLAIN = "plain"
@@ -16,18 +17,6 @@ PLAIN_COMPILED = PLAIN + COMPILED
 # The setting of transformers' documentation.
 PROMPT_LOOKUP_TOKENS = 10
 _TREE = "tree of "
-
-
-@contextmanager
-def decoding_settings(drafter: GumihoModel, settings: dict[str, Any]) -> Iterator[None]:
-    """Gives the drafter these decoding settings for as long as it lasts."""
-    config = drafter.generation_config
-    before = {name: getattr(config, name, None) for name in settings}
-    config.update(**settings)
-    try:
-        yield
-    finally:
-        config.update(**before)
 
 
 @dataclass(frozen=True)

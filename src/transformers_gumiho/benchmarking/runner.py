@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..measuring.prompts import Question, encode_turn
+from ..measuring.stages import stage_timer, synchronize
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
-from .prompts import Question, encode_turn
-from .stages import stage_timer, synchronize
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TextIO
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..modeling_gumiho import GumihoModel
+from ..model.modeling_gumiho import GumihoModel
 from .colours import coloured
 from .cycles import Cycle, watch_cycles
 from .streaming import CycleStreamer

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..benchmarking.loading import load_pair
-from ..benchmarking.prompts import encode_turn
-from ..drafting_settings import DraftingSettings
-from ..modeling_gumiho import GumihoModel
+from ..drafting.settings import DraftingSettings
+from ..measuring.loading import load_pair
+from ..measuring.prompts import encode_turn
+from ..model.modeling_gumiho import GumihoModel
 from .answering import Answer, describe_answer, stream_answer
 from .arguments import GenerateArguments, PairArguments, ShowArguments
 from .colours import wants_colours

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..benchmarking.stages import replace_until_left
-from ..choosing import TokenChooser
-from ..tree import DraftTree
-from ..verification import ChildFinder
+from ..decoding.token_choice import TokenChooser
+from ..measuring.stages import replace_until_left
+from ..tree.draft_tree import DraftTree
+from ..tree.verification import ChildFinder
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ if find_spec("datasets") is None:
         "Training needs the `datasets` library. Install it with `pip install 'transformers-gumiho[train]'`."
     )
 
-from ..losses import LossWeights, gumiho_loss
+from ..losses.chunked import chunked_gumiho_loss
+from ..losses.terms import LossWeights, gumiho_loss
 from .agreement import expected_acceptance_length
 from .arguments import GumihoTrainingArguments
 from .callbacks import AcceptanceCallback, measure_acceptance
 from .checkpoints import last_complete_checkpoint
-from .chunked_loss import chunked_gumiho_loss
 from .collator import GumihoDataCollator
 from .conversations import load_conversations
 from .feature_cache import CachedFeatures, FeatureDataset

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..losses import LossWeights, Predictor, cross_entropies, feature_distances, predictions_of
-from ..modeling_gumiho import GumihoOutput
-from .chunked_loss import DEFAULT_CHUNK_SIZE, LMHead, select_positions
+from ..losses.chunked import DEFAULT_CHUNK_SIZE, LMHead, select_positions
+from ..losses.terms import LossWeights, Predictor, cross_entropies, feature_distances, predictions_of
+from ..model.modeling_gumiho import GumihoOutput
 
 
 # The columns of a score table.

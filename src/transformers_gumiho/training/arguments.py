@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
-from ..losses import LossWeights
-from .chunked_loss import DEFAULT_CHUNK_SIZE
+from ..losses.chunked import DEFAULT_CHUNK_SIZE
+from ..losses.terms import LossWeights
 
 
 @dataclass

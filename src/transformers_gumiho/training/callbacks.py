@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from ..modeling_gumiho import GumihoModel
+from ..model.modeling_gumiho import GumihoModel
 
 
 @torch.no_grad()

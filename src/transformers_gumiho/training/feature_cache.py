@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..modeling_gumiho import GumihoModel
-from ..output_head import scaled_head
+from ..model.modeling_gumiho import GumihoModel
+from ..target.output_head import scaled_head
 from .fingerprint import target_fingerprint, tokenizer_fingerprints
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from ..output_head import output_head
+from ..target.output_head import output_head
 
 
 class TargetFeatures(Protocol):

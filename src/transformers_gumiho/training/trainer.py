@@ -12,13 +12,13 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..losses import LossWeights, Predictor, predictors
-from ..modeling_gumiho import GumihoModel, unwrap_drafter
+from ..losses.chunked import chunked_gumiho_loss, count_positions
+from ..losses.terms import LossWeights, Predictor, predictors
+from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
-from .chunked_loss import chunked_gumiho_loss, count_positions
 from .collator import GumihoDataCollator
 from .feature_cache import CachedFeatures, FeatureDataset
 from .model_card import model_card_of

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..benchmarking.modes import decoding_settings
-from ..benchmarking.stages import replace_until_left
-from ..choosing import TokenChooser
-from ..modeling_gumiho import GumihoModel
-from ..tree import DraftTree
+from ..decoding.token_choice import TokenChooser
+from ..measuring.decoding_settings import decoding_settings
+from ..measuring.stages import replace_until_left
+from ..model.modeling_gumiho import GumihoModel
+from ..tree.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)

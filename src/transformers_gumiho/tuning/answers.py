@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..modeling_gumiho import GumihoModel
+from ..model.modeling_gumiho import GumihoModel
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..losses import LossWeights, predictions_of
-from ..modeling_gumiho import GumihoModel
-from ..output_head import output_head
+from ..losses.terms import LossWeights, predictions_of
+from ..model.modeling_gumiho import GumihoModel
+from ..target.output_head import output_head
 from .answers import Answer
 
 

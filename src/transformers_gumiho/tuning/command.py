@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..benchmarking.loading import load_pair
-from ..benchmarking.prompts import encode_turn, read_questions
+from ..measuring.loading import load_pair
+from ..measuring.prompts import encode_turn, read_questions
 from .arguments import TuningArguments
 from .finding import find_best_tree
 from .result import TuningResult

@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..modeling_gumiho import GumihoModel
+from ..model.modeling_gumiho import GumihoModel
 from .search import TreeSettings
 from .timing import time_drafted, time_plain
 

@@ -12,8 +12,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..benchmarking.stages import replace_until_left
-from ..modeling_gumiho import GumihoModel
+from ..measuring.stages import replace_until_left
+from ..model.modeling_gumiho import GumihoModel
 from .timing import DecodingTime, time_drafted, time_plain
 
 

@@ -8,8 +8,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..drafting_settings import DRAFT_TEMPERATURE
-from ..modeling_gumiho import GumihoModel
+from ..drafting.settings import DRAFT_TEMPERATURE
+from ..model.modeling_gumiho import GumihoModel
 from .acceptance import AcceptanceProfile, profile_acceptance
 from .answers import decode_answers, typical_context
 from .arguments import TuningArguments

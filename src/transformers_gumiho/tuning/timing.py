@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from ..benchmarking.modes import decoding_settings
-from ..benchmarking.stages import replace_until_left, synchronize
-from ..modeling_gumiho import GumihoModel
-from ..target import TargetRunner
+from ..measuring.decoding_settings import decoding_settings
+from ..measuring.stages import replace_until_left, synchronize
+from ..model.modeling_gumiho import GumihoModel
+from ..target.runner import TargetRunner
 
 
 @dataclass

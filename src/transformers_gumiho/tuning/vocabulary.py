@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..modeling_gumiho import GumihoModel
+from ..model.modeling_gumiho import GumihoModel
 from .acceptance import profile_acceptance
 from .answers import Answer, typical_context
 from .contest import PLAIN, decode_in_turns

@@ -1,0 +1,247 @@
+"""Choosing the target's tokens along a draft tree, with its processors and criteria, as plain decoding does."""
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ..target.cycle_shapes import CycleShapes
+from ..tree.draft_tree import DraftTree
+from ..tree.verification import AcceptedPath, ChildFinder, longest_path, walk_tree
+from .sampling_noise import UpcomingNoise
+from .sequences import CommittedSequences
+from .step_records import StepRecord
+
+
+# What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
+_PREFIX_FREE_PROCESSORS = (InfNanRemoveLogitsProcessor, LogitNormalization, SuppressTokensLogitsProcessor)
+
+# Processors that look at nothing but the scores and the tokens of each row for itself, and remember nothing between
+# calls. The rows of a batch may then be processed one length after the other.
+_ROW_WISE_PROCESSORS = (
+    *_PREFIX_FREE_PROCESSORS,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+_ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+
+
+class TokenChooser:
+    """
+    Chooses the target's next tokens along a draft tree, exactly as plain decoding chooses them, and commits them.
+
+    Args:
+        sequences: The committed text.
+        logits_processor: As prepared by `generate()`.
+        stopping_criteria: As prepared by `generate()`.
+        generation_config: As prepared by `generate()`.
+        shapes: What cycles run in.
+    """
+
+    def __init__(
+        self,
+        sequences: CommittedSequences,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        shapes: CycleShapes,
+    ):
+        self.sequences = sequences
+        self.logits_processor = logits_processor
+        self.do_sample = generation_config.do_sample
+        self._noise: UpcomingNoise | None = None  # of draws like those of the newest tokens
+        self.shapes = shapes
+        self._walk = shapes.compiler(_walk_greedily)
+        self.batch_size = len(sequences.lengths)
+        returns_dict = generation_config.return_dict_in_generate
+        self.scores = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_scores))
+        self.logits = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_logits))
+        # Where one row's scores or end may depend on the others, or on earlier calls, all rows take the same steps.
+        self.in_lockstep = self.batch_size > 1 and not (
+            all(type(processor) in _ROW_WISE_PROCESSORS for processor in logits_processor)
+            and all(type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria)
+        )
+        self.whole_tree = (
+            not self.do_sample
+            and not self.in_lockstep
+            and all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
+        )
+
+    def peek_noise(self, num_draws: int) -> torch.Tensor | None:
+        """
+        Returns the noise `(B, num_draws, V)` that the next tokens will be drawn with, `None` at greedy.
+
+        Rows that advance by different lengths know that of the next draw alone, and zeros after it. A row whose path
+        has ended leaves the later draws of a cycle unused; had its tree depended on them, whether they are used would
+        depend on what they are, and those that are would be biased.
+        """
+        if self._noise is None:
+            return None
+        if self.batch_size == 1 or self.in_lockstep:
+            return self._noise.peek(num_draws)
+        noise = self._noise.peek(1)
+        return None if noise is None else torch.nn.functional.pad(noise, (0, 0, 0, num_draws - 1))
+
+    def commit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """
+        Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens.
+
+        Returns:
+            The visited nodes `(B, L)`, and the number of tokens committed in each row, one per visited node. Where
+            shapes are fixed, `L` is the longest possible path.
+        """
+        nodes, kept = self._commit_whole_tree(tree, logits) if self.whole_tree else self._commit_stepwise(tree, logits)
+        if self.shapes.are_fixed:
+            nodes = torch.nn.functional.pad(nodes, (0, longest_path(tree) - nodes.shape[1]))
+        num_generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
+        self.scores.trim(num_generated)
+        self.logits.trim(num_generated)
+        return nodes, kept
+
+    def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronisation."""
+        scores = logits
+        if len(self.logits_processor) > 0:
+            flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
+            # These processors look at no token; they are handed a row of the right size for each node.
+            rows = self.sequences.prefix(1).repeat_interleave(logits.shape[1], dim=0).to(flat.device)
+            scores = self.logits_processor(rows, flat).view_as(logits)
+        elif logits.dtype == torch.float64:
+            scores = logits.float()  # plain decoding chooses among values rounded to float32
+        # After the prompt there is a root alone, and a compiled walk would be compiled for that, too.
+        path, told = (self._walk if tree.max_depth else _walk_greedily)(tree, scores)
+        host = told.tolist()
+        counts = [row[0] for row in host]
+        self._record(self.logits, logits, path.nodes, counts)
+        self._record(self.scores, scores, path.nodes, counts)
+        return path.nodes, self.sequences.commit(path.tokens, [row[1:] for row in host], counts, self.scores)
+
+    def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """One token after the other, as plain decoding: the processors see each node's true prefix, once."""
+        node = tree.parents[:, :1]
+        children = ChildFinder(tree)
+        node_logits = logits.flatten(0, 1)
+        first_nodes = torch.arange(0, len(node_logits), logits.shape[1], device=node.device)
+        visited: list[torch.Tensor] = []
+        kept = [0] * self.batch_size
+        walking = [self.sequences.is_open(row) for row in range(self.batch_size)]
+        while any(walking):
+            visited.append(node)
+            index = (node.squeeze(1) + first_nodes).to(logits.device)
+            step_logits = node_logits.index_select(0, index).to(dtype=torch.float32, device=node.device)
+            scores = self._process(step_logits, walking)
+            if self.do_sample:
+                if not all(walking):
+                    # Every row draws, as in plain decoding; rows that take no token may have no distribution.
+                    idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
+                    scores = scores.masked_fill(idle, 0.0)
+                tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
+                self._expect_draws_from(scores, logits)
+            else:
+                tokens = scores.argmax(dim=-1, keepdim=True)
+            node, found = children.find(node, tokens)
+            host = torch.cat((tokens, found), dim=1).tolist()
+            counts = [int(is_walking) for is_walking in walking]
+            self.logits.add(step_logits[:, None], counts)
+            self.scores.add(scores[:, None], counts)
+            new = self.sequences.commit(tokens, [row[:1] for row in host], counts, self.scores)
+            kept = [total + number for total, number in zip(kept, new, strict=True)]
+            going_on = [self.sequences.is_open(row) for row in range(self.batch_size)]
+            found_child = [bool(row[1]) for row in host]
+            if self.in_lockstep and not all(
+                found for found, is_open in zip(found_child, going_on, strict=True) if is_open
+            ):
+                break
+            walking = [
+                is_walking and found and is_open
+                for is_walking, found, is_open in zip(walking, found_child, going_on, strict=True)
+            ]
+        return torch.cat(visited, dim=1), kept
+
+    def _expect_draws_from(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Makes `peek_noise` tell the noise of draws from `scores` `(B, V)`, where drafts are made from as many."""
+        if scores.shape[1] != logits.shape[2]:
+            # A processor has made the scores wider or narrower than what is drafted from.
+            self._noise = None
+        elif self._noise is None or self._noise.device != scores.device:
+            self._noise = UpcomingNoise(scores.shape[0], scores.shape[1], scores.device)
+
+    def _process(self, logits: torch.Tensor, walking: list[bool]) -> torch.Tensor:
+        """
+        Returns the processed scores `(B, V)` of each walking row's next token.
+
+        Processors take rows of one length, so rows of different lengths take one call for each length; what such a
+        call returns for the other rows is left unused.
+        """
+        lengths = self.sequences.lengths
+        processed: torch.Tensor | None = None
+        walking_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
+        # A processor may write into what it is given.
+        is_read_again = self.logits.enabled or len(walking_lengths) > 1
+        for length in walking_lengths:
+            scores = self.logits_processor(self.sequences.prefix(length), logits.clone() if is_read_again else logits)
+            if processed is None:
+                processed = scores
+                continue
+            rows = [row for row, row_length in enumerate(lengths) if row_length == length]
+            processed[rows] = scores[rows]
+        if processed is None:
+            raise RuntimeError("No row takes another token.")
+        return processed
+
+    def _record(self, record: StepRecord, values: torch.Tensor, nodes: torch.Tensor, counts: list[int]) -> None:
+        if record.enabled:
+            picked = pick(values, nodes[:, : max(counts)])
+            record.add(picked.to(dtype=torch.float32, device=nodes.device), counts)
+
+
+def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> tuple[AcceptedPath, torch.Tensor]:
+    """Returns the walk by the best scores, and `(B, 1 + L)`: its counts and tokens in one tensor, for the host."""
+    path = walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
+    return path, torch.cat((path.counts[:, None], path.tokens), dim=1)
+
+
+def pick(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """Picks the values `(B, N + 1, width)` of `nodes` `(B, L)`."""
+    return values.gather(1, nodes.to(values.device)[:, :, None].expand(-1, -1, values.shape[2]))

@@ -1,0 +1,1 @@
+"""Drafting a tree per cycle with a drafter."""

@@ -1,0 +1,352 @@
+"""One round of drafting: two serial passes, one parallel pass, and the tree of the best recombinations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..model.modeling_gumiho import GumihoModel
+from ..model.parallel_heads import run_batched_heads
+from ..target.cycle_shapes import CycleShapes
+from ..tree.attention_masks import block_attention_mask, slot_attention_mask
+from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level
+from ..tree.recombination import Recombinations
+from .settings import DraftingSettings
+
+
+class GumihoDrafter:
+    """
+    Drafts trees for one call of `generate()`, and keeps the serial head's cache up to date with the committed text.
+
+    Args:
+        model ([`GumihoModel`]): The drafter.
+        lm_head: Maps the target's hidden states `(..., H)` to logits `(..., V)`; takes and returns tensors on the
+            target's device. With `token_ids`, to the logits `(..., K)` of these tokens.
+        settings ([`DraftingSettings`]): Shape of the tree.
+        past_key_values: An empty cache for the serial head, whose rows can be committed by different lengths
+            (a `TreeCache`).
+        shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
+        token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
+            vocabulary.
+    """
+
+    def __init__(
+        self,
+        model: GumihoModel,
+        lm_head: Callable[[torch.Tensor], torch.Tensor],
+        settings: DraftingSettings,
+        past_key_values: Any,
+        shapes: CycleShapes | None = None,
+        token_ids: torch.Tensor | None = None,
+    ):
+        self.model = model
+        self.lm_head = lm_head
+        self.settings = settings
+        self.cache = past_key_values
+        self.token_ids = token_ids
+        self.context_mask: torch.Tensor | None = None
+        self._head_weights = model.mlp.batched_weights()
+        device = model.embed_tokens.weight.device
+        # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
+        offsets = torch.arange(settings.tree_depth + 1, device=device)
+        causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
+        self._committed = [(causal[:, :n, :n], offsets[:n].expand(len(causal), -1)) for n in range(len(offsets) + 1)]
+        self._recombinations = self._find_recombinations(len(past_key_values.lengths))
+        temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
+        self._serial_temperatures = temperatures.unbind()
+        self._heads_temperatures = temperatures[model.config.num_serial_tokens :, None, None]
+        # Where there is noise, tokens are drawn from the target's distribution under this temperature.
+        self._sampling_temperature = torch.tensor(
+            settings.sampling_temperature or 1.0, dtype=torch.float32, device=device
+        )
+        self._shapes = shapes or CycleShapes()
+        # A captured graph reads these where they lie, as it does parameters, instead of copying them for every replay.
+        for tensor in (
+            [tensor for pair in self._head_weights or [] for tensor in pair] if self.has_fixed_shapes else []
+        ):
+            torch._dynamo.mark_static_address(tensor)
+        self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
+
+    def _find_recombinations(self, batch_size: int) -> Recombinations | None:
+        settings, config = self.settings, self.model.config
+        num_heads = settings.tree_depth - config.num_serial_tokens
+        if not settings.recombines or num_heads < 1:
+            return None
+        vocab_size = config.get_text_config().vocab_size if self.token_ids is None else len(self.token_ids)
+        # As wide as the serial levels will be.
+        num_above = num_paths = 1
+        for _ in range(config.num_serial_tokens):
+            num_extensions = num_paths * min(settings.branching_factor, vocab_size)
+            num_above = min(num_extensions, settings.num_assistant_tokens)
+            num_paths = min(num_above, settings.branching_factor)
+        return Recombinations.find(
+            settings.num_assistant_tokens,
+            serial_depth=config.num_serial_tokens,
+            num_above=num_above,
+            num_paths=num_paths,
+            num_heads=num_heads,
+            num_candidates=min(settings.extension[1], vocab_size),
+            batch_size=batch_size,
+        )
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether all cycles run in the same shapes."""
+        return self._shapes.are_fixed
+
+    @torch.no_grad()
+    def draft(
+        self,
+        tokens: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        counts: list[int],
+        attention_mask: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
+    ) -> DraftTree:
+        """
+        Takes in the newly committed tokens and drafts a tree after the last of them.
+
+        Args:
+            tokens (`(B, n)`): The newly committed tokens of each row, aligned left.
+            hidden_states (`(B, n, H)`): For each, the target's hidden state that it was chosen from.
+            position_ids (`(B, n)`): For each, the position of that state.
+            counts: How many of the `n` are real in each row.
+            attention_mask (`(B, n)`, *optional*): In the first call, 0 where a state belongs to padding.
+            noise (`(B, tree_depth, V)`, *optional*): When sampling, the noise that the target's tokens of each depth
+                will be drawn with; see [`UpcomingNoise`].
+        """
+        if noise is not None and self.token_ids is not None:
+            noise = noise.index_select(2, self.token_ids.to(noise.device))
+        if self.cache.starts is not None:
+            # A single row has the strides of the buffer it was cut from, and these change.
+            tokens = tokens.flatten().view(tokens.shape)
+            inputs = (tokens, hidden_states, position_ids, _to_device(counts, tokens.device), noise)
+            # A copy, as the next cycle, which verifies it, may overwrite what a captured graph returned.
+            return self._draft_fixed(self, *inputs).clone()
+        if self.cache.get_seq_length() == 0:
+            features = self._read_prompt(tokens, hidden_states, position_ids, attention_mask)
+        else:
+            features = self._read_committed(tokens, hidden_states, position_ids)
+        self.cache.commit(counts)
+        if self.has_fixed_shapes:
+            self._fix_shapes(tokens.device)
+        feature, root_tokens, root_positions = (
+            _last_of_rows(tensor, counts) for tensor in (features, tokens, position_ids)
+        )
+        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions, noise)
+
+    def _draft_in_fixed_shapes(
+        self,
+        tokens: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        counts: torch.Tensor,
+        noise: torch.Tensor | None,
+    ) -> DraftTree:
+        """Does what [`draft`] does after the prompt, with `counts` `(B,)` on the device."""
+        features = self._read_committed(tokens, hidden_states, position_ids)
+        self.cache.advance(counts)
+        last = (counts - 1).clamp(min=0)
+        feature, root_tokens, root_positions = (_pick(tensor, last) for tensor in (features, tokens, position_ids))
+        return self._grow_tree(root_tokens.squeeze(1), feature, root_positions, noise)
+
+    def _fix_shapes(self, device: torch.device) -> None:
+        self.cache.fix_shapes(device)
+        if self.context_mask is not None:
+            missing = self.cache.capacity - self.context_mask.shape[1]
+            self.context_mask = torch.nn.functional.pad(self.context_mask, (0, missing), value=True)
+
+    def _grow_tree(
+        self,
+        root_tokens: torch.Tensor,
+        feature: torch.Tensor,
+        position_ids: torch.Tensor,
+        noise: torch.Tensor | None,
+    ) -> DraftTree:
+        """Drafts a tree after newest tokens `(B,)`; the arguments are those of [`_draft_serially`]."""
+        levels, path_inputs = self._draft_serially(feature, position_ids, noise)
+        if self.settings.tree_depth > len(levels):
+            levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
+        root_tokens = root_tokens.to(levels[0].tokens.device)
+        return build_tree(root_tokens, levels, self.settings.num_assistant_tokens, self.settings.tree_depth)
+
+    def _read_prompt(
+        self,
+        tokens: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Fills the cache with the prompt; returns its serial features `(B, n, H)`."""
+        if attention_mask is not None:
+            self.context_mask = attention_mask.bool()
+        fused = self.model.fuse(tokens, hidden_states)
+        return self.model.run_serial_head(fused, attention_mask, position_ids, self.cache)
+
+    def _read_committed(
+        self, tokens: torch.Tensor, hidden_states: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
+        causal, depths = self._committed[tokens.shape[1]]
+        fused = self.model.fuse(tokens, hidden_states)
+        return self._run_block(fused, causal, depths, position_ids)
+
+    def _draft_serially(
+        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
+    ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
+        """
+        Drafts the early tokens one after the other.
+
+        Args:
+            feature (`(B, 1, H)`): The serial feature that predicts the token after the newest ones.
+            position_ids (`(B, 1)`): The position that the feature was made at.
+            noise (`(B, tree_depth, K)`, *optional*): That of each depth, for the tokens that may be drafted.
+
+        Returns:
+            The levels, and for each serial token the fused inputs `(B, paths, H)` of the paths that are extended.
+        """
+        settings, num_serial_tokens = self.settings, self.model.config.num_serial_tokens
+        level, levels = None, []
+        path_inputs: list[torch.Tensor] = []
+        visible = depths = None
+        for step in range(1, min(num_serial_tokens, settings.tree_depth) + 1):
+            step_noise = None if noise is None else noise[:, step - 1 : step]
+            temperature = self._serial_temperatures[step - 1]
+            tokens, log_probs = self._best_tokens(feature, settings.branching_factor, temperature, step_noise)
+            if level is None:
+                levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
+            else:
+                levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
+            level = levels[-1].first(settings.branching_factor)
+            if step == settings.tree_depth:
+                break
+            # Each kept path carries its own tokens and the features that predict them from here on.
+            parents = level.parents.to(feature.device)
+            fused = self.model.fuse(level.tokens.to(feature.device), _gather_rows(feature, parents))
+            path_inputs = [_gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
+            if step < num_serial_tokens:
+                visible, depths = _append_candidates(visible, depths, parents, step - 1)
+                positions = (position_ids + step).expand(-1, fused.shape[1])
+                feature = self._run_block(fused, visible, depths, positions)
+                self.cache.num_pending += fused.shape[1]
+        self.cache.num_pending = 0
+        return levels, path_inputs
+
+    def _draft_in_parallel(
+        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None
+    ) -> list[DraftLevel]:
+        """Drafts all later tokens in one pass, and recombines them under the serial paths. Returns their levels."""
+        settings = self.settings
+        num_heads = settings.tree_depth - self.model.config.num_serial_tokens
+        inputs = torch.cat(path_inputs, dim=-1)
+        if self._head_weights is None:
+            features = self.model.mlp(inputs)[:, :num_heads]
+        else:
+            features = run_batched_heads(self._head_weights, inputs, num_heads)
+        heads_noise = None if noise is None else noise[:, -num_heads:, None]
+        tokens, log_probs = self._best_tokens(features, settings.extension[1], self._heads_temperatures, heads_noise)
+        if self._recombinations is not None:
+            return [self._recombinations.grow(last_level, tokens, log_probs)]
+        return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
+
+    def _extend_best(self, level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor) -> list[DraftLevel]:
+        """Extends the serial paths `(B, P)` depth by depth, by tokens `(B, heads, P, M)` with these probabilities."""
+        levels: list[DraftLevel] = []
+        paths = None  # the serial path above each node; those of the first head's parents are in their order
+        for candidates, scores in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
+            if paths is not None:
+                candidates, scores = _gather_rows(candidates, paths), _gather_rows(scores, paths)
+            levels.append(extend_level(level, candidates, scores, self.settings.num_assistant_tokens))
+            level = levels[-1].first(self.settings.extension[0])
+            paths = level.parents if paths is None else paths.gather(1, level.parents)
+        return levels
+
+    def _best_tokens(
+        self, features: torch.Tensor, num_tokens: int, temperatures: torch.Tensor, noise: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Returns the best tokens after features `(B, ..., n, H)` and their log-probabilities, both
+        `(B, ..., n, num_tokens)`, under temperatures that can be broadcast to `(B, ..., n, 1)` and noise that can be
+        to `(B, ..., n, K)`.
+        """
+        logits = self.score(features).float()
+        if noise is not None:
+            logits = logits / self._sampling_temperature.to(logits.device) + noise.to(logits.device)
+        log_probs = (logits / temperatures.to(logits.device)).log_softmax(dim=-1)
+        best = log_probs.topk(min(num_tokens, logits.shape[-1]))
+        tokens = best.indices
+        if self.token_ids is not None:
+            tokens = self.token_ids.to(tokens.device)[tokens]
+        # Neither rounding nor an overflow in the drafter may lift a node above its parent.
+        return tokens, best.values.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+
+    def score(self, features: torch.Tensor) -> torch.Tensor:
+        """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`; timed by itself."""
+        return self.lm_head(features)
+
+    def _run_block(
+        self,
+        fused: torch.Tensor,
+        visible: torch.Tensor,
+        depths: torch.Tensor,
+        position_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
+        if self.cache.starts is not None:
+            mask = slot_attention_mask(
+                visible, depths, self.cache.starts, self.cache.capacity, fused.dtype, self.context_mask
+            )
+            return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+        lengths = self.cache.lengths
+        context_mask = self.context_mask
+        if context_mask is not None and context_mask.shape[1] < max(lengths):
+            context_mask = torch.nn.functional.pad(context_mask, (0, max(lengths) - context_mask.shape[1]), value=True)
+            self.context_mask = context_mask
+        mask = block_attention_mask(visible, depths, lengths, fused.dtype, context_mask)
+        return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+
+
+def _append_candidates(
+    visible: torch.Tensor | None, depths: torch.Tensor | None, parents: torch.Tensor, depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns what a new generation of candidates sees among all candidates so far: its own ancestors and itself.
+
+    Args:
+        visible (`(B, previous, n)`, *optional*): The same for the previous generation, of which `parents` are members.
+        depths (`(B, n)`, *optional*): Depth of each candidate so far.
+        parents (`(B, new)`): The new candidates' parents.
+        depth: Their depth.
+    """
+    batch_size, num_new = parents.shape
+    itself = torch.eye(num_new, dtype=torch.bool, device=parents.device).expand(batch_size, -1, -1)
+    own_depths = torch.full_like(parents, depth)
+    if visible is None or depths is None:
+        return itself, own_depths
+    return torch.cat((_gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
+
+
+def _last_of_rows(tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Picks place `counts[b] - 1` (place 0 for a count of 0) of each row of `(B, n, ...)`; returns `(B, 1, ...)`."""
+    places = [max(count - 1, 0) for count in counts]
+    if min(places) == max(places):
+        return tensor[:, places[0] : places[0] + 1]
+    return _pick(tensor, _to_device(places, tensor.device))
+
+
+def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Picks place `places[b]` of each row of `(B, n, ...)`; returns `(B, 1, ...)`."""
+    index = places.view(-1, 1, *[1] * (tensor.ndim - 2))
+    return tensor.gather(1, index.expand(-1, -1, *tensor.shape[2:]))
+
+
+def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, device=device)
+
+
+def _gather_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Picks `rows` `(B, m)` from the second dimension of `tensor` `(B, n, width)`."""
+    if tensor.shape[1] == 1:
+        return tensor.expand(-1, rows.shape[1], -1)
+    return tensor.gather(1, rows[:, :, None].expand(-1, -1, tensor.shape[2]))

@@ -1,0 +1,1 @@
+"""The training losses, term by term, and over a large vocabulary in chunks."""

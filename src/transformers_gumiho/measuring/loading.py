@@ -1,0 +1,25 @@
+"""Loading what a command works on."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..model.modeling_gumiho import GumihoModel
+from ..target.placement import drafter_device
+
+
+def load_pair(
+    target: str, assistant: str, dtype: str = "auto", device_map: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
+    """
+    Loads a target, its tokenizer, and a drafter for it, on the machine's accelerator if there is one.
+
+    Args:
+        target: A folder or a name on the Hub.
+        assistant: The same, of the drafter; it goes next to the target, in the target's precision.
+        dtype: The target's precision.
+        device_map: Where the target goes, instead of one device.
+    """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map or device)
+    drafter = GumihoModel.from_pretrained(assistant, dtype=model.dtype, device_map=drafter_device(model))
+    return model, AutoTokenizer.from_pretrained(target), drafter

@@ -1,0 +1,102 @@
+"""The prompts of a benchmark: questions of one or several turns, in categories."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+
+DEFAULT_CATEGORY = "all"
+
+
+@dataclass(frozen=True)
+class Question:
+    """
+    What a user says, turn by turn.
+
+    Attributes:
+        name: Its id.
+        category: What it is compared with.
+        turns: The user's side of the conversation.
+    """
+
+    name: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_questions(
+    name: str, *, column: str | None = None, split: str = "train", num_questions: int | None = None
+) -> list[Question]:
+    """
+    Reads questions.
+
+    Args:
+        name: A JSONL file, or a dataset (a file, a folder or a name on the Hub; needs the `datasets` library). A row
+            has `turns` (a list of texts, as MT-Bench and Spec-Bench write it), or `prompt` or `text`; and `category`
+            and `question_id` where it likes.
+        column: Take the text from this column.
+        split: The split of a dataset.
+        num_questions: Read this many. By default all.
+
+    Raises:
+        FileNotFoundError: `name` looks like a file, and there is none.
+        ValueError: A row has none of these columns, or there is no row.
+    """
+    path = Path(name)
+    if path.suffix == ".jsonl":
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows: Sequence[Mapping[str, Any]] = [json.loads(line) for line in lines[:num_questions]]
+    else:
+        dataset = _load_dataset(path, name, split)
+        rows = list(dataset.select(range(min(num_questions or len(dataset), len(dataset)))))
+    if not rows:
+        raise ValueError(f"{name!r} holds no questions.")
+    return [_read_question(row, index, column, name) for index, row in enumerate(rows)]
+
+
+def _load_dataset(path: Path, name: str, split: str) -> Any:
+    # Only those who measure with a dataset need the library.
+    from datasets import load_dataset, load_from_disk
+
+    if (kind := {".json": "json", ".parquet": "parquet"}.get(path.suffix)) is not None:
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
+        return load_dataset(kind, data_files=name, split="train")
+    if (path / "dataset_info.json").exists():
+        return load_from_disk(name)
+    return load_dataset(name, split=split)
+
+
+def _read_question(row: Mapping[str, Any], index: int, column: str | None, source: str) -> Question:
+    names = [column] if column is not None else ["turns", "prompt", "text"]
+    found = next((row[name] for name in names if row.get(name)), None)
+    if found is None:
+        raise ValueError(
+            f"Row {index} of {source!r} has the columns {sorted(row)}, and needs {' or '.join(map(repr, names))}."
+        )
+    turns = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    if not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError(f"Row {index} of {source!r} has turns that are not text: {turns!r}.")
+    return Question(str(row.get("question_id", index)), str(row.get("category", DEFAULT_CATEGORY)), turns)
+
+
+def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    """
+    Returns the token ids of a conversation up to the turn after the last answer. Without a chat template the text is
+    simply continued.
+    """
+    if not tokenizer.chat_template:
+        text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
+        return list(tokenizer(text)["input_ids"])
+    messages = []
+    for turn, answer in zip(turns, [*answers, None], strict=False):
+        messages.append({"role": "user", "content": turn})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])

@@ -1,0 +1,393 @@
+"""The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+)
+from transformers.utils import ModelOutput
+from transformers.utils.output_capturing import capture_outputs
+
+from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside
+from .companion_files import SavingMixin
+from .configuration_gumiho import GumihoConfig
+from .draft_vocabulary import adopt_released_vocabulary
+from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
+from .released_configs import find_packaged_folder
+from .unrolling import unrolled_attention_mask
+
+
+# Decoding settings that live in `GumihoModel.generation_config`, with their defaults. `None`: see DraftingSettings.
+DECODING_DEFAULTS: dict[str, Any] = {
+    "num_assistant_tokens": 63,
+    "branching_factor": 14,
+    "tree_depth": None,
+    "full_tree_attention": True,
+    "draft_temperature": None,
+    "draft_vocabulary": None,
+}
+
+
+@dataclass
+class GumihoOutput(ModelOutput):
+    """
+    Output of [`GumihoModel`]. `B` batch size, `T` tokens, `H` hidden size, `S` serial tokens, `P` parallel heads.
+
+    Args:
+        serial_features (`torch.Tensor` of shape `(B, T, H)`):
+            At position t, the prediction of the target's hidden state t+1. The target's output head turns it into the
+            distribution of the token after `input_ids[:, t]`.
+        parallel_features (`torch.Tensor` of shape `(B, P, max(T - S, 0), H)`):
+            For head i at position t, the prediction of the target's hidden state t+1+S+i, made from the tokens
+            `input_ids[:, t + 1 : t + 1 + S]` and the features that predict them: the serial features of the text, or
+            with `unroll=True` those that the drafter itself would have at this point.
+        unrolled_features (`tuple[torch.Tensor]`, *optional*, with `unroll=True`):
+            For each serial token j = 1..S-1 beyond the first, `(B, T - j, H)`: at position t, the prediction of the
+            target's hidden state t+1+j that the serial head makes from its own feature of token j-1.
+        past_key_values (`Cache`, *optional*):
+            The keys and values of the serial head, with `use_cache=True`.
+        hidden_states (`tuple[torch.Tensor]`, *optional*):
+            Input of the serial head and output of each of its layers, each `(B, T, H)`.
+        attentions (`tuple[torch.Tensor]`, *optional*):
+            Attention weights of each layer, each `(B, heads, T, keys)`.
+    """
+
+    serial_features: torch.Tensor | None = None
+    parallel_features: torch.Tensor | None = None
+    unrolled_features: tuple[torch.Tensor, ...] | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
+
+
+class GumihoPreTrainedModel(SavingMixin, PreTrainedModel):
+    config: GumihoConfig
+    config_class = GumihoConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LlamaDecoderLayer", "GumihoParallelHeads"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": LlamaAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, GumihoHeadLinear):
+            nn.init.zeros_(module.weight)
+
+
+class GumihoModel(GumihoPreTrainedModel):
+    """
+    A Gumiho drafter. Pass it as `assistant_model` to the `generate()` of the target it was trained for.
+
+    It holds a frozen copy of the target's token embedding, but no output head: features are turned into tokens by the
+    head of the target. Its decoding settings are in `generation_config`; see [`DraftingSettings`].
+    """
+
+    def __init__(self, config: GumihoConfig):
+        super().__init__(config)
+        llama = config.get_text_config()
+        # The layers read the implementation from the nested config, which `PreTrainedModel` leaves to submodels.
+        llama._attn_implementation = config._attn_implementation
+        self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
+        self.fc = nn.Linear(2 * llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
+        # The first layer reads the output of `fc` unnormalised: the architecture has no weights for a norm here.
+        self.layers[0].input_layernorm = nn.Identity()
+        self.rotary_emb = LlamaRotaryEmbedding(config=llama)
+        self.mlp = GumihoParallelHeads(config)
+        self.gradient_checkpointing = False
+        self._complete_generation_config()
+        self.post_init()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True: the drafter carries a `generation_config`, which is loaded and saved with it."""
+        return True
+
+    def adjust_generation_fn(
+        self,
+        generation_config: GenerationConfig | None,
+        from_auto_class: bool,
+        from_pipeline: str | None,
+        pretrained_model_name_or_path: Any,
+        trust_remote_code: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Loads `generation_config.json` for `from_pretrained`. The arguments are those of `GenerationMixin`."""
+        if generation_config is not None:
+            self.generation_config = GenerationConfig.from_dict(generation_config.to_dict())
+        elif pretrained_model_name_or_path is not None:
+            kwargs |= {"_from_auto": from_auto_class, "_from_pipeline": from_pipeline}
+            try:
+                self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+            except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
+                if packaged := find_packaged_folder(pretrained_model_name_or_path):
+                    settings = GenerationConfig.from_pretrained(packaged)
+                    if (getattr(settings, "tree_depth", None) or 0) <= self.config.max_draft_depth:
+                        self.generation_config = settings
+        self._complete_generation_config()
+
+    def _complete_generation_config(self) -> None:
+        """Writes the default of every decoding setting that the generation config lacks into it."""
+        settings = self.generation_config
+        for name, default in (DECODING_DEFAULTS | {"tree_depth": self.config.max_draft_depth}).items():
+            if getattr(settings, name, None) is None:
+                setattr(settings, name, default)
+        # The file that is saved holds settings of its own, not ones to be derived from the model's config again.
+        settings._from_model_config = False
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "GumihoModel":
+        """
+        Makes an untrained drafter for `target`, with the target's embedding copied in.
+
+        Args:
+            target (`PreTrainedModel`): Any decoder with input and output embeddings.
+            **overrides: Passed to [`GumihoConfig.from_target`].
+        """
+        return cls.from_embedding(target.config, target.get_input_embeddings().weight, **overrides)
+
+    @classmethod
+    def from_embedding(
+        cls, target_config: PreTrainedConfig, embedding: torch.Tensor, **overrides: Any
+    ) -> "GumihoModel":
+        """
+        Makes an untrained drafter for a target of which only the config and the token embedding are at hand.
+
+        Args:
+            target_config: The target's.
+            embedding (`(V or more, H)`): The weight of its token embedding; the drafter gets its device and dtype.
+            **overrides: Passed to [`GumihoConfig.from_target`].
+
+        Raises:
+            ValueError: The embedding is offloaded, or has another shape than the config asks for.
+        """
+        if embedding.device.type == "meta":
+            raise ValueError(
+                "The target's token embedding is offloaded, so it cannot be copied. Load the target with a "
+                "`device_map` that keeps the embedding on a device."
+            )
+        config = GumihoConfig.from_target(target_config, **overrides)
+        expected = (config.get_text_config().vocab_size, config.get_text_config().hidden_size)
+        if embedding.shape[1] != expected[1] or embedding.shape[0] < expected[0]:
+            raise ValueError(
+                f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
+                f"{expected}. Pass `vocab_size` and `hidden_size` as overrides."
+            )
+        model = cls(config)
+        with torch.no_grad():
+            model.embed_tokens.weight.copy_(embedding[: expected[0]])
+        return model.to(device=embedding.device, dtype=embedding.dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """
+        Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
+
+        The released drafters load by their names; [`GumihoConfig.get_config_dict`] tells which configs are read, and
+        what happens without one. Tensors may be called as in the released weights, with vLLM's prefixes, or as the
+        reference's training writes them. An output head is left out: features are turned into tokens by the head of
+        the target. Of more parallel heads than the config asks for, the first are used, and the log says so. A
+        `token_map` or `d2t` becomes the setting `draft_vocabulary`, unless there is a setting already.
+
+        Raises:
+            OSError: There is no config or no weight file.
+            ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; or its config is
+                that of another kind of model.
+        """
+        allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
+        unexpected = set_surplus_heads_aside(info["unexpected_keys"], config, settings, name)
+        vocab_size = config.get_text_config().vocab_size
+        info["unexpected_keys"] = adopt_released_vocabulary(settings, unexpected, vocab_size, name, kwargs)
+        check_fit(info, name, allow_mismatch)
+        return (model, info) if output_loading_info else model
+
+    def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        Fuses each token with the state it was predicted from.
+
+        Args:
+            input_ids (`(B, T)`): Token ids.
+            hidden_states (`(B, T, H)`): For each token, the target's hidden state (or the drafter's feature) whose
+                distribution the token was taken from.
+
+        Returns:
+            `(B, T, H)`: the inputs of the serial head.
+        """
+        embeddings = self.embed_tokens(input_ids)
+        return self.fc(torch.cat((embeddings, hidden_states.to(embeddings)), dim=-1))
+
+    def run_serial_head(
+        self,
+        fused: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """
+        Runs the serial Transformer head.
+
+        Args:
+            fused (`(B, T, H)`): What [`fuse`] returned.
+            attention_mask: `(B, past + T)` with 0 at padding, or `(B, 1, T, keys)` in the form that the attention
+                implementation takes, which is then used as it is.
+            position_ids (`(B, T)`): Positions for the rotary embedding; counted on from the cache where not given.
+            past_key_values: The serial head's cache. Extended in place.
+
+        Returns:
+            `(B, T, H)`: the serial features.
+        """
+        if position_ids is None:
+            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
+        mask = create_causal_mask(
+            config=self.config.get_text_config(),
+            inputs_embeds=fused,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        position_embeddings = self.rotary_emb(fused, position_ids)
+        features = fused
+        for layer in self.layers:
+            features = layer(
+                features,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        return features
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        unroll: bool = False,
+        **kwargs: Any,
+    ) -> GumihoOutput:
+        r"""
+        Predicts, at every position, the target's next hidden states.
+
+        Args:
+            input_ids (`(B, T)`): Position t holds the token *after* hidden state t.
+            hidden_states (`(B, T, H)`): The target's last hidden states, after its final norm.
+            attention_mask (*optional*): As in [`run_serial_head`].
+            position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
+            past_key_values (`Cache`, *optional*): The serial head's cache; extended in place.
+            use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
+            unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
+                feature instead of the target's state, at every position, as it happens in drafting. For training and
+                evaluation, without a cache.
+
+        Raises:
+            ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
+        """
+        hidden_size = self.config.get_text_config().hidden_size
+        if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != hidden_size:
+            raise ValueError(
+                f"`hidden_states` must have shape (batch, tokens, {hidden_size}) with the batch and tokens of "
+                f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
+            )
+        if unroll and (past_key_values is not None or use_cache):
+            raise ValueError("`unroll=True` runs whole texts. Leave `past_key_values` and `use_cache` out.")
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config.get_text_config())
+        fused = self.fuse(input_ids, hidden_states)
+        serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
+        unrolled_features = None
+        if unroll:
+            unrolled_features, path_inputs = self._unroll(
+                input_ids, fused, serial_features, attention_mask, position_ids, **kwargs
+            )
+        else:
+            path_inputs = self._path_inputs(input_ids, serial_features)
+        return GumihoOutput(
+            serial_features=serial_features,
+            parallel_features=self.mlp(path_inputs),
+            unrolled_features=unrolled_features,
+            past_key_values=past_key_values,
+        )
+
+    def _path_inputs(self, input_ids: torch.Tensor, serial_features: torch.Tensor) -> torch.Tensor:
+        """Returns `(B, max(T - S, 0), S * H)`: at t, the fused inputs of tokens t+1..t+S of the text itself."""
+        serial_tokens = self.config.num_serial_tokens
+        num_paths = max(input_ids.shape[1] - serial_tokens, 0)
+        fused = self.fuse(input_ids[:, 1:], serial_features[:, :-1])
+        return torch.cat([fused[:, offset : offset + num_paths] for offset in range(serial_tokens)], dim=-1)
+
+    def _unroll(
+        self,
+        input_ids: torch.Tensor,
+        fused: torch.Tensor,
+        serial_features: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """
+        Returns the features of the serial tokens beyond the first, and the path inputs `(B, max(T - S, 0), S * H)`.
+
+        Each step runs the inputs of the steps before it again, next to its own, instead of keeping their keys and
+        values: layers under gradient checkpointing take no cache.
+        """
+        num_tokens, serial_tokens = input_ids.shape[1], self.config.num_serial_tokens
+        positions = position_ids
+        if positions is None:
+            positions = torch.arange(num_tokens, device=fused.device)[None]
+        features, unrolled, inputs = serial_features, [], [fused]
+        for step in range(1, serial_tokens):
+            count = max(num_tokens - step, 0)
+            inputs.append(self.fuse(input_ids[:, step:], features[:, :count]))
+            mask = unrolled_attention_mask(
+                num_tokens, step + 1, fused.dtype, fused.device, attention_mask, position_ids
+            )
+            step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in range(step + 1)], dim=1)
+            whole = self.run_serial_head(torch.cat(inputs, dim=1), mask, step_positions, **kwargs)
+            features = whole[:, whole.shape[1] - count :]
+            unrolled.append(features)
+        num_paths = max(num_tokens - serial_tokens, 0)
+        # The next token read with the last step's feature is an input of the parallel heads alone.
+        inputs.append(self.fuse(input_ids[:, serial_tokens:], features[:, :num_paths]))
+        return tuple(unrolled), torch.cat([fused[:, :num_paths] for fused in inputs[1:]], dim=-1)
+
+
+def unwrap_drafter(model: Any) -> GumihoModel | None:
+    """Returns the drafter that `model` is or holds (as a `PeftModel` does), `None` where it is none."""
+    if hasattr(model, "get_base_model"):
+        # Adapters are inside the layers of the base model.
+        model = model.get_base_model()
+    return model if isinstance(model, GumihoModel) else None
+
+
+__all__ = ["DECODING_DEFAULTS", "GumihoModel", "GumihoOutput", "GumihoPreTrainedModel", "unwrap_drafter"]

@@ -1,0 +1,198 @@
+"""What decoding with a draft tree refuses, before any model runs: each with its cause and the way out."""
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerationMode
+
+from ..model.modeling_gumiho import GumihoModel
+from .tree_cache import is_convertible
+
+
+# Kinds of attention whose mask a tree can be written into.
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
+# Attention implementations that take an arbitrary float mask.
+MASKED_IMPLEMENTATIONS = ("eager", "sdpa")
+
+
+def attention_types(target: PreTrainedModel) -> set[str]:
+    """Returns the kinds of attention in the target's decoder layers, by the names transformers' configs use."""
+    config = target.config.get_text_config(decoder=True)
+    if getattr(config, "layer_types", None):
+        return set(config.layer_types)
+    return {"full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"}
+
+
+def check_request(
+    target: PreTrainedModel,
+    assistant: GumihoModel,
+    generation_mode: GenerationMode,
+    generation_config: GenerationConfig,
+    mode_kwargs: dict[str, Any],
+) -> None:
+    """Raises `ValueError` where the target or the way of generating does not allow verifying a draft tree."""
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"A Gumiho assistant works with greedy decoding and sampling, but these settings ask for "
+            f"`{generation_mode.value}`. Set `num_beams=1` and leave `penalty_alpha`, `dola_layers` and constraints "
+            f"unset, or generate without `assistant_model`."
+        )
+    if generation_config.use_cache is False:
+        raise ValueError("A draft tree is verified against the key-value cache. Set `use_cache=True`.")
+    if generation_config.output_attentions:
+        raise ValueError(
+            "`output_attentions=True` is not available with a Gumiho assistant: the target attends to a whole draft "
+            "tree at once. Generate without `assistant_model` to get attentions."
+        )
+    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
+        raise ValueError(
+            f"`cache_implementation={generation_config.cache_implementation!r}` is not available with a Gumiho "
+            f"assistant, which keeps a cache of its own. Leave it unset, or set it to 'static' for fixed shapes and "
+            f"compilation."
+        )
+    if mode_kwargs.get("synced_gpus"):
+        raise ValueError(
+            "`synced_gpus` (ZeRO-3 or FSDP over several processes) is not available with a Gumiho assistant. Gather "
+            "the parameters first, or generate without `assistant_model`."
+        )
+    check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
+    check_target(target)
+    check_pair(target, assistant)
+
+
+# For each tokenizer of an assistant, those of targets that it was found to be the same as.
+_same_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, WeakSet[PreTrainedTokenizerBase]] = WeakKeyDictionary()
+
+
+def check_tokenizers(
+    tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """
+    Raises `ValueError` where the assistant was given a tokenizer of its own. Where only the ids of special tokens
+    differ between the two configs, a pipeline passes the same tokenizer twice.
+    """
+    if assistant_tokenizer is None or assistant_tokenizer is tokenizer:
+        return
+    known = _same_tokenizers.setdefault(assistant_tokenizer, WeakSet())
+    if tokenizer is not None and tokenizer not in known and tokenizer.get_vocab() == assistant_tokenizer.get_vocab():
+        known.add(tokenizer)
+    if tokenizer not in known:
+        raise ValueError(
+            "A Gumiho assistant reads the target's tokens, and `assistant_tokenizer` is not known to be the target's "
+            "tokenizer. Leave it out, or pass the target's as `tokenizer` and as `assistant_tokenizer`."
+        )
+
+
+def check_target(target: PreTrainedModel) -> None:
+    """Raises `ValueError` for a target that cannot verify a draft tree in one pass."""
+    name = type(target).__name__
+    config = target.config.get_text_config(decoder=True)
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
+    unsupported = attention_types(target) - set(ATTENTION_TYPES)
+    if target._is_stateful or unsupported:
+        kinds = f"layers of type {', '.join(sorted(unsupported))}" if unsupported else "a recurrent state"
+        raise ValueError(
+            f"{name} has {kinds}, whose state cannot hold the branches of a draft tree. A Gumiho assistant needs a "
+            f"target with full or sliding-window attention only."
+        )
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(
+            f"{name} has layers that attend to an image instead of the text, whose keys and values a draft tree has "
+            f"no place for. Generate without `assistant_model`."
+        )
+    takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+    if not takes_positions or getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name} does not take the positions of its tokens from `position_ids` (ALiBi-style attention counts "
+            f"them itself), so the branches of a draft tree cannot share positions. Generate without "
+            f"`assistant_model`."
+        )
+    if "local" in getattr(config, "attention_layers", ()):
+        raise ValueError(
+            f"{name} cuts its local attention windows by cache slot, not by the attention mask, so it cannot verify a "
+            f"draft tree. Generate without `assistant_model`."
+        )
+    check_attention(target)
+    takes_cache = "past_key_values" in inspect.signature(target.forward).parameters
+    if not takes_cache or not target._supports_default_dynamic_cache():
+        raise ValueError(
+            f"{name} keeps no key-value cache in a `DynamicCache`, against which a draft tree could be verified. "
+            f"Generate without `assistant_model`."
+        )
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for a model whose attention implementation does not take any mask."""
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation not in MASKED_IMPLEMENTATIONS:
+        raise ValueError(
+            f"A draft tree needs an attention implementation that takes any mask "
+            f"({' or '.join(MASKED_IMPLEMENTATIONS)}), and {type(model).__name__} uses {implementation!r}. Load it "
+            f"with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
+        )
+
+
+def check_pair(target: PreTrainedModel, assistant: GumihoModel) -> None:
+    """Raises `ValueError` where the drafter cannot draft for the target."""
+    check_attention(assistant)
+    config, draft = target.config.get_text_config(decoder=True), assistant.config.get_text_config()
+    hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+    for what, ours, theirs in (
+        ("vocabulary", draft.vocab_size, config.vocab_size),
+        ("hidden size", draft.hidden_size, hidden_size),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
+                f"Use a drafter that was trained for this target."
+            )
+
+
+def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new_tokens: int) -> None:
+    """
+    Raises `ValueError` where the rotary embedding depends on how far a pass reaches.
+
+    Such embeddings change with the largest position of a pass, and a tree reaches further than plain decoding does.
+
+    Args:
+        position_ids: Those of the prompt.
+        max_new_tokens: The most tokens that may follow it.
+    """
+    config = target.config.get_text_config(decoder=True)
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    # Models with two kinds of attention nest one set of parameters per kind.
+    nested = [value for value in parameters.values() if isinstance(value, dict) and "rope_type" in value]
+    for rope in nested or [parameters]:
+        rope_type = rope.get("rope_type")
+        if rope_type not in ("dynamic", "longrope"):
+            continue
+        limit: int = config.max_position_embeddings
+        if rope_type == "longrope":
+            limit = rope.get("original_max_position_embeddings", limit)
+        start = int(position_ids.max()) + 1
+        stop = start + max_new_tokens
+        if stop > limit and (rope_type == "dynamic" or start <= limit):
+            raise ValueError(
+                f"{type(target).__name__} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, and "
+                f"this generation may go from {start} to {stop}. Lower `max_new_tokens` or generate without "
+                f"`assistant_model`."
+            )
+
+
+def check_cache(cache: Any) -> None:
+    """Raises `ValueError` for a cache that a draft tree cannot be verified against."""
+    if not is_convertible(cache):
+        layers = {type(layer).__name__ for layer in getattr(cache, "layers", [])}
+        raise ValueError(
+            f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
+            f"{type(cache).__name__} with layers {sorted(layers)}"
+            f"{' and offloading' if getattr(cache, 'offloading', False) else ''}. "
+            f"Pass `past_key_values=DynamicCache(config=target.config)`, or none; for fixed shapes set "
+            f"`cache_implementation='static'` instead of passing a cache."
+        )

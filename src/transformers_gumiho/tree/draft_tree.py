@@ -1,0 +1,184 @@
+"""Draft trees as tensors: growing them level by level, choosing their best nodes, and their attention masks.
+
+Pure functions of fixed-shape tensors with the batch dimension first. `B` batch size, `N` drafted nodes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftLevel:
+    """
+    The candidate nodes of one depth, best first. The last level may hold the nodes of several depths, each behind its
+    parent.
+
+    Attributes:
+        tokens (`(B, n)`): Drafted token ids.
+        scores (`(B, n)`): Summed draft log-probabilities (nats) of the paths that end here.
+        parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root). Behind the
+            nodes of that level, those of this one count on.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    parents: torch.Tensor
+
+    def first(self, num_nodes: int) -> "DraftLevel":
+        """Returns the `num_nodes` best nodes (all of them if there are fewer)."""
+        if num_nodes >= self.tokens.shape[1]:
+            return self
+        return DraftLevel(self.tokens[:, :num_nodes], self.scores[:, :num_nodes], self.parents[:, :num_nodes])
+
+    def to(self, device: torch.device) -> "DraftLevel":
+        """Returns the level on `device`."""
+        if self.tokens.device == device:
+            return self
+        return DraftLevel(self.tokens.to(device), self.scores.to(device), self.parents.to(device))
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """
+    A tree of drafted tokens under a root, the newest committed token. Parents come before their children.
+
+    Attributes:
+        tokens (`(B, N + 1)`): Token ids; the root's first.
+        parents (`(B, N + 1)`): Index of each node's parent; the root is its own.
+        depths (`(B, N + 1)`): Distance to the root.
+        scores (`(B, N + 1)`): Summed draft log-probabilities (nats) of the paths that end here, 0 for the root. They
+            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws.
+        ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
+        max_depth (`int`): No path is longer than this.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    scores: torch.Tensor
+    ancestors: torch.Tensor
+    max_depth: int
+
+    def to(self, device: torch.device) -> "DraftTree":
+        """Returns the tree on `device`."""
+        if self.tokens.device == device:
+            return self
+        return DraftTree(
+            tokens=self.tokens.to(device),
+            parents=self.parents.to(device),
+            depths=self.depths.to(device),
+            scores=self.scores.to(device),
+            ancestors=self.ancestors.to(device),
+            max_depth=self.max_depth,
+        )
+
+    def clone(self) -> "DraftTree":
+        """Returns a copy in memory of its own."""
+        return DraftTree(
+            tokens=self.tokens.clone(),
+            parents=self.parents.clone(),
+            depths=self.depths.clone(),
+            scores=self.scores.clone(),
+            ancestors=self.ancestors.clone(),
+            max_depth=self.max_depth,
+        )
+
+
+def first_level(tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
+    """
+    Returns the best `num_nodes` candidates for the depth below the root.
+
+    Args:
+        tokens (`(B, 1, M)`): Candidate tokens, best first.
+        log_probs (`(B, 1, M)`): Their draft log-probabilities.
+    """
+    return DraftLevel(tokens[:, 0], log_probs[:, 0], torch.zeros_like(tokens[:, 0])).first(num_nodes)
+
+
+def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
+    """
+    Extends every node of `level` by each of its candidate tokens, and keeps the best `num_nodes` of the extensions.
+
+    Args:
+        level: The `n` nodes to extend.
+        tokens (`(B, n, M)`): Candidate tokens of each node, distinct for a node.
+        log_probs (`(B, n, M)`): Their draft log-probabilities.
+    """
+    num_candidates = tokens.shape[2]
+    scores = (level.scores[:, :, None] + log_probs).flatten(1)
+    scores, order = scores.topk(min(num_nodes, scores.shape[1]))
+    return DraftLevel(tokens.flatten(1).gather(1, order), scores, order // num_candidates)
+
+
+def bare_root(root_tokens: torch.Tensor) -> DraftTree:
+    """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
+    tokens = root_tokens[:, None].long()  # prompts may come in fewer bits, indices of nodes do not
+    none = torch.zeros_like(tokens)
+    return DraftTree(
+        tokens=tokens,
+        parents=none,
+        depths=none,
+        scores=none.float(),
+        ancestors=torch.ones_like(none, dtype=torch.bool)[:, None],
+        max_depth=0,
+    )
+
+
+def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int, max_depth: int) -> DraftTree:
+    """
+    Builds the tree of the best `num_nodes` nodes of all levels (of all their nodes if there are fewer).
+
+    Log-probabilities are never positive, so no node scores above its parent; among equals the shallower comes first
+    (the sort is stable). The choice therefore always holds the parents of the nodes it holds.
+
+    Args:
+        root_tokens (`(B,)`): The newest committed tokens.
+        levels: The levels from depth 1 down.
+        num_nodes: The most drafted nodes of the tree.
+        max_depth: No path of the levels is longer.
+    """
+    root = torch.zeros_like(root_tokens)[:, None]
+    # The root is sure: it scores 0, and comes first among equals.
+    scores = torch.cat([levels[0].scores.new_zeros(root.shape), *(level.scores for level in levels)], dim=1)
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    chosen = order[:, : num_nodes + 1]
+
+    # The candidate that is each candidate's parent, and the place of every candidate in the tree. The root is the
+    # first candidate and the first in order.
+    starts = itertools.accumulate([1, *(level.tokens.shape[1] for level in levels)])
+    parents = [level.parents + start for level, start in zip(levels[1:], starts, strict=False)]
+    parents_of_chosen = torch.cat([root, levels[0].parents, *parents], dim=1).gather(1, chosen)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(1, order, places)
+    tree_parents = ranks.gather(1, parents_of_chosen)
+    ancestors = find_ancestors(tree_parents, max_depth)
+    return DraftTree(
+        tokens=torch.cat([root_tokens[:, None], *(level.tokens for level in levels)], dim=1).gather(1, chosen),
+        parents=tree_parents,
+        depths=ancestors.sum(dim=2) - 1,
+        scores=scores[:, : num_nodes + 1],
+        ancestors=ancestors,
+        max_depth=max_depth,
+    )
+
+
+def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
+    """
+    Returns `(B, n, n)`: whether node j is node i or an ancestor of it, for parents `(B, n)` whose root is its own.
+
+    With `A` the matrix that takes a node to itself and to its parent, `A^(2^k)` reaches ancestors up to `2^k` above.
+    """
+    num_nodes = parents.shape[1]
+    reach = torch.eye(num_nodes, dtype=torch.float32, device=parents.device).expand(parents.shape[0], -1, -1)
+    reach = reach.scatter(2, parents[:, :, None], 1.0)
+    distance = 1
+    while distance < max_depth:
+        if distance >= 8:
+            # The entries count ways, up to 2^distance of them, and under autocast they are float16.
+            reach = reach.clamp(max=1.0)
+        reach = torch.bmm(reach, reach)
+        distance *= 2
+    return reach > 0

@@ -1,0 +1,80 @@
+"""Walking a draft tree from its root along the tokens that the target chooses.
+
+The acceptance rule is the same at every temperature. At the current node the target's next token is chosen as plain
+decoding would choose it; if a child carries that token, the walk moves there, otherwise the token is the cycle's bonus
+token and the walk ends. What is committed is therefore exactly what plain decoding commits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .draft_tree import DraftTree
+
+
+@dataclass(frozen=True)
+class AcceptedPath:
+    """
+    The walk of one verification cycle. `L` is the longest possible one: the tree's depth + 1.
+
+    Attributes:
+        nodes (`(B, L)`): Tree indices of the visited nodes from the root (index 0) down; past the end any index.
+        tokens (`(B, L)`): The token chosen at each visited node: accepted drafts, the last one the bonus token.
+        counts (`(B,)`): Number of visited nodes, which is the number of tokens to commit.
+    """
+
+    nodes: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
+def longest_path(tree: DraftTree) -> int:
+    """Returns the most nodes that a path of `tree` can have, root included."""
+    return min(tree.max_depth + 1, tree.tokens.shape[1])
+
+
+def walk_tree(tree: DraftTree, choices: torch.Tensor) -> AcceptedPath:
+    """
+    Walks the whole tree at once, for choices that do not depend on the way to a node.
+
+    Args:
+        tree: The draft tree.
+        choices (`(B, N + 1)`): The token that the target chooses after each node.
+    """
+    # A node is visited if it and all its ancestors but the root carry the token chosen at their parent. At most one
+    # child can.
+    agreed = tree.tokens == choices.gather(1, tree.parents)
+    agreed[:, 0].fill_(True)
+    # Who is an ancestor has agreed: an implication, which is `<=` of truth values.
+    visited = (tree.ancestors <= agreed[:, None]).all(dim=-1)
+    # Nodes come after their parents, so the visited indices in increasing order are the path.
+    nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
+    return AcceptedPath(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
+
+
+class ChildFinder:
+    """
+    Finds the children of a tree's nodes by the tokens they carry.
+
+    Args:
+        tree: The draft tree.
+    """
+
+    def __init__(self, tree: DraftTree):
+        self._keys = _keys(tree.parents, tree.tokens)
+        self._keys[:, 0].fill_(-1)  # the root is its own parent
+
+    def find(self, nodes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Looks for the children of `nodes` `(B, 1)` that carry `tokens` `(B, 1)`.
+
+        Returns:
+            The children's indices `(B, 1)` (any node where there is none) and whether there is one `(B, 1)`.
+        """
+        found, children = (self._keys == _keys(nodes, tokens)).max(dim=1, keepdim=True)
+        return children, found
+
+
+def _keys(nodes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns one number for each pair of a node and a token."""
+    return torch.add(tokens, nodes, alpha=1 << 32)

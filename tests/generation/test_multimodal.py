@@ -1,0 +1,224 @@
+"""Targets that read images: the text that follows an image is plain `generate()`'s, token for token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from refusals import refuses
+from targets import make_drafter
+from transformers import (
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+
+IMAGE, IMAGE_START, OTHER = 9, 8, 10
+WINDOW = 6
+TEXT: dict[str, Any] = {
+    "vocab_size": 12, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0,
+    # Otherwise a model with random weights repeats its last token.
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+MIXED = {
+    "head_dim": 8, "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+# A vision tower of one layer that turns an image of 8 x 8 pixels into 16 patches.
+VISION = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 2,
+}  # fmt: skip
+QWEN_VISION = {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1, "num_heads": 2, "depth": 1}
+QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": OTHER, "vision_start_token_id": IMAGE_START}
+
+
+def qwen2_vl() -> PreTrainedModel:
+    """Three positions for each token, and text positions that differ from the number of tokens before."""
+    vision = QWEN_VISION | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    config = Qwen2VLConfig(text_config=TEXT | {"rope_parameters": MROPE}, vision_config=vision, **QWEN_IDS)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def qwen3_vl() -> PreTrainedModel:
+    """Images that enter several layers."""
+    vision = QWEN_VISION | {
+        "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 32, "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = TEXT | {"head_dim": 8, "rope_parameters": MROPE}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_IDS))
+
+
+def gemma3(vocab_size: int = 12) -> PreTrainedModel:
+    """Image tokens that see each other in both directions, and windows."""
+    config = Gemma3Config(
+        text_config=TEXT | MIXED | {"vocab_size": vocab_size}, vision_config=VISION, mm_tokens_per_image=4,
+        image_token_id=IMAGE, boi_token_id=IMAGE_START, eoi_token_id=OTHER, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Gemma3ForConditionalGeneration(config)
+
+
+def gemma3_outside_vocabulary() -> PreTrainedModel:
+    """Images marked by a token that the embedding has no row for."""
+    return gemma3(vocab_size=IMAGE)
+
+
+def gemma4() -> PreTrainedModel:
+    """Later layers that read the keys and values of earlier ones, and embeddings for each layer."""
+    text = TEXT | MIXED | {
+        "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 12, "hidden_size_per_layer_input": 8,
+        "global_head_dim": 8, "num_global_key_value_heads": 2,
+    }  # fmt: skip
+    vision = VISION | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 8}
+    config = Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, image_token_id=IMAGE, boi_token_id=IMAGE_START,
+        eoi_token_id=OTHER, video_token_id=OTHER, audio_token_id=OTHER, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Gemma4ForConditionalGeneration(config)
+
+
+def llava() -> PreTrainedModel:
+    vision = VISION | {"model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False}
+    config = LlavaConfig(
+        text_config=LlamaConfig(**TEXT), vision_config=vision, image_token_index=IMAGE, image_seq_length=4,
+        vision_feature_select_strategy="full", vision_feature_layer=-1,
+    )  # fmt: skip
+    return LlavaForConditionalGeneration(config)
+
+
+MODELS = {make.__name__: make for make in (qwen2_vl, qwen3_vl, gemma3, gemma3_outside_vocabulary, gemma4, llava)}
+
+
+def make_multimodal_target(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Returns a tiny random target in float64, with weights so large that the text depends on all of its prompt."""
+    target = make()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in target.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+    target.generation_config.pad_token_id = 0
+    return target.double().eval()
+
+
+def make_image_prompts(name: str, num_rows: int = 1, num_last: int = 3) -> dict[str, torch.Tensor]:
+    """Returns prompts of text, an image of four tokens and `num_last` tokens of text; the second one has padding."""
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> torch.Tensor:
+        return torch.randint(1, IMAGE_START, (num_rows, length), generator=generator)
+
+    image = torch.tensor([IMAGE_START] + [IMAGE] * 4).expand(num_rows, -1)
+    input_ids = torch.cat((text(3), image, text(num_last)), dim=1)
+    attention_mask = torch.ones_like(input_ids)
+    input_ids[1:, :2] = attention_mask[1:, :2] = 0
+    prompts = {"input_ids": input_ids, "attention_mask": attention_mask}
+    is_image = (input_ids == IMAGE).long()
+    if name.startswith("qwen"):
+        pixels = torch.randn(16 * num_rows, 12, generator=generator, dtype=torch.float64)
+        grid = torch.tensor([[1, 4, 4]] * num_rows)
+        return prompts | {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": is_image}
+    if name == "gemma4":
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1).expand(num_rows, -1, -1)
+        pixels = torch.rand(num_rows, 16, 12, generator=generator, dtype=torch.float64)
+        return prompts | {"pixel_values": pixels, "image_position_ids": places, "mm_token_type_ids": is_image}
+    prompts["pixel_values"] = torch.randn(num_rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return prompts | ({"token_type_ids": is_image} if name.startswith("gemma3") else {})
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_text_after_an_image_equals_plain(name: str) -> None:
+    target = make_multimodal_target(MODELS[name])
+    drafter = make_drafter(target, num_assistant_tokens=47)
+    prompt = make_image_prompts(name)
+    plain = target.generate(**prompt, max_new_tokens=40, do_sample=False)
+    blank = prompt | {"pixel_values": torch.zeros_like(prompt["pixel_values"])}
+    assert not torch.equal(plain, target.generate(**blank, max_new_tokens=40, do_sample=False)), "the image matters"
+    output = target.generate(
+        **prompt, max_new_tokens=40, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, plain)
+    assert max(output.accepted_lengths[0]) >= 2
+    sampled = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        torch.manual_seed(0)
+        sampled.append(target.generate(**prompt, max_new_tokens=40, do_sample=True, **assistant))
+    assert torch.equal(*sampled)
+
+
+@pytest.mark.parametrize("num_last", [0, 3], ids=["image_last", "text_last"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_batch_of_images(name: str, num_last: int) -> None:
+    target = make_multimodal_target(MODELS[name])
+    drafter = make_drafter(target, num_assistant_tokens=47)
+    prompts = make_image_prompts(name, num_rows=2, num_last=num_last)
+    plain = target.generate(**prompts, max_new_tokens=40, do_sample=False)
+    assert torch.equal(target.generate(**prompts, max_new_tokens=40, do_sample=False, assistant_model=drafter), plain)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_second_turn_goes_on_from_the_cache(name: str) -> None:
+    target = make_multimodal_target(MODELS[name])
+    drafter = make_drafter(target, num_assistant_tokens=47)
+    prompt = make_image_prompts(name)
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        cache = DynamicCache(config=target.config)
+        settings = {"do_sample": False, "past_key_values": cache, **assistant}
+        first = target.generate(**prompt, max_new_tokens=15, **settings)
+        question = torch.cat((first, torch.tensor([[2, 5, 1]])), dim=1)
+        texts.append(target.generate(question, max_new_tokens=15, **settings))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma4"])
+def test_static_cache(name: str) -> None:
+    target = make_multimodal_target(MODELS[name])
+    prompt = make_image_prompts(name)
+    settings = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    plain = target.generate(**prompt, **settings)
+    drafter = make_drafter(target, num_assistant_tokens=15)
+    assert torch.equal(target.generate(**prompt, **settings, assistant_model=drafter), plain)
+
+
+def test_the_drafter_reads_the_whole_prompt() -> None:
+    """Also where plain decoding runs the last layers of the target on its last token alone."""
+    target = make_multimodal_target(gemma4)
+    drafter = make_drafter(target)
+    lengths = []
+    handle = drafter.fc.register_forward_hook(lambda module, args, output: lengths.append(output.shape[1]))
+    prompt = make_image_prompts("gemma4")
+    target.generate(**prompt, max_new_tokens=4, assistant_model=drafter)
+    handle.remove()
+    assert lengths[0] == prompt["input_ids"].shape[1]
+
+
+def test_cross_attention_to_the_image_is_refused() -> None:
+    text = {key: value for key, value in TEXT.items() if key not in ("bos_token_id", "eos_token_id")}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
+        "attention_heads": 2, "image_size": 8, "patch_size": 4, "max_num_tiles": 1, "vision_output_dim": 32,
+        "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = MllamaConfig(
+        text_config=text | {"cross_attention_layers": [1], "rope_parameters": rope}, vision_config=vision,
+        image_token_index=IMAGE,
+    )  # fmt: skip
+    refuses(MllamaForConditionalGeneration(config), "attend to an image instead of the text")

@@ -1,0 +1,108 @@
+"""`pipeline("text-generation", assistant_model=...)` writes what it writes without the assistant, in fewer passes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from targets import passes_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
+
+from transformers_gumiho import GumihoModel
+
+
+FOLDER = Path(__file__).parents[2] / "examples" / "demo_pair"
+TEXT = "def __init__(self, "
+TEMPLATE = "{% for message in messages %}# {{ message['role'] }}\n{{ message['content'] }}\n{% endfor %}"
+INPUTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "text": (TEXT, {}),
+    "batch": ([TEXT, "import os\n\n\nclass A:\n    def f(self):\n"], {"batch_size": 2}),
+    "chat": ([{"role": "user", "content": "import os"}], {}),
+    "chats": ([[{"role": "user", "content": text}] for text in ("import os", TEXT)], {"batch_size": 2}),
+}
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def drafter() -> GumihoModel:
+    return GumihoModel.from_pretrained(FOLDER / "gumiho", dtype=torch.float32)
+
+
+def check(target: PreTrainedModel, plain: Any, assisted: Any, inputs: Any, **kwargs: Any) -> None:
+    """Both pipelines write the same text, and the one with the assistant runs the target less often."""
+    outputs, counts = [], []
+    for generator in (plain, assisted):
+        torch.manual_seed(3)
+        count, output = passes_of(
+            target, lambda generator=generator: generator(inputs, max_new_tokens=32, **{"do_sample": False} | kwargs)
+        )
+        counts.append(count)
+        outputs.append(output)
+    assert outputs[0] == outputs[1]
+    assert counts[1] < counts[0]
+
+
+@pytest.mark.parametrize("form", list(INPUTS))
+def test_same_text_with_an_assistant(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, form: str
+) -> None:
+    settings = drafter.generation_config.to_dict()
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    # By the path of a folder, as by a name.
+    for assistant in (drafter, str(FOLDER / "gumiho")):
+        assisted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant)
+        inputs, kwargs = INPUTS[form]
+        check(target, plain, assisted, inputs, **kwargs)
+        assert isinstance(assisted.assistant_model, GumihoModel)
+        assert assisted.assistant_model.dtype == target.dtype
+        # What the drafter was tuned to is neither lost in loading nor changed by the calls.
+        assert assisted.assistant_model.generation_config.to_dict() == settings
+
+
+def test_same_sampled_text_and_stop_sequence(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel
+) -> None:
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    assisted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
+    check(target, plain, assisted, TEXT, do_sample=True, temperature=0.8)
+    check(target, plain, assisted, TEXT, stop_sequence="Equal")
+
+
+def test_special_tokens_of_the_configs_may_differ(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, tmp_path: Path
+) -> None:
+    """transformers takes that for another tokenizer: it asks for the assistant's, and passes it on."""
+    drafter.config.get_text_config().eos_token_id = [0, 1]
+    drafter.tokenizer = tokenizer
+    drafter.save_pretrained(tmp_path)
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    by_name = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=str(tmp_path))
+    by_object = pipeline(
+        "text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter, assistant_tokenizer=tokenizer
+    )
+    for assisted in (by_name, by_object):
+        assert assisted.assistant_tokenizer is not None
+        check(target, plain, assisted, TEXT)
+
+
+def test_a_saved_drafter_carries_the_tokenizer_it_was_given(
+    tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, tmp_path: Path
+) -> None:
+    drafter.save_pretrained(tmp_path / "without")
+    assert not list((tmp_path / "without").glob("tokenizer*"))
+    drafter.tokenizer = tokenizer
+    drafter.save_pretrained(tmp_path / "with")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "with")
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.chat_template == TEMPLATE

@@ -1,0 +1,166 @@
+"""What cannot work is refused before any model runs, with the cause and the way out."""
+
+from typing import Any
+
+import pytest
+import torch
+from refusals import refuses
+from targets import make_drafter, make_prompts, make_target
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from transformers_gumiho import GumihoConfig, GumihoModel
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 2}, "ask for `beam_search`.*Set `num_beams=1`"),
+        ({"num_beams": 2, "do_sample": True}, "ask for `beam_sample`"),
+        ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "ask for `contrastive_search`"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "`output_attentions=True` is not available"),
+        ({"use_cache": False}, "Set `use_cache=True`"),
+        ({"cache_implementation": "offloaded_static"}, "`cache_implementation='offloaded_static'` is not available"),
+        ({"cache_implementation": "quantized"}, "`cache_implementation='quantized'` is not available"),
+        ({"cache_implementation": "offloaded"}, "`cache_implementation='offloaded'` is not available"),
+        ({"synced_gpus": True}, "`synced_gpus`.*Gather the parameters first"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_ways_of_generating(target: PreTrainedModel, settings: dict[str, Any], message: str) -> None:
+    refuses(target, message, **settings)
+
+
+def test_caches_of_the_caller(target: PreTrainedModel) -> None:
+    static = StaticCache(config=target.config, max_cache_len=32)
+    refuses(
+        target, "ordinary `DynamicCache`.*got StaticCache.*set `cache_implementation='static'`", past_key_values=static
+    )
+    offloaded = DynamicCache(config=target.config, offloading=True)
+    refuses(target, "and offloading", past_key_values=offloaded)
+
+
+def test_encoder_decoder() -> None:
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=8, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    )
+    refuses(t5, "needs a decoder-only target, and T5ForConditionalGeneration is an encoder-decoder")
+
+
+def test_recurrent_and_linear_attention() -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1, state_size=4))
+    refuses(mamba, "MambaForCausalLM has .* cannot hold the branches of a draft tree")
+    hybrid = Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+            linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0, mlp_only_layers=[0, 1],
+            layer_types=["linear_attention", "full_attention"],
+        )
+    )  # fmt: skip
+    refuses(hybrid, "layers of type linear_attention")
+
+
+def test_positions_that_cannot_be_given() -> None:
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=32, n_layer=1, n_head=4))
+    refuses(bloom, "does not take the positions of its tokens from `position_ids`")
+    falcon = FalconForCausalLM(
+        FalconConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True)
+    )
+    refuses(falcon, "ALiBi-style attention")
+
+
+def test_target_without_a_cache() -> None:
+    gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
+    refuses(gpt, "keeps no key-value cache in a `DynamicCache`")
+
+
+def test_attention_that_takes_no_mask(target: PreTrainedModel) -> None:
+    drafter = make_drafter(target)
+    drafter.config._attn_implementation = "flash_attention_2"
+    refuses(target, "and GumihoModel uses 'flash_attention_2'", drafter)
+    target = make_target()
+    target.config._attn_implementation = "flex_attention"
+    refuses(target, "uses 'flex_attention'. Load it with `attn_implementation='sdpa'`")
+    neo = GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=8, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+        )
+    )
+    refuses(neo, "cuts its local attention windows by cache slot")
+
+
+def test_rotary_embeddings_that_change_on_the_way() -> None:
+    def rotary(**parameters: Any) -> PreTrainedModel:
+        rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 16} | parameters
+        config = LlamaConfig(
+            vocab_size=8, hidden_size=32, num_attention_heads=4, intermediate_size=48, num_hidden_layers=1,
+            max_position_embeddings=16, rope_parameters=rope, eos_token_id=None,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+    longrope = rotary(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4, factor=4.0)
+    dynamic = rotary(rope_type="dynamic", factor=2.0)
+    for target, name in ((longrope, "longrope"), (dynamic, "dynamic")):
+        message = f"has a '{name}' rotary embedding, which changes at 16 tokens, .* may go from 4 to 18"
+        refuses(target, message, max_new_tokens=14)
+        target.generate(**make_prompts([4]), max_new_tokens=12, assistant_model=make_drafter(target))
+        embeds = target.get_input_embeddings()(make_prompts([4])["input_ids"])
+        with pytest.raises(ValueError, match=message):
+            target.generate(inputs_embeds=embeds, max_new_tokens=14, assistant_model=make_drafter(target))
+
+
+def test_drafter_of_another_target(target: PreTrainedModel) -> None:
+    larger = LlamaConfig(vocab_size=9, hidden_size=32, num_attention_heads=4, intermediate_size=48)
+    drafter = GumihoModel(GumihoConfig.from_target(larger))
+    refuses(target, "has a vocabulary of 9, but LlamaForCausalLM has one of 8", drafter)
+    wider = LlamaConfig(vocab_size=8, hidden_size=64, num_attention_heads=4, intermediate_size=48)
+    drafter = GumihoModel(GumihoConfig.from_target(wider))
+    refuses(target, "has a hidden size of 64, but LlamaForCausalLM has one of 32", drafter)
+
+
+def test_assistant_tokenizer(target: PreTrainedModel) -> None:
+    own = Tokenizer(WordLevel({"a": 0, "b": 1}))
+    other = Tokenizer(WordLevel({"a": 1, "b": 0}))
+    tokenizer, foreign = (PreTrainedTokenizerFast(tokenizer_object=backend) for backend in (own, other))
+    message = "`assistant_tokenizer` is not known to be the target's tokenizer.*Leave it out"
+    for _ in range(2):
+        refuses(target, message, assistant_tokenizer=foreign, tokenizer=tokenizer)
+    refuses(target, message, assistant_tokenizer=tokenizer)
+
+
+def test_candidates_without_states(target: PreTrainedModel) -> None:
+    from drafting_oracle import make_generator
+
+    generator = make_generator(target, make_drafter(target), 1)
+    with pytest.raises(ValueError, match="pass them as `hidden_states`"):
+        generator.get_candidates(torch.zeros(1, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="A single path fits one sequence, got a batch of 2"):
+        generator.get_candidates(torch.zeros(2, 3, dtype=torch.long), hidden_states=torch.zeros(2, 2, 32))

@@ -1,0 +1,117 @@
+"""Drafts are made under the noise of the draws to come: it is the true noise, and drafts gain by it."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from targets import make_drafter, make_prompts, make_target
+
+from transformers_gumiho.decoding.sampling_noise import UpcomingNoise
+
+
+def draw(scores: torch.Tensor) -> torch.Tensor:
+    """Draws tokens `(n, B)` by scores `(n, B, V)` one step after the other, as `generate()` does."""
+    return torch.stack([torch.multinomial(step.softmax(dim=-1), 1).squeeze(1) for step in scores])
+
+
+@pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 7), (3, 50), (2, 4097)])
+def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(5, batch_size, vocab_size) * 2
+    torch.manual_seed(1)
+    noise = UpcomingNoise(batch_size, vocab_size, torch.device("cpu")).peek(5)
+    assert noise.shape == (batch_size, 5, vocab_size)
+    drawn = draw(scores)
+    assert torch.equal((scores + noise.transpose(0, 1)).argmax(dim=-1), drawn)
+    # The generator was left as it was: the draws are those of the seed.
+    torch.manual_seed(1)
+    assert torch.equal(draw(scores), drawn)
+
+
+@settings(deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=8))
+def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) -> None:
+    torch.manual_seed(0)
+    upcoming = UpcomingNoise(2, 11, torch.device("cpu"))
+    for num_peeked, num_drawn, others_draw in steps:
+        noise = upcoming.peek(num_peeked)
+        state = torch.get_rng_state()
+        assert torch.equal(noise.transpose(0, 1).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
+        # As many draws are made as come to be needed, and somebody else may draw as well.
+        torch.set_rng_state(state)
+        if num_drawn:
+            draw(torch.zeros(num_drawn, 2, 11))
+        if others_draw:
+            torch.rand(3)
+
+
+def test_noise_that_was_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    exponential, num_made = torch.Tensor.exponential_, []
+
+    def counting_exponential(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        num_made.append(1)
+        return exponential(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", counting_exponential)
+    upcoming = UpcomingNoise(1, 11, torch.device("cpu"))
+    first = upcoming.peek(5)
+    draw(torch.zeros(2, 1, 11))
+    second = upcoming.peek(5)
+    assert torch.equal(first[:, 2:], second[:, :3])
+    assert len(num_made) == 5 + 2
+
+
+def test_no_noise_where_a_generator_cannot_be_put_back() -> None:
+    assert UpcomingNoise(1, 4, torch.device("meta")).peek(2) is None
+
+
+@pytest.mark.parametrize("cache_implementation", [None, "static"])
+def test_a_drafter_that_agrees_with_the_target_drafts_what_is_drawn(
+    cache_implementation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A target whose tokens do not depend on the text, and a drafter that knows their distribution (a flat one).
+    target = make_target(vocab_size=64)
+    drafter = make_drafter(
+        target, num_assistant_tokens=7, branching_factor=1, draft_vocabulary=list(range(63, -1, -1))
+    )
+    head = target.get_output_embeddings()
+    head.weight.data.zero_()
+    arguments = {
+        **make_prompts([3]), "do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 41,
+        "cache_implementation": cache_implementation,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    plain = target.generate(**arguments)
+    torch.manual_seed(0)
+    output = target.generate(**arguments, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain)
+    assert len(set(plain[0].tolist())) > 20, "the tokens must be random"
+    assert output.accepted_lengths == [[8] * 5]
+
+
+def test_rows_that_part_sample_without_bias() -> None:
+    # Tokens 1 and 2 at random, after any text; the drafter believes in another share of them. A tree of two nodes is
+    # either two first tokens or a path of two, and which of them must not depend on noise that a row may not use.
+    target = make_target()
+    head = torch.nn.Linear(target.config.hidden_size, target.config.vocab_size).double()
+    head.weight.data.zero_()
+    head.bias.data.fill_(-1e4)
+    head.bias.data[1:3] = 0.0
+    target.set_output_embeddings(head)
+    drafter = make_drafter(target, num_assistant_tokens=2, branching_factor=2, draft_temperature=1.0)
+    arguments = {
+        "attention_mask": torch.ones(512, 2, dtype=torch.long), "do_sample": True, "top_k": 0, "max_new_tokens": 3,
+        "eos_token_id": 7, "pad_token_id": 0, "sequence_bias": [[[1], math.log(0.7 / 0.3)]],
+    }  # fmt: skip
+    counts = torch.zeros(2)
+    for seed in range(100, 180):
+        torch.manual_seed(seed)
+        tokens = target.generate(torch.ones(512, 2, dtype=torch.long), assistant_model=drafter, **arguments)
+        counts += torch.bincount(tokens[:, -1], minlength=3)[1:3]
+    assert counts.sum() == 80 * 512
+    assert chisquare(counts.numpy(), counts.sum().item() * np.array([0.7, 0.3])).pvalue > 1e-3

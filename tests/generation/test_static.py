@@ -1,0 +1,149 @@
+"""`cache_implementation="static"`: cycles of fixed shapes, compiled once, whose outputs equal plain decoding's."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.target.cycle_shapes import CycleShapes
+
+
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
+
+
+@pytest.fixture
+def _forget_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def make_pair(family: str = "llama", **settings: int) -> tuple[PreTrainedModel, GumihoModel]:
+    target = make_target(family)
+    if family == "gemma2":
+        target = target.float()  # see test_families
+    return target, make_drafter(target, **{"num_assistant_tokens": 47} | settings)
+
+
+def compile_config(backend: str) -> CompileConfig:
+    # As a whole graph: a stage that falls back to Python would be an error.
+    config = CompileConfig(backend=backend, mode="default", fullgraph=True)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_fixed_shapes_equal_plain(family: str) -> None:
+    target, drafter = make_pair(family)
+    static = {"assistant_model": drafter, "cache_implementation": "static"}
+    accepted = []
+    for seed, length in enumerate((1, WINDOW + 9)):
+        prompt = make_prompts([length], seed)
+        for sampling in ({"do_sample": False}, SAMPLING):
+            torch.manual_seed(seed)
+            plain = target.generate(**prompt, max_new_tokens=40, **sampling)
+            torch.manual_seed(seed)
+            drafted = target.generate(**prompt, max_new_tokens=40, return_dict_in_generate=True, **sampling, **static)
+            assert torch.equal(drafted.sequences, plain)
+            accepted += drafted.accepted_lengths[0]
+    assert max(accepted) >= 2, "the equality says something only where drafts are accepted"
+    batch = make_prompts([3, WINDOW + 9, 1])
+    dynamic = target.generate(**batch, max_new_tokens=24, do_sample=False, assistant_model=drafter)
+    assert torch.equal(target.generate(**batch, max_new_tokens=24, do_sample=False, **static), dynamic)
+
+
+@pytest.mark.parametrize("branching_factor", [2, 14])
+def test_caches_have_room_for_the_last_tree(branching_factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CycleShapes, "slots_for", lambda shapes, num_slots: num_slots)  # not one slot more
+    settings = {
+        "branching_factor": branching_factor,
+        "draft_vocabulary": [5, 1, 2, 7, 3, 6],
+        "draft_temperature": [1.0, 0.5],
+    }
+    for family in ("llama", "mistral"):
+        target = make_target(family)
+        drafter = make_drafter(target, num_assistant_tokens=40, **settings)
+        for max_new_tokens in range(2, 9):
+            for inputs in (make_prompts([2]), make_prompts([WINDOW + 4, 3])):
+                static = {"assistant_model": drafter, "cache_implementation": "static"}
+                embeds = {
+                    "inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]),
+                    "attention_mask": inputs["attention_mask"],
+                }
+                for given in (inputs, embeds):
+                    arguments = {**given, "max_new_tokens": max_new_tokens, "do_sample": False}
+                    assert torch.equal(target.generate(**arguments, **static), target.generate(**arguments))
+
+
+def test_cache_can_be_continued_from() -> None:
+    target, drafter = make_pair()
+    prompt = make_prompts([7])
+    greedy = {"do_sample": False, "assistant_model": drafter}
+    first = target.generate(
+        **prompt, max_new_tokens=9, cache_implementation="static", return_dict_in_generate=True, **greedy
+    )
+    second = target.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=9, **greedy)
+    assert torch.equal(second, target.generate(**prompt, max_new_tokens=18, do_sample=False))
+
+
+@pytest.mark.usefixtures("_forget_compiled")
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"num_assistant_tokens": 12, "branching_factor": 3}),
+        ("gemma3", {}),
+        ("gpt2", {}),
+    ],
+    ids=["llama", "llama-small", "gemma3", "gpt2"],
+)
+def test_stages_are_compiled_once(family: str, settings: dict[str, int]) -> None:
+    target, drafter = make_pair(family, **settings)
+    static = {"cache_implementation": "static", "compile_config": compile_config("eager")}
+
+    def check(lengths: list[int], seed: int, **sampling: object) -> None:
+        batch = make_prompts(lengths, seed)
+        arguments = {"max_new_tokens": 30 - max(lengths), **sampling}
+        torch.manual_seed(seed)
+        dynamic = target.generate(**batch, assistant_model=drafter, **arguments)
+        torch.manual_seed(seed)
+        assert torch.equal(target.generate(**batch, assistant_model=drafter, **arguments, **static), dynamic)
+
+    check([9], 0, do_sample=False)
+    assert counters["stats"]["unique_graphs"] == 4, "masks, target, walk, draft"
+    check([9], 0, **SAMPLING)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs == 5, "drafting for sampling, too"
+    # Other prompts, lengths, and ways of choosing run what was compiled for the first.
+    for seed, length in enumerate((9, 4, 17, 1), start=1):
+        check([length], seed, do_sample=False)
+        check([length], seed, **SAMPLING | {"temperature": 0.5 + 0.1 * seed})
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    # A batch has shapes of its own, and padding a mask.
+    check([9, 4], 0, do_sample=False)
+    num_graphs = counters["stats"]["unique_graphs"]
+    check([3, 8], 1, do_sample=False)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+@pytest.mark.usefixtures("_forget_compiled")
+def test_inductor_equals_compiled_plain() -> None:
+    # Small, as a CPU compiles for long.
+    config = FAMILIES["llama"]()
+    config.num_hidden_layers = 1
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(config).double().eval()
+    drafter = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=1, num_residual_blocks=1)
+    drafter.generation_config.update(num_assistant_tokens=24, branching_factor=4)
+    static = {"cache_implementation": "static", "compile_config": compile_config("inductor")}
+    for seed in range(2):
+        prompt = make_prompts([9], seed)
+        plain = target.generate(**prompt, max_new_tokens=24, do_sample=False, **static)
+        drafted = target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter, **static)
+        assert torch.equal(drafted, plain)
+    assert counters["inductor"], "nothing went through inductor"

@@ -1,0 +1,15 @@
+"""Reading draft trees node by node."""
+
+from transformers_gumiho.tree.draft_tree import DraftTree
+
+
+def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    """Returns the token path of every drafted node, following parents one by one."""
+    paths = []
+    for node in range(1, tree.tokens.shape[1]):
+        path = []
+        while node != 0:
+            path.append(int(tree.tokens[row, node]))
+            node = int(tree.parents[row, node])
+        paths.append(tuple(reversed(path)))
+    return paths

@@ -1,0 +1,248 @@
+"""The benchmark: what it reads, that it compares fairly, and that its numbers are what they are called."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_data import CHATML, DEMO_TARGET, make_tokenizer, write_jsonl
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.benchmarking import (
+    BenchmarkSettings,
+    DecodingMode,
+    Question,
+    Sample,
+    decoding_modes,
+    read_questions,
+    run_benchmark,
+    summarize,
+)
+from transformers_gumiho.benchmarking.report import markdown
+from transformers_gumiho.benchmarking.summary import bootstrap_interval
+from transformers_gumiho.measuring.prompts import encode_turn
+
+
+DEMO_PAIR = DEMO_TARGET.parent
+QUESTIONS = [
+    Question("0", "code", ("def __init__(self, name):\n", "    def close(self")),
+    Question("1", "code", ("import os\nimport ",)),
+    Question("2", "text", ('"""Return the ',)),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def drafter() -> GumihoModel:
+    return GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def samples(target: PreTrainedModel, drafter: GumihoModel) -> list[Sample]:
+    """Every mode, greedily and sampled, alone and in pairs; the target is its own small draft model."""
+    modes = decoding_modes(drafter, draft_model=target, tree_sizes=[4])
+    settings = BenchmarkSettings(temperatures=(0.0, 1.0), batch_sizes=(1, 2), max_new_tokens=16)
+    return run_benchmark(target, make_tokenizer(None), QUESTIONS, modes, settings)
+
+
+def test_every_mode_decodes_every_prompt_to_plain_decodings_text(samples: list[Sample], drafter: GumihoModel) -> None:
+    modes = [
+        "plain", "prompt lookup", "assisted generation", "gumiho", "gumiho without FTA", "chain of 3", "chain of 6",
+        "serial head only", "one serial token", "tree of 4",
+    ]  # fmt: skip
+    alone = [sample for sample in samples if sample.batch_size == 1]
+    # Three first turns and a second one, at two temperatures.
+    batches = dict.fromkeys((tuple(s.questions), s.turn, s.temperature) for s in alone)
+    assert len(batches) == 8
+    for batch in batches:
+        assert [s.mode for s in alone if (tuple(s.questions), s.turn, s.temperature) == batch] == modes
+    # transformers' own assisted decoding draws other random numbers.
+    exact = [s for s in samples if s.temperature == 0 or s.mode not in ("prompt lookup", "assisted generation")]
+    assert all(sample.equal for sample in exact if sample.batch_size == 1 or sample.temperature == 0)
+    pairs = [sample for sample in samples if sample.batch_size == 2]
+    assert {sample.mode for sample in pairs} == set(modes) - {"prompt lookup", "assisted generation"}
+    for sample in samples:
+        assert 0 < sample.num_tokens <= 16 * len(sample.questions)
+        assert (sample.accepted_lengths is not None) == (sample.stages is not None)
+    depths = {"chain of 3": 4, "serial head only": 3, "one serial token": 2}
+    for mode, longest in depths.items():
+        lengths = [n for s in samples if s.mode == mode for row in s.accepted_lengths for n in row]
+        assert max(lengths) <= longest
+    assert drafter.generation_config.branching_factor == 2  # as it was before
+
+
+def test_stages_add_up_to_the_time_of_the_run(samples: list[Sample]) -> None:
+    for sample in samples:
+        if sample.stages is not None:
+            stages = sample.stages
+            parts = [stages[name] for name in ("prompt", "verify", "draft", "rest")]
+            assert min(parts) > 0 or stages["num_cycles"] <= 1
+            assert sum(parts) == pytest.approx(stages["total"])
+            if sample.batch_size == 1:
+                # The tokens of the last cycle beyond the limit are cut off, so a cycle may be left out.
+                assert stages["num_cycles"] - len(sample.accepted_lengths[0]) in (0, 1)
+
+
+def test_speeds_are_those_of_the_clock(target: PreTrainedModel, drafter: GumihoModel) -> None:
+    """A mode that is made slower by a known time is measured to be so."""
+
+    class Slow(DecodingMode):
+        @property
+        def drafter(self) -> None:
+            time.sleep(0.2)
+
+    modes = [DecodingMode("plain"), Slow("slow")]
+    samples = run_benchmark(target, make_tokenizer(None), QUESTIONS[1:], modes, BenchmarkSettings(max_new_tokens=8))
+    plain, slow = ([s.seconds for s in samples if s.mode == mode] for mode in ("plain", "slow"))
+    difference = statistics.median(slow) - statistics.median(plain)
+    assert difference == pytest.approx(0.2, abs=0.1)
+    row = next(row for row in summarize(samples) if row.mode == "slow" and row.category == "overall")
+    assert row.speedup < 1
+    assert "**slower than plain**" in markdown([row])
+
+
+def make_sample(mode: str, question: int, seconds: float, category: str = "a", **overrides: object) -> Sample:
+    fields = {
+        "mode": mode, "temperature": 0.0, "batch_size": 1, "category": category, "questions": [str(question)],
+        "turn": 0, "seconds": seconds, "num_tokens": 100, "equal": True, "peak_bytes": 10,
+        "accepted_lengths": None, "stages": None,
+    }  # fmt: skip
+    return Sample(**fields | overrides)
+
+
+def test_summary_compares_prompt_by_prompt() -> None:
+    plain = [make_sample("plain", i, seconds) for i, seconds in enumerate((1.0, 2.0, 4.0))]
+    stages = {"prompt": 9.0, "verify": 6.0, "draft": 3.0, "rest": 1.0, "total": 19.0, "num_cycles": 5}
+    drafted = [
+        make_sample("gumiho", i, seconds, accepted_lengths=[[3, 1, 2]], stages=stages, equal=i > 0)
+        for i, seconds in enumerate((0.5, 0.5, 4.0))
+    ]
+    rows = {row.mode: row for row in summarize([*plain, *drafted])}
+    row = rows["gumiho"]
+    assert row.speedup == 2.0  # the median of 2, 4 and 1
+    assert row.speedup_interval == (1.0, 4.0)
+    assert row.tokens_per_second == (112.5, 200.0, 200.0)
+    assert (row.num_samples, row.num_equal) == (3, 2)
+    assert row.tau_micro == row.tau_macro == 2.0
+    assert row.acceptance_per_position == pytest.approx([2 / 3, 1 / 3])
+    assert row.shares == pytest.approx({"verify": 0.6, "draft": 0.3, "rest": 0.1})
+    assert row.seconds_per_cycle == pytest.approx(2.0)
+    assert rows["plain"].speedup == 1
+    table = markdown(list(rows.values()))
+    assert (
+        "| gumiho | 200.0 (112.5-200.0) | 2.00 (1.00-4.00) | 2.00 / 2.00 | 30% / 60% / 10% | 0 MB | 2 of 3 |" in table
+    )
+
+
+def test_summary_keeps_categories_apart_and_together() -> None:
+    samples = [
+        make_sample(mode, index, seconds, category)
+        for category, index, times in (("a", 0, (1.0, 0.5)), ("b", 1, (1.0, 0.25)))
+        for mode, seconds in zip(("plain", "gumiho"), times, strict=True)
+    ]
+    found = {(row.category, row.mode): row.speedup for row in summarize(samples)}
+    assert found[("a", "gumiho")] == 2
+    assert found[("b", "gumiho")] == 4
+    assert found[("overall", "gumiho")] == 3
+
+
+def test_bootstrap_interval_holds_the_median_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(0)
+    hits = 0
+    for seed in range(200):
+        lower, upper = bootstrap_interval(generator.exponential(size=40), seed=seed)
+        hits += lower <= np.log(2) <= upper
+    assert 0.88 < hits / 200 < 0.99
+
+
+def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Compose.", "Shorten."]},
+        {"prompt": "Say it."},
+        {"text": "It goes on"},
+    ]
+    name = write_jsonl(tmp_path / "questions.jsonl", rows)
+    assert read_questions(name) == [
+        Question("81", "writing", ("Compose.", "Shorten.")),
+        Question("1", "all", ("Say it.",)),
+        Question("2", "all", ("It goes on",)),
+    ]
+    assert len(read_questions(name, num_questions=2)) == 2
+    column = write_jsonl(tmp_path / "other.jsonl", [{"body": "x"}])
+    assert read_questions(column, column="body")[0].turns == ("x",)
+    with pytest.raises(
+        ValueError, match=r"Row 0 .* has the columns \['body'\], and needs 'turns' or 'prompt' or 'text'"
+    ):
+        read_questions(column)
+    with pytest.raises(ValueError, match="has turns that are not text"):
+        read_questions(write_jsonl(tmp_path / "bad.jsonl", [{"turns": [1]}]))
+    with pytest.raises(ValueError, match="holds no questions"):
+        read_questions(write_jsonl(tmp_path / "none.jsonl", [""]))
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.jsonl' to read prompts from"):
+        read_questions(str(tmp_path / "missing.jsonl"))
+
+
+def test_later_turns_follow_the_answers() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    ids = encode_turn(tokenizer, ["one", "two"], ["first"])
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "first"},
+            {"role": "user", "content": "two"},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    plain = make_tokenizer(None)
+    assert plain.decode(encode_turn(plain, ["one", " two"], [" first"])) == "one first two"
+
+
+def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "transformers_gumiho.cli", "benchmark", "--target", DEMO_TARGET, "--assistant",
+        DEMO_PAIR / "gumiho", "--prompts", DEMO_PAIR / "prompts.jsonl", "--num_prompts", "2", "--max_new_tokens", "8",
+        "--dtype", "float32", "--tree_sizes", "2", "8", "--output_dir", tmp_path / "out",
+    ]  # fmt: skip
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "| plain |" in process.stdout
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance", "cycle", "trees")}
+    assert names == pictures | {"samples.jsonl", "summary.json", "summary.md"}
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}
+    overall = [row for row in summary["rows"] if row["category"] == "overall"]
+    assert {row["mode"]: row["num_equal"] for row in overall}["gumiho"] == 2
+    assert summary["environment"]["torch"] == torch.__version__
+    lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * len(overall)
+
+
+def test_an_interrupted_benchmark_keeps_what_it_has(
+    target: PreTrainedModel, drafter: GumihoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, calls = target.generate, []
+
+    def interrupted(**kwargs: object) -> object:
+        calls.append(1)
+        if len(calls) > 6:  # two for warm-up, three for the first prompt
+            raise KeyboardInterrupt
+        return generate(**kwargs)
+
+    monkeypatch.setattr(target, "generate", interrupted)
+    modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": drafter})]
+    path = tmp_path / "samples.jsonl"
+    samples = run_benchmark(target, make_tokenizer(None), QUESTIONS, modes, BenchmarkSettings(max_new_tokens=4), path)
+    assert [sample.mode for sample in samples] == ["plain", "gumiho"]
+    assert len(path.read_text().splitlines()) == 2

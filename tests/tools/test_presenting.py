@@ -1,0 +1,402 @@
+"""What people are shown: answers whose accepted drafts are coloured, and the draft trees of `generate()`."""
+
+import io
+import math
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+from drafting_oracle import score_of_path
+from PIL import Image
+from targets import make_drafter, make_prompts, make_target
+from tokenizers import Tokenizer, decoders, models
+from training_data import DEMO_TARGET, make_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
+from transformers_gumiho.presenting import (
+    Cycle,
+    CycleStreamer,
+    GenerateArguments,
+    ShowArguments,
+    generate,
+    show,
+    stream_answer,
+    watch_cycles,
+)
+from transformers_gumiho.presenting.colours import wants_colours
+
+
+PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho"), "dtype": "float32"}
+OPTIONS = [part for name, value in PAIR.items() for part in (f"--{name}", value)]
+PROMPT = "def __init__(self, "
+TOKENIZER = make_tokenizer(None)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def drafter() -> GumihoModel:
+    return GumihoModel.from_pretrained(PAIR["assistant"], dtype=torch.float32)
+
+
+def decode(target: PreTrainedModel, drafter: GumihoModel, prompt: str, **kwargs: object) -> GumihoGenerateOutput:
+    inputs = TOKENIZER(prompt, return_tensors="pt")
+    return target.generate(**inputs, assistant_model=drafter, return_dict_in_generate=True, **kwargs)
+
+
+def new_tokens(output: GumihoGenerateOutput, prompt: str = PROMPT) -> list[int]:
+    return output.sequences[0, len(TOKENIZER(prompt)["input_ids"]) :].tolist()
+
+
+def split_by_colour(text: str) -> list[tuple[str, bool]]:
+    """Returns each character, and whether it is coloured."""
+    characters, is_coloured = [], False
+    for part in re.split("(\033\\[32m|\033\\[0m)", text):
+        if part.startswith("\033"):
+            is_coloured = part == "\033[32m"
+        else:
+            characters += [(character, is_coloured) for character in part]
+    return characters
+
+
+def test_command_writes_the_sampled_text_of_plain_generate(target: PreTrainedModel) -> None:
+    command = [sys.executable, "-m", "transformers_gumiho.cli", "generate", *OPTIONS, "--prompt", PROMPT]
+    command += ["--max_new_tokens", "48", "--temperature", "0.8", "--seed", "3"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    inputs = TOKENIZER(PROMPT, return_tensors="pt")
+    torch.manual_seed(3)
+    plain = target.generate(**inputs, max_new_tokens=48, do_sample=True, temperature=0.8)
+    text, line = process.stdout.rstrip("\n").rsplit("\n\n", 1)
+    assert text == TOKENIZER.decode(plain[0, inputs["input_ids"].shape[1] :])
+    assert re.fullmatch(
+        r"\[tau \d\.\d\d \| \d+\.\d tokens/s \| \d+ cycles \| 48 tokens, \d+ accepted drafts\]", line
+    ), line
+
+
+def test_told_tau_is_that_of_generate(
+    target: PreTrainedModel, drafter: GumihoModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (answer,) = generate(GenerateArguments(**PAIR, prompt=PROMPT, max_new_tokens=48))
+    output = decode(target, drafter, PROMPT, max_new_tokens=48)
+    lengths = output.accepted_lengths[0]
+    assert list(answer.tokens) == new_tokens(output)
+    assert [len(cycle.committed) for cycle in answer.cycles] == lengths
+    written = capsys.readouterr().out
+    assert written.startswith(TOKENIZER.decode(answer.tokens))
+    assert f"[tau {sum(lengths) / len(lengths):.2f} | " in written
+
+
+@pytest.mark.parametrize("max_new_tokens", [21, 22, 23, 24, 25])
+def test_what_is_coloured_is_what_was_drafted_and_accepted(
+    target: PreTrainedModel, drafter: GumihoModel, max_new_tokens: int
+) -> None:
+    """Also of a cycle that the text's end cuts short: a longer text tells what its tokens were."""
+    longer = decode(target, drafter, PROMPT, max_new_tokens=64)
+    are_drafts = [False, *(index < n - 1 for n in longer.accepted_lengths[0][:-1] for index in range(n))]
+    assert len(are_drafts) > 25
+    expected = [
+        (character, is_draft)
+        for token, is_draft in zip(new_tokens(longer)[:max_new_tokens], are_drafts, strict=False)
+        for character in TOKENIZER.decode([token])
+    ]
+    stream = io.StringIO()
+    stream_answer(
+        target, TOKENIZER, drafter, TOKENIZER(PROMPT)["input_ids"], stream, colours=True,
+        max_new_tokens=max_new_tokens, temperature=0.0,
+    )  # fmt: skip
+    assert split_by_colour(stream.getvalue()) == expected
+
+
+def make_cycle(tokens: list[int], num_accepted: int) -> Cycle:
+    """Returns a cycle that drafted and accepted the first tokens as a chain; the last one may be its bonus token."""
+    drafts, bonus = tokens[:num_accepted], tokens[num_accepted:]
+    return Cycle(
+        tokens=(0, *drafts),
+        parents=(0, *range(num_accepted)),
+        scores=tuple(-float(depth) for depth in range(num_accepted + 1)),
+        accepted=tuple(range(1, num_accepted + 1)),
+        bonus_token=bonus[0] if bonus else None,
+    )
+
+
+def test_characters_of_several_tokens_are_written_whole() -> None:
+    """One that the target's own token has a part in is plain."""
+    text = "né 世界 🦊!"
+    tokens = TOKENIZER(text)["input_ids"]
+    assert len(tokens) > len(text)
+    for num_accepted in range(len(tokens)):
+        stream = io.StringIO()
+        pieces: list[str] = []
+        stream.write = pieces.append  # type: ignore[method-assign]
+        streamer = CycleStreamer(TOKENIZER, stream, colours=True)
+        streamer.put(torch.tensor([TOKENIZER("# ")["input_ids"]]))
+        streamer.expect(make_cycle(tokens[: num_accepted + 1], num_accepted))
+        for token in tokens:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+        written = split_by_colour("".join(pieces))
+        assert "".join(character for character, _ in written) == text
+        num_coloured = len(TOKENIZER.decode(tokens[:num_accepted]).rstrip("\N{REPLACEMENT CHARACTER}"))
+        assert [is_coloured for _, is_coloured in written] == [i < num_coloured for i in range(len(text))]
+
+
+def test_prompt_that_ends_within_a_character_is_gone_on_with() -> None:
+    text = "日本語 é"
+    tokens = TOKENIZER(text)["input_ids"]
+    for cut in range(1, len(tokens)):
+        stream = io.StringIO()
+        streamer = CycleStreamer(TOKENIZER, stream, colours=False)
+        for value in [[tokens[:cut]], *([token] for token in tokens[cut:])]:
+            streamer.put(torch.tensor(value))
+        streamer.end()
+        assert text.endswith(stream.getvalue())
+        assert TOKENIZER.decode(tokens[:cut]).rstrip("\N{REPLACEMENT CHARACTER}") + stream.getvalue() == text
+
+
+def test_text_that_ends_within_a_character_is_written_all_the_same() -> None:
+    tokens = TOKENIZER("🦊")["input_ids"]
+    stream = io.StringIO()
+    streamer = CycleStreamer(TOKENIZER, stream, colours=False)
+    for value in [[TOKENIZER("# ")["input_ids"]], tokens[:1], tokens[1:2]]:
+        streamer.put(torch.tensor(value))
+    assert stream.getvalue() == ""
+    streamer.end()
+    assert stream.getvalue() == TOKENIZER.decode(tokens[:2])
+
+
+def test_first_word_keeps_its_space_where_a_tokenizer_drops_that_of_a_text() -> None:
+    words = Tokenizer(models.WordLevel({"▁go": 0, "▁on": 1, "▁now": 2}, unk_token="▁go"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert tokenizer.decode([1]) == "on"
+    stream = io.StringIO()
+    streamer = CycleStreamer(tokenizer, stream, colours=False)
+    for value in ([[0]], [1], [2]):
+        streamer.put(torch.tensor(value))
+    streamer.end()
+    assert stream.getvalue() == " on now"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_colours("auto", Terminal())
+    assert not wants_colours("auto", io.StringIO())
+    assert wants_colours("always", io.StringIO())
+    assert not wants_colours("never", Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_colours("auto", Terminal())
+    assert wants_colours("always", Terminal())
+    monkeypatch.setenv("NO_COLOR", "")  # means nothing: https://no-color.org
+    assert wants_colours("auto", Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_colours("auto", Terminal())
+
+
+def test_typed_lines_are_a_conversation_where_there_is_a_chat_template(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(DEMO_TARGET / name)
+    messages = []
+    expected = []
+    for line in ("import os", "and then?"):
+        messages.append({"role": "user", "content": line})
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        plain = target.generate(**inputs, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
+        expected.append(tuple(plain.tolist()))
+        messages.append({"role": "assistant", "content": tokenizer.decode(plain, skip_special_tokens=True)})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n\nand then?\n"))
+    answers = generate(GenerateArguments(**PAIR | {"target": str(tmp_path)}, max_new_tokens=12))
+    assert [answer.tokens for answer in answers] == expected
+
+
+def test_lines_are_continued_one_by_one_without_a_chat_template(
+    target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\nclass "))
+    answers = generate(GenerateArguments(**PAIR, max_new_tokens=12))
+    expected = [new_tokens(decode(target, drafter, line, max_new_tokens=12), line) for line in ("import os", "class ")]
+    assert [list(answer.tokens) for answer in answers] == expected
+
+
+def test_ctrl_c_ends_an_answer_and_nothing_else(
+    target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = new_tokens(decode(target, drafter, PROMPT, max_new_tokens=48))
+    put = CycleStreamer.put
+
+    def interrupted_put(self: CycleStreamer, value: torch.Tensor) -> None:
+        if len(self.tokens) == 20:
+            raise KeyboardInterrupt
+        put(self, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CycleStreamer, "put", interrupted_put)
+        (answer,) = generate(GenerateArguments(**PAIR, prompt=PROMPT, max_new_tokens=48))
+    assert list(answer.tokens) == whole[:20]
+    assert " | interrupted]" in capsys.readouterr().out
+    (answer,) = generate(GenerateArguments(**PAIR, prompt=PROMPT, max_new_tokens=48))
+    assert list(answer.tokens) == whole
+    assert "interrupted" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_shown_path_is_the_one_that_generate_took(
+    target: PreTrainedModel, drafter: GumihoModel, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = decode(target, drafter, PROMPT, max_new_tokens=64)
+    lengths, tokens = output.accepted_lengths[0], new_tokens(output)
+    start = 1 + sum(lengths[: step - 1])
+    committed = tokens[start : start + lengths[step - 1]]
+    cycle = show(ShowArguments(**PAIR, prompt=PROMPT, step=step, color="never"))
+    assert cycle.tokens[0] == tokens[start - 1]
+    assert list(cycle.committed) == committed
+    lines = capsys.readouterr().out.splitlines()
+    marked = [re.search(r"([*+]) [ │]*[├└]─ (.*)", line) for line in lines]
+    # The bonus token comes below the whole of its sibling's branch, after the last accepted draft.
+    shown = [(match[1], match[2]) for match in marked if match]
+    texts = [repr(TOKENIZER.decode([token])) for token in committed]
+    assert shown == [*(("*", text) for text in texts[:-1]), ("+", texts[-1])]
+    drafted = [line for line in lines if re.match(r" *\d\.\d{3} +\d\.\d{3} ", line)]
+    assert len(drafted) == drafter.generation_config.num_assistant_tokens
+
+
+def test_shown_probabilities_are_those_of_whole_forward_passes() -> None:
+    target = make_target()
+    drafter = make_drafter(target, draft_temperature=[0.7, 1.2, 0.9], num_assistant_tokens=10, branching_factor=4)
+    cycles: list[Cycle] = []
+    prompt = make_prompts([6])["input_ids"]
+    with watch_cycles(cycles.append):
+        text = target.generate(prompt, assistant_model=drafter, max_new_tokens=20, do_sample=False)
+    committed = sum(len(cycle.committed) for cycle in cycles)
+    assert prompt.shape[1] + 1 + committed == text.shape[1]
+    stop = prompt.shape[1] + 1
+    for cycle in cycles:
+        assert int(text[0, stop - 1]) == cycle.tokens[0]
+        probabilities: dict[int, float] = {0: 1.0}
+        for node in range(1, len(cycle.tokens)):
+            path, above = [], node
+            while above:
+                path.append(cycle.tokens[above])
+                above = cycle.parents[above]
+            with torch.no_grad():
+                score = score_of_path(target, drafter, text[:, :stop], tuple(reversed(path)))
+            probabilities[node] = math.exp(score)
+            assert cycle.path_probability(node) == pytest.approx(probabilities[node], rel=1e-3)
+            of_token = probabilities[node] / probabilities[cycle.parents[node]]
+            assert cycle.token_probability(node) == pytest.approx(of_token, rel=1e-3)
+        assert cycle.expected_accepted == pytest.approx(sum(probabilities.values()) - 1, rel=1e-3)
+        stop += len(cycle.committed)
+
+
+def test_expected_acceptance_of_a_chain_is_the_sum_of_products() -> None:
+    """The example of the theory: three tokens with 0.85, 0.80 and 0.75."""
+    cycle = Cycle(
+        tokens=(0, 1, 2, 3),
+        parents=(0, 0, 1, 2),
+        scores=(0.0, math.log(0.85), math.log(0.85 * 0.8), math.log(0.85 * 0.8 * 0.75)),
+        accepted=(),
+        bonus_token=4,
+    )
+    assert cycle.expected_accepted == pytest.approx(0.85 + 0.85 * 0.8 + 0.85 * 0.8 * 0.75)
+    assert cycle.token_probability(3) == pytest.approx(0.75)
+
+
+def test_pictures_of_large_trees_are_valid_and_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*OPTIONS, "--prompt", "price = '$5' + '$6' + '$", "--step", "1", "--num_assistant_tokens", "63"]
+    options += ["--branching_factor", "14"]
+    svgs = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for path in (*svgs, tmp_path / "a.png"):
+        monkeypatch.setattr(sys, "argv", ["gumiho", "show", *options, "--output", str(path)])
+        cli.main()
+    printed = capsys.readouterr().out
+    assert svgs[0].read_bytes() == svgs[1].read_bytes()
+    assert svgs[0].stat().st_size < 200_000
+    written = [element.text for element in ElementTree.parse(svgs[0]).iter("{http://www.w3.org/2000/svg}text")]
+    numbers = [text for text in written if text and re.fullmatch(r"\d\.\d{3} +\d\.\d{3}", text)]
+    assert len(numbers) == 63
+    assert sorted(" ".join(text.split()) for text in numbers) == sorted(
+        f"{match[1]} {match[2]}"
+        for match in re.finditer(r"^ (\d\.\d{3})  (\d\.\d{3}) ", printed.split("drawn into")[0], re.M)
+    )
+    assert sum("✓" in (text or "") for text in written) - 1 == printed.split("drawn into")[0].count(" * ")
+    with Image.open(tmp_path / "a.png") as image:
+        image.verify()
+        assert image.width > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": 0}, "counted from 1, got --step 0"),
+        ({"output": "tree.pdf"}, "an .svg or a .png file, got --output tree.pdf"),
+    ],
+)
+def test_show_refuses_what_it_cannot_draw(options: dict[str, object], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        show(ShowArguments(**PAIR, prompt=PROMPT, **options))
+
+
+def test_show_asks_for_matplotlib_before_it_loads_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "transformers_gumiho.presenting.tree_picture", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        show(ShowArguments(target="no folder", assistant="no folder", prompt=PROMPT, output="tree.svg"))
+
+
+def test_show_tells_how_many_cycles_a_text_has(tmp_path: Path) -> None:
+    """A target that may end its text nearly anywhere."""
+    for path in DEMO_TARGET.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {TOKENIZER("self")["input_ids"]}}}')
+    with pytest.raises(SystemExit, match=r"ends after \d+ cycles; give --step a number from 1 to \d+"):
+        show(ShowArguments(**PAIR | {"target": str(tmp_path)}, prompt=PROMPT, step=30))
+
+
+def test_cycles_of_a_batch_are_refused(target: PreTrainedModel, drafter: GumihoModel) -> None:
+    prompts = torch.ones(2, 4, dtype=torch.long)
+    with watch_cycles(lambda cycle: None), pytest.raises(ValueError, match="got a batch of 2"):
+        target.generate(prompts, assistant_model=drafter, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"^usage: gumiho COMMAND"),
+        (["chat"], r"^gumiho: there is no command 'chat'\nusage: gumiho COMMAND"),
+        (["show", "--target", "t", "--assistant", "a", "--prompt", "p", "--max_new_tokens", "9"],
+         r"^usage: gumiho show (.|\n)*error: unrecognized arguments: --max_new_tokens 9"),
+    ],
+)  # fmt: skip
+def test_wrong_commands_are_answered_with_the_usage(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gumiho", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -1,0 +1,489 @@
+"""What a user of `Trainer` expects of a drafter's trainer."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from datasets import IterableDataset
+from huggingface_hub import HfApi
+from safetensors import safe_open
+from targets import make_drafter, make_target
+from trainers import losses_of, make_args, make_rows
+from training_data import DEMO_TARGET
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    TorchAoConfig,
+    TrainerCallback,
+)
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.losses.terms import gumiho_loss
+from transformers_gumiho.training import GumihoTrainer, measure_acceptance
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama").float()
+
+
+def make_trainer(target: PreTrainedModel, folder: Path, drafter: Any = None, **settings: Any) -> GumihoTrainer:
+    kwargs = {
+        name: settings.pop(name)
+        for name in ("train_dataset", "eval_dataset", "acceptance_prompts", "callbacks", "processing_class")
+        if name in settings
+    }
+    return GumihoTrainer(
+        drafter if drafter is not None else make_drafter(target),
+        make_args(folder, **settings),
+        target=target,
+        **{"train_dataset": make_rows(), "eval_dataset": make_rows(6, seed=1)} | kwargs,
+    )
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def test_the_loss_is_the_eager_one_and_falls(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"][:12], "loss_mask": row["loss_mask"][:12]} for row in make_rows(4)]
+    drafter = make_drafter(target)
+    trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, max_steps=30, unroll_serial_head=True)
+    ids, mask = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "loss_mask"))
+    states = target.model(ids).last_hidden_state
+    output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+    loss, terms = gumiho_loss(output, states, target.lm_head, mask, trainer.args.loss_weights(None))
+    embedding = weights_of(drafter.embed_tokens)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert {name: first[name] for name in terms} == pytest.approx({k: v.item() for k, v in terms.items()}, rel=1e-4)
+    assert losses_of(trainer)[-1] < 0.5 * losses_of(trainer)[0]
+    torch.testing.assert_close(weights_of(drafter.embed_tokens), embedding, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_accumulated_batches_make_the_step_of_one_large_batch(
+    target: PreTrainedModel, tmp_path: Path, unroll: bool
+) -> None:
+    results = []
+    for settings in (
+        {"per_device_train_batch_size": 8},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    ):
+        drafter = make_drafter(target)
+        trainer = make_trainer(target, tmp_path, drafter, max_steps=3, unroll_serial_head=unroll, **settings)
+        trainer.train()
+        logs = [
+            {name: value for name, value in entry.items() if "feature" in name or "ce" in name or name == "loss"}
+            for entry in trainer.state.log_history[:3]
+        ]
+        results.append((logs, weights_of(drafter)))
+    for small, large in zip(results[0][0], results[1][0], strict=True):
+        assert small == pytest.approx(large, rel=1e-4)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "unroll_serial_head": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager", "unroll_serial_head": True},
+        {"loss_chunk_size": 3},
+    ],
+    ids=lambda settings: "+".join(settings),
+)
+def test_settings_that_save_memory_or_time_do_not_change_the_training(
+    target: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    unroll = {"unroll_serial_head": settings.get("unroll_serial_head", False)}
+    curves = []
+    for changed in (settings, unroll):
+        trainer = make_trainer(target, tmp_path, **changed)
+        trainer.train()
+        curves.append(losses_of(trainer))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def test_bf16_trains_to_about_the_same_loss(target: PreTrainedModel, tmp_path: Path) -> None:
+    curves = []
+    for bf16 in (False, True):
+        trainer = make_trainer(target, tmp_path, bf16=bf16, max_steps=20)
+        trainer.train()
+        curves.append(losses_of(trainer))
+    assert curves[1] == pytest.approx(curves[0], rel=0.1)
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+
+
+def test_a_target_in_half_precision_trains_a_drafter_in_full(tmp_path: Path) -> None:
+    trainer = make_trainer(make_target("llama").bfloat16(), tmp_path, make_drafter(make_target("llama").float()))
+    trainer.train()
+    assert losses_of(trainer)[-1] < losses_of(trainer)[0]
+
+
+def test_an_offloaded_target_trains_like_a_whole_one(target: PreTrainedModel, tmp_path: Path) -> None:
+    offloaded = make_target("llama").float()
+    cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    curves = []
+    for model in (target, offloaded):
+        trainer = make_trainer(model, tmp_path, make_drafter(target))
+        trainer.train()
+        curves.append(losses_of(trainer))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+    with pytest.raises(ValueError, match="The target's token embedding is offloaded"):
+        GumihoModel.from_target(offloaded)
+
+
+def test_a_quantised_target_is_imitated_as_it_is(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    quantised = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, quantization_config=config, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    rows = [{"input_ids": list(range(100 * row, 100 * row + 40))} for row in range(4)]
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    torch.manual_seed(0)
+    drafter = GumihoModel.from_target(quantised)
+    states = quantised.model(ids).last_hidden_state
+    assert not torch.allclose(states, whole.model(ids).last_hidden_state, rtol=1e-3, atol=1e-3)
+    output = drafter(ids[:, 1:], states[:, :-1])
+    loss, _ = gumiho_loss(output, states, quantised.lm_head, torch.ones_like(ids))
+    trainer = make_trainer(
+        quantised, tmp_path, drafter, train_dataset=rows, max_steps=1, serial_ce_weight=0.1, parallel_ce_weight=0.1
+    )
+    trainer.train()
+    assert losses_of(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
+    target: PreTrainedModel, tmp_path: Path, broken: bool
+) -> None:
+    settings = {
+        "max_steps": 12, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 3, "acceptance_steps": 4,
+        "acceptance_prompts": [torch.tensor([1, 2])], "acceptance_max_new_tokens": 8,
+        "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine",
+    }  # fmt: skip
+    whole = make_trainer(target, tmp_path / "whole", **settings)
+    whole.train()
+    killed = make_trainer(target, tmp_path / "killed", **settings, callbacks=[KillAt(8)])
+    with pytest.raises(Killed):
+        killed.train()
+    if broken:  # the newest checkpoint was being written
+        state = tmp_path / "killed" / "checkpoint-6" / "trainer_state.json"
+        state.write_bytes(state.read_bytes()[:100])
+    resumed = make_trainer(target, tmp_path / "killed", make_drafter(target, seed=5), **settings)
+    resumed.train(resume_from_checkpoint=True)
+
+    def curve(trainer: GumihoTrainer) -> list[dict[str, float]]:
+        measured = ("epoch", "step", "learning_rate", "grad_norm")
+        hidden = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss")
+        assert all(name in trainer.state.log_history[0] for name in measured)
+        return [{k: v for k, v in entry.items() if k not in hidden} for entry in trainer.state.log_history]
+
+    for ours, theirs in zip(curve(resumed), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    torch.testing.assert_close(weights_of(resumed.model), weights_of(whole.model))
+
+
+def test_nothing_to_resume_from_is_an_error(target: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(ValueError, match="There is no complete checkpoint in"):
+        make_trainer(target, tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_hold_the_drafter_alone_and_load_as_one(target: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = make_drafter(target)
+    trainer = make_trainer(target, tmp_path, drafter, save_strategy="steps", save_steps=4)
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-4"
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(drafter.state_dict())
+    loaded = GumihoModel.from_pretrained(checkpoint)
+    torch.testing.assert_close(loaded.state_dict(), drafter.state_dict())
+    assert loaded.generation_config.num_assistant_tokens == drafter.generation_config.num_assistant_tokens
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=loaded), plain)
+
+
+def test_evaluation_is_the_agreement_of_the_drafts_with_the_target(target: PreTrainedModel, tmp_path: Path) -> None:
+    """Position by position: each draft from the text up to there and the drafter's own features."""
+    rows = make_rows(6, seed=1)
+    drafter = make_drafter(target)
+    trainer = make_trainer(target, tmp_path, drafter, eval_dataset=rows, per_device_eval_batch_size=4)
+    metrics = trainer.evaluate()
+    agreements: list[list[float]] = [[] for _ in range(7)]
+    for row in rows:
+        ids = torch.tensor([row["input_ids"]])
+        states = target.model(ids).last_hidden_state
+        output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+        features = [output.serial_features, output.unrolled_features[0], *output.parallel_features.unbind(1)]
+        for position, predicted in enumerate(features):
+            drafts = target.lm_head(predicted).argmax(dim=-1)[0]
+            for index in range(position + 1, ids.shape[1]):
+                if row["loss_mask"][index]:
+                    wanted = target.lm_head(states[0, index]).argmax()
+                    agreements[position].append(float(drafts[index - position - 1] == wanted))
+    expected = [sum(values) / len(values) for values in agreements]
+    assert [metrics[f"eval_agreement_{position}"] for position in range(1, 8)] == pytest.approx(expected)
+    implied = 1 + sum(math.prod(expected[: position + 1]) for position in range(7))
+    assert metrics["eval_expected_acceptance_length"] == pytest.approx(implied)
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(target: PreTrainedModel, tmp_path: Path) -> None:
+    results = []
+    for batch_size in (1, 4):
+        trainer = make_trainer(target, tmp_path, per_device_eval_batch_size=batch_size)
+        results.append({k: v for k, v in trainer.evaluate().items() if "second" not in k and "time" not in k})
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+def test_best_checkpoint_is_loaded_and_training_stops_early(target: PreTrainedModel, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        target, tmp_path, max_steps=40, learning_rate=0.3, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+        save_steps=2, load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False,
+        callbacks=[EarlyStoppingCallback(2)], lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step < 40
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.best_metric == min(evaluated)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-4)
+
+
+def test_tau_is_measured_while_training(target: PreTrainedModel, tmp_path: Path) -> None:
+    prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+    trainer = make_trainer(
+        target, tmp_path, max_steps=5, acceptance_steps=2, acceptance_prompts=prompts, acceptance_max_new_tokens=24
+    )
+    trainer.train()
+    logged = {entry["step"]: entry["tau"] for entry in trainer.state.log_history if "tau" in entry}
+    assert list(logged) == [2, 4, 5]
+    assert len(losses_of(trainer)) == 5  # the losses of the same steps are logged all the same
+    lengths = [length for row in measure_acceptance(target, trainer.drafter, prompts, 24) for length in row]
+    assert logged[5] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_curves_go_to_tensorboard(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = make_trainer(target, tmp_path, report_to="tensorboard", eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    events = accumulator.EventAccumulator(str(tmp_path / "events")).Reload()
+    assert {"train/loss", "train/serial_ce", "train/parallel_4_ce", "eval/agreement_7"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses_of(trainer))
+
+
+def test_pushed_drafter_has_a_filled_model_card(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded = {}
+
+    def upload_folder(self: HfApi, *, folder_path: str, repo_id: str, **kwargs: Any) -> None:
+        uploaded[repo_id] = {path.name for path in Path(folder_path).iterdir()}
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"someone/{repo_id}"))
+    trainer = make_trainer(
+        target, tmp_path, push_to_hub=True, hub_model_id="gumiho-tiny", hub_strategy="end", eval_strategy="steps",
+        eval_steps=4, acceptance_steps=4, acceptance_prompts=[torch.tensor([1, 2])], acceptance_max_new_tokens=8,
+    )  # fmt: skip
+    trainer.train()
+    trainer.push_to_hub(finetuned_from="someone/tiny-llama", dataset="someone/chats")
+    expected = {"README.md", "config.json", "generation_config.json", "model.safetensors", "custom_generate"}
+    assert expected <= uploaded["someone/gumiho-tiny"]
+    card = (tmp_path / "README.md").read_text()
+    history = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
+    for fact in (
+        "base_model: someone/tiny-llama",
+        "- someone/chats",
+        "- speculative-decoding",
+        'from_pretrained("someone/gumiho-tiny"',
+        "| `learning_rate` | 0.01 |",
+        f"| `tau` | {history['tau']:.4g} |",
+        f"| `eval_agreement_1` | {history['eval_agreement_1']:.4g} |",
+    ):
+        assert fact in card
+
+
+def test_the_drafter_keeps_the_tokenizer_that_the_trainer_was_given(target: PreTrainedModel, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
+    trainer = make_trainer(target, tmp_path, processing_class=tokenizer)
+    trainer.save_model(tmp_path / "saved")
+    trainer.drafter.save_pretrained(tmp_path / "saved again")
+    for folder in ("saved", "saved again"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder).get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_diverged_run_stops_and_keeps_its_checkpoints(target: PreTrainedModel, tmp_path: Path) -> None:
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                model.fc.weight.data[0, 0] = math.nan
+
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 10, "save_total_limit": 1}
+    trainer = make_trainer(target, tmp_path, callbacks=[Poison()], **settings)
+    with pytest.raises(FloatingPointError, match=r"diverged at or before step 6: .*checkpoint-4, is from before that"):
+        trainer.train()
+    # Where nothing is logged in time, the checkpoint is refused.
+    trainer = make_trainer(target, tmp_path, callbacks=[Poison()], **settings | {"logging_steps": 100})
+    with pytest.raises(FloatingPointError, match=r"step 6: the drafter's parameters are not finite"):
+        trainer.train()
+    kept = GumihoModel.from_pretrained(tmp_path / "checkpoint-4")
+    assert all(torch.isfinite(parameter).all() for parameter in kept.parameters())
+    assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+
+
+def test_a_run_that_ends_diverged_is_an_error(target: PreTrainedModel, tmp_path: Path) -> None:
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            model.fc.weight.data[0, 0] = math.nan
+
+    with pytest.raises(FloatingPointError, match="the drafter's parameters are not finite. There is no checkpoint"):
+        make_trainer(target, tmp_path, callbacks=[Poison()], logging_steps=100).train()
+
+
+def stream(rows: list[dict[str, Any]]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def test_a_stream_trains_like_its_rows(target: PreTrainedModel, tmp_path: Path) -> None:
+    """Also when it begins again: eight rows in batches of two, for ten steps."""
+    rows = make_rows(8)
+    settings = {"max_steps": 10, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+    curves = []
+    for dataset in (rows, stream(rows)):
+        trainer = make_trainer(target, tmp_path, train_dataset=dataset, **settings)
+        trainer.train()
+        curves.append(
+            [
+                {k: v for k, v in log.items() if "_" in k and k not in ("grad_norm", "learning_rate")}
+                for log in trainer.state.log_history[:10]
+            ]
+        )
+    for streamed, listed in zip(*curves, strict=True):
+        assert streamed == pytest.approx(listed, rel=1e-4)
+
+
+def test_terms_are_averaged_over_the_steps_that_have_them(target: PreTrainedModel, tmp_path: Path) -> None:
+    """The parallel cross-entropy begins after an epoch of three steps; two of the five logged together have it."""
+    settings = {"train_dataset": make_rows(12), "max_steps": 5, "parallel_ce_start_epoch": 1.0, "learning_rate": 0.0}
+    settings |= {"train_sampling_strategy": "sequential"}
+    single = make_trainer(target, tmp_path, **settings)
+    single.train()
+    together = make_trainer(target, tmp_path, **settings, logging_steps=5)
+    together.train()
+    steps, (log, *_) = single.state.log_history[:5], together.state.log_history
+    assert ["parallel_0_ce" in step for step in steps] == [False, False, False, True, True]
+    assert log["parallel_0_ce"] == pytest.approx((steps[3]["parallel_0_ce"] + steps[4]["parallel_0_ce"]) / 2)
+    assert log["serial_ce"] == pytest.approx(sum(step["serial_ce"] for step in steps) / 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_dataset": stream(make_rows(8)), "max_steps": 1}, "cross-entropy counts from the start"),
+        (
+            {"max_steps": 1},
+            "never counts: it begins after 2 epochs (`parallel_ce_start_epoch`), and training ends after 0.167",
+        ),
+    ],
+)
+def test_a_schedule_that_is_never_reached_is_warned_of(
+    settings: dict[str, Any], message: str, target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("transformers_gumiho"), "propagate", True)
+    trainer = make_trainer(target, tmp_path, **settings, parallel_ce_start_epoch=2.0)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    assert message in caplog.text
+    assert ("parallel_0_ce" in trainer.state.log_history[0]) == ("from the start" in message)
+
+
+def test_a_drafter_in_half_precision_is_warned_of(
+    target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        make_trainer(target, tmp_path, make_drafter(target).bfloat16())
+    assert "in which small updates are lost. Train `drafter.float()`" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt", "mistral", "gpt_oss", "mixtral"])
+def test_packed_rows_train_as_their_texts_do_alone(tmp_path: Path, family: str) -> None:
+    target = make_target(family).float()
+    texts = [row["input_ids"] for row in make_rows(6)]
+    alone = [{"input_ids": text} for text in texts]
+    packed = [
+        {"input_ids": a + b, "position_ids": [*range(len(a)), *range(len(b))]}
+        for a, b in zip(texts[::2], texts[1::2], strict=True)
+    ]
+    results = []
+    for rows in (alone, packed):
+        trainer = make_trainer(target, tmp_path, eval_dataset=rows)
+        results.append({k: v for k, v in trainer.evaluate().items() if "loss" in k or "agreement" in k})
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+def test_target_that_mixes_packed_texts_up_is_refused(tmp_path: Path) -> None:
+    class Mixing(torch.nn.Module):
+        """A decoder that makes a mask of its own, under which the second text of a row sees the first."""
+
+        def __init__(self, decoder: torch.nn.Module):
+            super().__init__()
+            self.decoder = decoder
+
+        def forward(self, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            return self.decoder(**kwargs)
+
+    target = make_target("llama").float()
+    mixing = Mixing(target.model)
+    target.get_decoder = lambda: mixing
+    rows = [{"input_ids": [1, 2, 3, 4, 5, 6], "position_ids": [0, 1, 2, 0, 1, 2]}]
+    with pytest.raises(
+        ValueError, match="does not keep packed texts apart: .* Prepare the dataset with `packing=False`"
+    ):
+        make_trainer(target, tmp_path, train_dataset=rows).train()
+
+
+def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="must be a GumihoModel, or a PeftModel around one, got LlamaForCausalLM"):
+        make_trainer(target, tmp_path, target)
+    other = make_drafter(make_target("llama", vocab_size=9))
+    with pytest.raises(ValueError, match="hidden size 32 and 9 tokens, the target 32 and 8. Make a drafter"):
+        make_trainer(target, tmp_path, other)
+    with pytest.raises(ValueError, match="`remove_unused_columns=True` would drop the loss mask"):
+        make_args(tmp_path, remove_unused_columns=True)
+    with pytest.raises(ValueError, match="Measuring tau needs prompts"):
+        make_trainer(target, tmp_path, acceptance_steps=2)
+    flash = make_drafter(target)
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):
+        make_trainer(target, tmp_path, flash)
+    with pytest.raises(ValueError, match="`loss_chunk_size` must be at least 1, got 0"):
+        make_args(tmp_path, loss_chunk_size=0)

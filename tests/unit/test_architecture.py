@@ -1,0 +1,88 @@
+"""The rooms of the package, and the only directions in which imports go between them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import transformers_gumiho
+
+
+ROOT = Path(transformers_gumiho.__file__).parent
+
+# For each room the others that it may import. Within a room imports are free, as long as they make no circle.
+ROOMS: dict[str, set[str]] = {
+    "tree": set(),
+    "model": set(),
+    "target": {"tree", "model"},
+    "losses": {"model", "target"},
+    "drafting": {"tree", "model", "target"},
+    "decoding": {"tree", "model", "target", "drafting"},
+    "training": {"model", "target", "losses"},
+    "metrics": set(),
+    "measuring": {"tree", "model", "target", "drafting", "decoding"},
+    "benchmarking": {"tree", "model", "target", "drafting", "decoding", "measuring", "metrics"},
+    "tuning": {"tree", "model", "target", "losses", "drafting", "decoding", "measuring"},
+    "presenting": {"tree", "model", "target", "drafting", "decoding", "measuring"},
+    "custom_generation": {"model", "target"},
+    "__init__": {"model", "drafting", "decoding"},
+    "cli": {"benchmarking", "presenting", "tuning"},
+}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def imports_of(path: Path) -> tuple[set[str], set[str]]:
+    """Returns the modules of the package and the packages outside it that a file imports, wherever it does so."""
+    inside, outside = set(), set()
+    folder = path.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = folder[: len(folder) + 1 - node.level]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            inside |= {".".join([*base, name]) for name in names}
+        elif isinstance(node, ast.ImportFrom):
+            outside.add(node.module.split(".")[0])
+    return inside, outside
+
+
+def test_every_module_has_its_room() -> None:
+    assert {room_of(name_of(path)) for path in MODULES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_keep_the_order_of_rooms(path: Path) -> None:
+    inside, outside = imports_of(path)
+    room = room_of(name_of(path))
+    assert {room_of(module) for module in inside} - {room} <= ROOMS[room]
+    # evaluate copies its metric elsewhere, where a relative import would lead nowhere.
+    assert ("transformers_gumiho" in outside) == (name_of(path) == "metrics.acceptance_length")
+    if room == "tree":
+        assert "transformers" not in outside
+
+
+def test_rooms_have_an_order() -> None:
+    """No room sees another that sees it, directly or through others."""
+    left = {room: set(others) for room, others in ROOMS.items()}
+    while left:
+        free = {room for room, others in left.items() if not others & set(left)}
+        assert free, f"circle among {sorted(left)}"
+        left = {room: others for room, others in left.items() if room not in free}
+
+
+def test_modules_of_a_room_make_no_circle() -> None:
+    names = {name_of(path) for path in MODULES}
+    left = {name_of(path): {module for module in imports_of(path)[0] if module in names} for path in MODULES}
+    while left:
+        free = {module for module, others in left.items() if not others & set(left)}
+        assert free, f"circle among {sorted(left)}"
+        left = {module: others for module, others in left.items() if module not in free}

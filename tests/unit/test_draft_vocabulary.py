@@ -1,0 +1,352 @@
+"""A drafter that scores some tokens only: what is drafted, what is generated, and how it comes with a checkpoint."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from checkpoints import VOCAB_SIZE as CHECKPOINT_VOCAB_SIZE
+from checkpoints import write_reference_checkpoint
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from transformers_gumiho import GumihoCandidateGenerator, GumihoModel
+from transformers_gumiho.target.output_head import drafting_head, output_head
+from transformers_gumiho.tree.draft_tree import DraftTree
+
+
+SUBSET = [6, 1, 5, 2]
+PERMUTED = [3, 7, 0, 5, 1, 6, 2, 4]
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
+    """Receives every tree that is drafted."""
+    drafted: list[DraftTree] = []
+    draft = GumihoCandidateGenerator.get_tree
+
+    def recording(self: GumihoCandidateGenerator, *args: Any, **kwargs: Any) -> DraftTree:
+        drafted.append(draft(self, *args, **kwargs))
+        return drafted[-1]
+
+    monkeypatch.setattr(GumihoCandidateGenerator, "get_tree", recording)
+    return drafted
+
+
+@pytest.fixture
+def trees_of(trees: list[DraftTree]) -> Callable[..., list[tuple[list, list]]]:
+    """Returns the tokens and parents of the trees that a generation drafts."""
+
+    def generate(target: PreTrainedModel, drafter: GumihoModel, lengths: tuple[int, ...] = (5, 5)) -> Any:
+        trees.clear()
+        target.generate(**make_prompts(list(lengths)), max_new_tokens=20, do_sample=False, assistant_model=drafter)
+        return [(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees]
+
+    return generate
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+# Gemma ties its head to its embedding, and Gemma 2 caps its logits. OPT projects its states.
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "opt"])
+@pytest.mark.parametrize("vocabulary", [SUBSET, [5], PERMUTED], ids=len)
+def test_text_equals_plain_and_drafts_are_of_the_vocabulary(
+    family: str, vocabulary: list[int], trees: list[DraftTree]
+) -> None:
+    target = make_target(family)
+    drafter = make_drafter(target, num_assistant_tokens=30, draft_vocabulary=vocabulary)
+    for lengths, settings in (
+        ([5], {"do_sample": False}),
+        # In float64, padding makes Gemma 2 itself overflow.
+        ([5, 5] if family == "gemma2" else [5, 2, 4], {"do_sample": False}),
+        ([5], {"do_sample": True, "temperature": 0.9, "top_k": 5}),
+    ):
+        settings = make_prompts(lengths) | {"max_new_tokens": 40} | settings
+        torch.manual_seed(1)
+        plain = target.generate(**settings)
+        torch.manual_seed(1)
+        assert torch.equal(target.generate(**settings, assistant_model=drafter), plain)
+    assert {token for tree in trees for token in tree.tokens[:, 1:].flatten().tolist()} == set(vocabulary)
+    if len(vocabulary) < VOCAB_SIZE:
+        # The target may say what cannot be drafted.
+        assert not set(plain[0].tolist()) <= set(vocabulary)
+
+
+@pytest.mark.parametrize("full_tree_attention", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_whole_vocabulary_in_any_order_drafts_the_same_trees(
+    family: str, full_tree_attention: bool, trees_of: Callable[..., Any]
+) -> None:
+    target = make_target(family)
+    drafter = make_drafter(target, branching_factor=3, full_tree_attention=full_tree_attention)
+    whole = trees_of(target, drafter)
+    for vocabulary in (PERMUTED, tuple(PERMUTED)):
+        drafter.generation_config.draft_vocabulary = vocabulary
+        assert trees_of(target, drafter) == whole
+
+
+class Doubled(nn.Linear):
+    """Keeps the parameters of a linear layer, but computes something else."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(features)
+
+
+class Packed(torch.Tensor):
+    """A weight that is not what a matrix product with its memory would give, as those of quantised layers are."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.index_select:
+            raise NotImplementedError("rows cannot be picked from packed weights")
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return 3 * result.as_subclass(torch.Tensor) if function is nn.functional.linear else result
+
+
+def with_bias_and_scale(target: PreTrainedModel) -> None:
+    target.lm_head.bias = nn.Parameter(torch.randn(VOCAB_SIZE, dtype=torch.float64))
+    target.config.logits_scaling = 8.0
+
+
+def with_a_low_cap(target: PreTrainedModel) -> None:
+    target.config.final_logit_softcapping = 0.5
+
+
+def quantised(target: PreTrainedModel) -> None:
+    target.lm_head.weight = nn.Parameter(target.lm_head.weight.detach().as_subclass(Packed), requires_grad=False)
+
+
+def of_another_class(target: PreTrainedModel) -> None:
+    head = Doubled(32, VOCAB_SIZE, bias=False, dtype=torch.float64)
+    head.weight = target.lm_head.weight
+    target.lm_head = head
+
+
+def with_an_adapter(target: PreTrainedModel) -> None:
+    get_peft_model(target, LoraConfig(target_modules=["lm_head"], init_lora_weights=False)).eval()
+
+
+def with_a_hook(target: PreTrainedModel) -> None:
+    target.lm_head.register_forward_hook(lambda module, args, logits: logits.flip(-1))
+
+
+def with_another_forward(target: PreTrainedModel) -> None:
+    plain = target.lm_head.forward
+    target.lm_head.forward = lambda features: -plain(features)
+
+
+def offloaded(target: PreTrainedModel) -> None:
+    cpu_offload(target, execution_device=torch.device("cpu"))
+
+
+def nothing(target: PreTrainedModel) -> None:
+    pass
+
+
+PLAIN = {
+    "llama": nothing,
+    "gemma2": with_a_low_cap,
+    "gemma3": nothing,
+    "gpt_neox": nothing,
+    "mistral": with_bias_and_scale,
+}
+WRAPPED = [of_another_class, quantised, with_an_adapter, with_a_hook, with_another_forward, offloaded]
+
+
+@pytest.mark.parametrize("family", list(PLAIN))
+def test_plain_head_is_cut_to_the_rows_of_the_vocabulary(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target(family)
+    PLAIN[family](target)
+    features = torch.randn(2, 3, 32, dtype=torch.float64)
+    expected = output_head(target)(features)[..., SUBSET]
+    monkeypatch.setattr(nn.Linear, "forward", lambda *args: pytest.fail("the whole head ran"))
+    head = drafting_head(target, torch.tensor(SUBSET))
+    torch.testing.assert_close(head(features), expected)
+
+
+@pytest.mark.parametrize("change", WRAPPED)
+def test_head_that_is_more_than_a_matrix_runs_as_it_is(
+    change: Callable[[PreTrainedModel], None], trees_of: Callable[..., Any]
+) -> None:
+    target = make_target("gemma2")
+    features = torch.randn(2, 3, 32, dtype=torch.float64)
+    unchanged = output_head(target)(features)
+    drafter = make_drafter(target, num_assistant_tokens=30, draft_vocabulary=PERMUTED)
+    change(target)
+    logits = output_head(target)(features)
+    assert torch.equal(logits, unchanged) == (change is offloaded)
+    torch.testing.assert_close(drafting_head(target, torch.tensor(SUBSET))(features), logits[..., SUBSET])
+    permuted = trees_of(target, drafter)
+    drafter.generation_config.draft_vocabulary = None
+    assert permuted == trees_of(target, drafter)
+
+
+def test_cut_head_follows_the_weights_of_the_target(trees_of: Callable[..., Any]) -> None:
+    target = make_target()
+    drafter = make_drafter(target, draft_vocabulary=SUBSET)
+    seen = [trees_of(target, drafter)]
+    head = target.lm_head.weight
+    for change in (
+        lambda: head.copy_(head.roll(1, dims=0)),
+        lambda: target.load_state_dict({"lm_head.weight": head.flip(0)}, strict=False),
+        lambda: target.set_output_embeddings(copy.deepcopy(target.lm_head).requires_grad_(False)),
+        lambda: target.lm_head.weight.copy_(torch.randn_like(head)),
+    ):
+        change()
+        now = trees_of(target, drafter)
+        assert now == trees_of(copy.deepcopy(target), drafter)
+        seen.append(now)
+    assert [before == after for before, after in zip(seen, seen[1:], strict=False)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "found"),
+    [
+        ([], r"it is empty"),
+        ([1, 2, 1], r"it holds 1 more than once"),
+        ([1, 8], r"it holds 8"),
+        ([-1, 3], r"it holds -1"),
+        ([1, 2.0], r"it holds 2\.0"),
+        ([1, True], r"it holds True"),
+        ("all", r"it is of type str"),
+        (torch.tensor([1, 2]), r"it is of type Tensor"),
+    ],
+    ids=str,
+)
+def test_vocabularies_out_of_range_are_refused(vocabulary: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    drafter = make_drafter(target, draft_vocabulary=vocabulary)
+    monkeypatch.setattr(target, "_prefill", lambda *args, **kwargs: pytest.fail("the target ran"))
+    needed = r"`draft_vocabulary` must be None or a list of distinct token ids from 0 to 7, but "
+    with pytest.raises(ValueError, match=f"^{needed}{found}. Set it in the drafter's `generation_config`.$"):
+        target.generate(**make_prompts([4]), max_new_tokens=4, assistant_model=drafter)
+
+
+def test_vocabulary_is_saved_with_the_drafter(tmp_path: Path, trees_of: Callable[..., Any]) -> None:
+    target = make_target()
+    drafter = make_drafter(target, draft_vocabulary=SUBSET)
+    drafter.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["draft_vocabulary"] == SUBSET
+    loaded = GumihoModel.from_pretrained(tmp_path).eval()
+    assert loaded.generation_config.draft_vocabulary == SUBSET
+    assert trees_of(target, loaded) == trees_of(target, drafter)
+
+
+IDS = [40, 2, 3, 17, 49]
+MAPS: dict[str, dict[str, Any]] = {
+    "token_map": {"token_map": torch.tensor(IDS)},
+    "token_map32": {"model.token_map": torch.tensor(IDS, dtype=torch.int32)},
+    "d2t": {"d2t": torch.tensor(IDS) - torch.arange(5)},
+    "d2t_and_t2d": {
+        "model.model.d2t": torch.tensor(IDS) - torch.arange(5),
+        "t2d": torch.zeros(CHECKPOINT_VOCAB_SIZE, dtype=torch.bool),
+    },
+}
+FORMATS = ["bin", "bin_legacy", "bin_sharded", "safetensors", "safetensors_sharded"]
+
+
+def write_checkpoint(folder: Path, extra: dict[str, Any], form: str = "bin", variant: str = "") -> dict[str, Any]:
+    """Writes a checkpoint in the reference's layout with further entries, in one of the forms of weight files."""
+    (folder / "reference").mkdir(exist_ok=True)
+    weights = write_reference_checkpoint(folder / "reference") | extra
+    shutil.copy(folder / "reference" / "config.json", folder)
+    form, *options = form.split("_")
+    stem = {"bin": "pytorch_model", "safetensors": "model"}[form]
+    names = list(weights)
+    shards = {f"{stem}{variant}.{form}": names}
+    if "sharded" in options:
+        shards = {f"{stem}-1-of-2.{form}": names[:9], f"{stem}-2-of-2.{form}": names[9:]}
+        weight_map = {name: file for file, held in shards.items() for name in held}
+        (folder / f"{stem}.{form}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for file, held in shards.items():
+        part = {name: weights[name] for name in held}
+        if form == "safetensors":
+            save_file(part, folder / file, metadata={"format": "pt"})
+        else:
+            torch.save(part, folder / file, _use_new_zipfile_serialization="legacy" not in options)
+    return weights
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", list(MAPS))
+def test_released_vocabulary_becomes_a_setting(tmp_path: Path, name: str, form: str) -> None:
+    weights = write_checkpoint(tmp_path, MAPS[name], form)
+    model, info = GumihoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert model.generation_config.draft_vocabulary == IDS
+    assert not info["unexpected_keys"]
+    model.save_pretrained(tmp_path / "saved")
+    loaded = GumihoModel.from_pretrained(tmp_path / "saved")
+    assert loaded.generation_config.draft_vocabulary == IDS
+    # Only as a setting: no tensor is left.
+    assert loaded.state_dict().keys() == weights.keys() - MAPS[name].keys()
+
+
+def test_vocabulary_is_read_from_the_file_that_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    write_checkpoint(folder, {"token_map": [1, 2]})  # a list is as good as a tensor
+    write_checkpoint(folder, {"token_map": torch.tensor([3, 4])}, "safetensors")
+    write_checkpoint(folder, {"token_map": torch.tensor([5, 6])}, "safetensors", ".fp16")
+    for options, expected in (({}, [3, 4]), ({"use_safetensors": False}, [1, 2]), ({"variant": "fp16"}, [5, 6])):
+        model = GumihoModel.from_pretrained(tmp_path, subfolder="sub", **options)
+        assert model.generation_config.draft_vocabulary == expected
+    weights = torch.load(folder / "pytorch_model.bin", weights_only=True) | {"token_map": torch.tensor([7])}
+    model = GumihoModel.from_pretrained(None, config=model.config, state_dict=weights)
+    assert model.generation_config.draft_vocabulary == [7]
+
+
+def test_vocabulary_is_found_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    repo, commit = tmp_path / "models--someone--drafter", "0" * 40
+    snapshot = repo / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "v2").write_text(commit)
+    write_checkpoint(snapshot, MAPS["d2t"], "safetensors_sharded")
+    model = GumihoModel.from_pretrained("someone/drafter", revision="v2", cache_dir=tmp_path, local_files_only=True)
+    assert model.generation_config.draft_vocabulary == IDS
+
+
+def test_setting_of_the_checkpoint_comes_first(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, MAPS["d2t_and_t2d"])
+    GenerationConfig(draft_vocabulary=[7, 8]).save_pretrained(tmp_path)
+    assert GumihoModel.from_pretrained(tmp_path).generation_config.draft_vocabulary == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"token_map": torch.tensor([1, 50])},
+            r"`token_map` must name distinct token ids from 0 to 49, but it holds 50",
+        ),
+        (
+            {"model.d2t": torch.tensor([1, 0])},
+            r"`model\.d2t` must name distinct token ids .* it holds 1 more than once",
+        ),
+        ({"token_map": torch.tensor([], dtype=torch.long)}, r"`token_map` must name distinct .* it is empty"),
+        ({"token_map": torch.ones(3)}, r"`token_map` must be 1-D and of integers, got torch\.float32 of shape \(3,\)"),
+        ({"d2t": torch.ones(3, 1).long()}, r"`d2t` must be 1-D and of integers, got torch\.int64 of shape \(3, 1\)"),
+        (MAPS["token_map"] | MAPS["d2t"], r"draft vocabulary more than once: d2t, token_map\. Keep one"),
+        ({"t2d": torch.ones(50).bool()}, r"unexpected: t2d"),
+        (MAPS["token_map"] | {"t2d": torch.ones(50).bool()}, r"unexpected: t2d"),
+        (MAPS["d2t"] | {"norm.weight": torch.ones(32)}, r"unexpected: norm\.weight$"),
+    ],
+)
+def test_released_vocabularies_that_make_no_sense_are_refused(
+    tmp_path: Path, extra: dict[str, Any], message: str
+) -> None:
+    write_checkpoint(tmp_path, extra)
+    with pytest.raises(ValueError, match=message):
+        GumihoModel.from_pretrained(tmp_path)

@@ -1,0 +1,288 @@
+"""A drafted tree is what the architecture says, computed path by path with the model's plain forward pass."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_trees import paths_of
+from drafting_oracle import make_generator, score_of_path, states_of
+from targets import make_drafter, make_prompts, make_target
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from transformers_gumiho import DraftingSettings, GumihoModel
+from transformers_gumiho.drafting.drafter import GumihoDrafter
+from transformers_gumiho.target.output_head import output_head
+from transformers_gumiho.tree import recombination
+from transformers_gumiho.tree.draft_tree import DraftTree
+
+
+TINY = {
+    "vocab_size": 8,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.5,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def check_scores(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, tree: DraftTree, row: int) -> None:
+    """The paths of a row are the best of all recombinations, when every serial token is kept."""
+    depth = drafter.generation_config.tree_depth
+    scores = {
+        path: score_of_path(target, drafter, ids, path)
+        for length in range(1, depth + 1)
+        for path in itertools.product(range(target.config.vocab_size), repeat=length)
+    }
+    expected = sorted(scores.values(), reverse=True)[: tree.tokens.shape[1] - 1]
+    torch.testing.assert_close([scores[path] for path in paths_of(tree, row)], expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(tree.scores[row].tolist(), [0.0, *expected], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("draft_temperature", [1.3, [0.6, 2.0, 0.8, 1.5, 9.0], [1.5, 0.7, 1.1]], ids=str)
+@pytest.mark.parametrize(("num_serial_tokens", "tree_depth"), [(1, 3), (2, 2), (2, 4), (3, 4)])
+def test_tree_holds_the_best_paths_of_all_recombinations(
+    num_serial_tokens: int, tree_depth: int, draft_temperature: float | list[float]
+) -> None:
+    target = make_target(vocab_size=4)
+    torch.manual_seed(0)
+    drafter = GumihoModel.from_target(target, num_serial_tokens=num_serial_tokens, num_parallel_heads=2).eval()
+    for parameter in drafter.mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    # With every token kept at each serial step, all serial prefixes are there to be recombined with.
+    for name, value in {
+        "tree_depth": tree_depth,
+        "branching_factor": 4**num_serial_tokens,
+        "num_assistant_tokens": 200,
+        "draft_temperature": draft_temperature,
+    }.items():
+        setattr(drafter.generation_config, name, value)
+    lengths = [4, 7]
+    ids = [make_prompts([length], seed=length)["input_ids"] % 4 for length in lengths]
+    # Two rounds, the second on top of a cache, with tokens that were committed in between.
+    for row_ids in ids:
+        generator = make_generator(target, drafter, 1)
+        first = row_ids.shape[1] - 2
+        states = states_of(target, row_ids)
+        positions = torch.arange(row_ids.shape[1])[None]
+        generator.get_tree(row_ids[:, 1:first], states[:, : first - 1], positions[:, : first - 1], [first - 1])
+        tree = generator.get_tree(row_ids[:, first:], states[:, first - 1 : -1], positions[:, first - 1 : -1], [2])
+        check_scores(target, drafter, row_ids, tree, 0)
+
+
+def test_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
+    target = make_target()
+    drafter = make_drafter(target, num_assistant_tokens=40)
+    lengths = [3, 8, 5]
+    batch = make_prompts(lengths)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    states = target.model(ids, attention_mask=mask, position_ids=positions).last_hidden_state
+    generator = make_generator(target, drafter, len(lengths))
+    generator.get_tree(ids[:, 1:], states[:, :-1], positions[:, :-1], [7, 7, 7], mask[:, :-1])
+    # The rows advance by 1, 3 and 2 tokens.
+    new = torch.tensor([[4, 0, 0], [5, 6, 7], [1, 2, 0]])
+    counts = [1, 3, 2]
+    new_states = torch.randn(3, 3, target.config.hidden_size, dtype=torch.float64)
+    new_positions = positions[:, -1:] + torch.arange(3)
+    tree = generator.get_tree(new, new_states, new_positions, counts)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        alone = make_generator(target, drafter, 1)
+        row_states, row_positions = states[row : row + 1, -length:], positions[row : row + 1, -length:]
+        alone.get_tree(ids[row : row + 1, 1 - length :], row_states[:, :-1], row_positions[:, :-1], [length - 1])
+        slices = (tensor[row : row + 1, :count] for tensor in (new, new_states, new_positions))
+        expected = alone.get_tree(*slices, [count])
+        assert torch.equal(tree.tokens[row], expected.tokens[0])
+        assert torch.equal(tree.parents[row], expected.parents[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GraniteConfig(logits_scaling=8.0, **TINY),
+        CohereConfig(logit_scale=0.0625, **TINY),
+        Gemma2Config(final_logit_softcapping=2.0, head_dim=8, **TINY),
+        LlamaConfig(**TINY),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_drafts_are_scored_with_the_logits_of_the_target(config: PreTrainedConfig) -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    ids = make_prompts([6])["input_ids"]
+    logits = output_head(target)(target.model(ids).last_hidden_state)
+    torch.testing.assert_close(logits, target(ids).logits)
+
+
+def test_branching_factor_one_drafts_a_chain_of_arg_maxes() -> None:
+    target = make_target()
+    drafter = make_drafter(target, branching_factor=1)
+    ids = make_prompts([6])["input_ids"]
+    generator = make_generator(target, drafter, 1)
+    candidates, logits = generator.get_candidates(ids, hidden_states=states_of(target, ids)[:, :-1])
+    tokens, states, path, fused = ids[:, 1:], states_of(target, ids)[:, :-1], [], []
+    for _ in range(2):
+        feature = drafter(tokens, states).serial_features[:, -1:]
+        token = target.lm_head(feature).argmax(dim=-1)
+        fused.append(drafter.fuse(token, feature))
+        tokens, states = torch.cat((tokens, token), 1), torch.cat((states, feature), 1)
+        path.append(int(token))
+    path += target.lm_head(drafter.mlp(torch.cat(fused, dim=-1))[0, :, 0]).argmax(dim=-1).tolist()
+    assert logits is None
+    assert candidates.tolist() == [ids[0].tolist() + path]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("num_assistant_tokens", "branching_factor"), [(3, 2), (4, 1), (12, 2), (20, 6), (24, 3)])
+def test_enumerating_finds_the_trees_that_searching_finds(
+    num_assistant_tokens: int, branching_factor: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    drafter = make_drafter(
+        target, num_assistant_tokens=num_assistant_tokens, branching_factor=branching_factor, draft_temperature=0.3
+    )
+    ids = make_prompts([6] * batch_size)["input_ids"]
+    noise = -torch.log(torch.rand(batch_size, min(7, num_assistant_tokens), target.config.vocab_size)).log()
+    for noise_of_case in (None, noise):
+        trees = []
+        for limit in (10_000, 0):
+            monkeypatch.setattr(recombination, "MAX_RECOMBINATIONS", limit)
+            generator = make_generator(target, drafter, batch_size)
+            assert (generator.drafter._recombinations is None) == (limit == 0)
+            positions = torch.arange(5).expand(batch_size, -1)
+            inputs = (ids[:, 1:], states_of(target, ids)[:, :-1], positions, [5] * batch_size)
+            trees.append(generator.get_tree(*inputs, noise=noise_of_case))
+        assert torch.equal(trees[0].scores, trees[1].scores)
+        assert trees[0].max_depth == trees[1].max_depth
+        for row, scores in enumerate(trees[0].scores[:, 1:].tolist()):
+            # Equal scores may come in any order, and the last ones may be out.
+            enumerated, searched = (
+                {path for path, score in zip(paths_of(tree, row), scores, strict=True) if score > scores[-1]}
+                for tree in trees
+            )
+            assert enumerated == searched
+
+
+def test_what_is_too_deep_for_the_tree_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    ids = make_prompts([6])["input_ids"]
+    score, num_scored, chains = GumihoDrafter.score, [], []
+
+    def counting_score(self: GumihoDrafter, features: torch.Tensor) -> torch.Tensor:
+        num_scored.append(features.shape[:-1].numel())
+        return score(self, features)
+
+    monkeypatch.setattr(GumihoDrafter, "score", counting_score)
+    for num_assistant_tokens in (1, 2, 3, 7):
+        drafter = make_drafter(target, num_assistant_tokens=num_assistant_tokens, branching_factor=1)
+        generator = make_generator(target, drafter, 1)
+        num_scored.clear()
+        chains.append(generator.get_candidates(ids, hidden_states=states_of(target, ids)[:, :-1])[0][0].tolist())
+        assert sum(num_scored) == num_assistant_tokens
+        assert len(chains[-1]) == 6 + num_assistant_tokens
+    assert all(chain == chains[-1][: len(chain)] for chain in chains)
+
+
+def test_without_full_tree_attention_only_the_best_nodes_of_a_depth_are_extended() -> None:
+    target = make_target()
+    branching_factor = 3
+    drafter = make_drafter(
+        target, full_tree_attention=False, branching_factor=branching_factor, num_assistant_tokens=63
+    )
+    ids = make_prompts([6])["input_ids"]
+    generator = make_generator(target, drafter, 1)
+    positions = torch.arange(5)[None]
+    tree = generator.get_tree(ids[:, 1:], states_of(target, ids)[:, :-1], positions, [5])
+    parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
+    for depth in range(1, 7):
+        extended = {parents[node] for node in range(1, len(parents)) if depths[node] == depth + 1}
+        at_depth = [node for node in range(1, len(parents)) if depths[node] == depth]
+        # Nodes are in the order of their scores.
+        assert extended <= set(at_depth[:branching_factor])
+        assert all(parents.count(node) <= branching_factor for node in at_depth)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be an integer of at least 1, got 0"),
+        ({"branching_factor": -3}, "`branching_factor` must be an integer of at least 1, got -3"),
+        ({"branching_factor": 2.5}, "`branching_factor` must be an integer of at least 1, got 2.5"),
+        ({"tree_depth": 8}, "`tree_depth` is 8, but this drafter drafts at most 7 tokens: 2 serial ones and 5"),
+        ({"full_tree_attention": "yes"}, "`full_tree_attention` must be True or False, got 'yes'"),
+        ({"draft_temperature": 0.0}, "`draft_temperature` must be a positive number, a list .* or None, got 0.0"),
+        ({"draft_temperature": []}, r"one for each depth, from depth 1 down\) or None, got \[\]"),
+        ({"draft_temperature": [0.5, -1]}, r"or None, got \[0.5, -1\]"),
+        ({"draft_temperature": [0.5, True]}, r"or None, got \[0.5, True\]"),
+        ({"draft_temperature": ["0.5"]}, r"or None, got \['0.5'\]"),
+        ({"draft_temperature": float("nan")}, "or None, got nan"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_the_target_runs(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    drafter = make_drafter(target, **settings)
+    monkeypatch.setattr(target, "_prefill", lambda *args, **kwargs: pytest.fail("the target ran"))
+    with pytest.raises(ValueError, match=message):
+        target.generate(**make_prompts([4]), max_new_tokens=4, assistant_model=drafter)
+
+
+def test_draft_temperature_defaults_to_two_thirds() -> None:
+    drafter = make_drafter(make_target())
+    for sampling_temperature in (0.8, None):
+        settings = DraftingSettings.from_generation_config(
+            drafter.generation_config, drafter.config, sampling_temperature
+        )
+        assert (settings.draft_temperature, settings.sampling_temperature) == (2 / 3, sampling_temperature)
+
+
+def test_equal_temperatures_for_all_depths_are_one_temperature() -> None:
+    target = make_target()
+    batch = make_prompts([6, 6])["input_ids"]
+    trees = []
+    for temperature in (0.7, [0.7], [0.7] * 9):
+        drafter = make_drafter(target, num_assistant_tokens=40, draft_temperature=temperature)
+        generator = make_generator(target, drafter, 2)
+        positions = torch.arange(5).expand(2, -1)
+        trees.append(generator.get_tree(batch[:, 1:], states_of(target, batch)[:, :-1], positions, [5, 5]))
+    for tree in trees[1:]:
+        assert torch.equal(tree.tokens, trees[0].tokens)
+        assert torch.equal(tree.parents, trees[0].parents)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_temperatures_of_depths_are_saved_and_leave_the_text_as_it_is(tmp_path: Path, do_sample: bool) -> None:
+    temperatures = [0.2, 0.3, 0.6, 0.9, 1.4]
+    target = make_target()
+    make_drafter(target, draft_temperature=temperatures, num_assistant_tokens=12).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["draft_temperature"] == temperatures
+    drafter = GumihoModel.from_pretrained(tmp_path)
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+    assert settings.temperatures == (0.2, 0.3, 0.6, 0.9, 1.4, 1.4, 1.4)
+    assert hash(settings) == hash(settings)
+    texts = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        torch.manual_seed(0)
+        texts.append(target.generate(**make_prompts([5]), max_new_tokens=40, do_sample=do_sample, **assistant))
+    assert torch.equal(*texts)

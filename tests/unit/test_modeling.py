@@ -1,0 +1,399 @@
+"""The drafter as a model of transformers: configuration, checkpoints, forward pass, training behaviour."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import HIDDEN_SIZE, VOCAB_SIZE, reference_shapes, small_config, write_reference_checkpoint
+from targets import FAMILIES, make_drafter, make_prompts, make_target
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
+from transformers.generation import GenerationMixin
+
+import transformers_gumiho
+from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.model.parallel_heads import run_batched_heads
+
+
+def make_model(**overrides: Any) -> GumihoModel:
+    torch.manual_seed(0)
+    model = GumihoModel(small_config(**overrides)).eval()
+    for parameter in model.mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def make_inputs(batch_size: int = 2, num_tokens: int = 9) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": torch.randint(0, VOCAB_SIZE, (batch_size, num_tokens), generator=generator),
+        "hidden_states": torch.randn(batch_size, num_tokens, HIDDEN_SIZE, generator=generator),
+    }
+
+
+def test_state_dict_has_the_names_and_shapes_of_the_reference() -> None:
+    config = GumihoConfig.from_target(
+        LlamaConfig(
+            hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
+        )
+    )
+    with torch.device("meta"):
+        model = GumihoModel(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert shapes == reference_shapes(4096, 14336, 1024, 128256)
+
+
+def test_config_given_by_folder_loads_weights_without_one(tmp_path: Path) -> None:
+    write_reference_checkpoint(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config.json").rename(tmp_path / "config" / "config.json")
+    model = GumihoModel.from_pretrained(tmp_path, config=tmp_path / "config")
+    assert model.config.model.hidden_size == HIDDEN_SIZE
+
+
+def test_reference_checkpoint_loads_and_is_written_back_under_the_same_names(tmp_path: Path) -> None:
+    weights = write_reference_checkpoint(tmp_path)
+    model, info = GumihoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.dtype == torch.float16
+    model.mlp.batched_weights()  # shared storage must not show in what is saved
+    model.save_pretrained(tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path / "saved")) == [
+        "config.json", "custom_generate", "generation_config.json", "model.safetensors",
+    ]  # fmt: skip
+    for loaded in (model, GumihoModel.from_pretrained(tmp_path / "saved")):
+        assert loaded.state_dict().keys() == weights.keys()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+def test_pickle_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_reference_checkpoint(tmp_path)
+    torch.save({"fc.bias": RunsCode()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match=r"(?i)weights_only|unsupported|not allowed|pickle"):
+        GumihoModel.from_pretrained(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM, GumihoModel])
+def test_unfit_checkpoints_are_refused(tmp_path: Path, auto_class: Any) -> None:
+    weights = write_reference_checkpoint(tmp_path)
+    for change, message in (
+        (lambda w: w.pop("mlp.3.2.linear.bias"), r"missing: mlp\.3\.2\.linear\.bias"),
+        (lambda w: w.update({"mlp.5.0.linear.bias": torch.zeros(32)}), r"unexpected: mlp\.5\.0\.linear\.bias"),
+        (lambda w: w.update({"fc.weight": torch.zeros(32, 60)}), r"wrong shape: fc\.weight is \(32, 60\), expected"),
+    ):
+        changed = dict(weights)
+        change(changed)
+        torch.save(changed, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=message):
+            auto_class.from_pretrained(tmp_path)
+
+
+def test_config_is_written_in_the_layout_of_vllm(tmp_path: Path) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "gumiho"
+    assert config["architectures"] == ["GumihoModel"]
+    assert config["gumiho_fc_bias"] is True
+    assert config["model"]["hidden_size"] == HIDDEN_SIZE
+    assert config["model"]["num_hidden_layers"] == 2
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, GumihoConfig)
+    assert isinstance(loaded.model, LlamaConfig)
+    assert loaded.to_diff_dict() == model.config.to_diff_dict()
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
+def test_auto_classes_load_the_drafter_with_its_settings(tmp_path: Path, auto_class: Any) -> None:
+    model = make_model()
+    model.generation_config.branching_factor = 5
+    model.generation_config.draft_temperature = 0.5
+    model.save_pretrained(tmp_path)
+    loaded = auto_class.from_pretrained(tmp_path)
+    assert type(loaded) is GumihoModel
+    settings = loaded.generation_config
+    assert (settings.branching_factor, settings.draft_temperature) == (5, 0.5)
+    assert (settings.num_assistant_tokens, settings.tree_depth, settings.full_tree_attention) == (63, 7, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_serial_tokens": 0}, "`num_serial_tokens` must be at least 1, got 0"),
+        ({"num_parallel_heads": -1}, "`num_parallel_heads` must be at least 0, got -1"),
+        ({"num_residual_blocks": -1}, "`num_residual_blocks` must be at least 0, got -1"),
+        ({"model": {"model_type": "gpt2"}}, "must describe a Llama .* got model_type 'gpt2'"),
+        ({"num_serial_tokens": "two"}, "num_serial_tokens"),
+    ],
+)
+def test_config_is_validated(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        GumihoConfig(**fields)
+
+
+def test_from_target_refuses_unknown_overrides() -> None:
+    with pytest.raises(TypeError, match=r"Neither GumihoConfig nor LlamaConfig has the fields \['num_heads'\]"):
+        GumihoConfig.from_target(LlamaConfig(), num_heads=3)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_from_target_copies_the_embedding(family: str) -> None:
+    target = make_target(family)
+    drafter = GumihoModel.from_target(target, num_parallel_heads=3, intermediate_size=40)
+    assert torch.equal(drafter.embed_tokens.weight, target.get_input_embeddings().weight)
+    assert drafter.dtype == target.dtype
+    assert drafter.config.model.num_hidden_layers == 2
+    assert drafter.config.model.intermediate_size == 40
+    assert drafter.config.num_parallel_heads == 3
+
+
+def test_forward_follows_the_architecture() -> None:
+    """The serial head and the parallel heads, written out from the description of the architecture."""
+    model, inputs = make_model(), make_inputs()
+    output = model(**inputs)
+    ids, states = inputs["input_ids"], inputs["hidden_states"]
+    features = model.fc(torch.cat((model.embed_tokens(ids), states), dim=-1))
+    positions = torch.arange(ids.shape[1])[None]
+    rotary = model.rotary_emb(features, positions)
+    causal = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)[None, None]
+    for index, layer in enumerate(model.layers):
+        normed = layer.input_layernorm(features) if index else features
+        features = features + layer.self_attn(normed, position_embeddings=rotary, attention_mask=causal)[0]
+        features = features + layer.mlp(layer.post_attention_layernorm(features))
+    torch.testing.assert_close(output.serial_features, features)
+
+    assert output.parallel_features.shape == (2, 5, 7, HIDDEN_SIZE)
+    for position in range(7):
+        fused = [
+            model.fc(torch.cat((model.embed_tokens(ids[:, position + k]), features[:, position + k - 1]), dim=-1))
+            for k in (1, 2)
+        ]
+        for index, head in enumerate(model.mlp):
+            hidden = torch.nn.functional.silu(head[0].linear(torch.cat(fused, dim=-1)))
+            for block in head[1:]:
+                hidden = hidden + torch.nn.functional.silu(block.linear(hidden))
+            torch.testing.assert_close(output.parallel_features[:, index, position], hidden)
+
+
+@pytest.mark.parametrize("num_serial_tokens", [1, 2, 3])
+def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int) -> None:
+    """At each position, one run of the serial head over the text up to there, going on from its own features."""
+    model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
+    ids, states = inputs["input_ids"], inputs["hidden_states"]
+    output = model(**inputs, unroll=True)
+    assert [features.shape[1] for features in output.unrolled_features] == [8, 7][: num_serial_tokens - 1]
+    torch.testing.assert_close(output.serial_features, model(**inputs).serial_features)
+    for position in range(9 - num_serial_tokens):
+        fused = model.fuse(ids[:, : position + 1], states[:, : position + 1])
+        path_inputs = []
+        for step in range(1, num_serial_tokens + 1):
+            feature = model.run_serial_head(fused)[:, -1:]
+            if step > 1:
+                unrolled = output.unrolled_features[step - 2]
+                torch.testing.assert_close(unrolled[:, position : position + 1], feature)
+            path_inputs.append(model.fuse(ids[:, position + step : position + step + 1], feature))
+            fused = torch.cat((fused, path_inputs[-1]), dim=1)
+        heads = model.mlp(torch.cat(path_inputs, dim=-1))
+        torch.testing.assert_close(output.parallel_features[:, :, position : position + 1], heads)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_texts_packed_into_a_row_do_not_see_each_other(unroll: bool) -> None:
+    model, inputs = make_model(), make_inputs()
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
+    packed = model(**inputs, position_ids=positions, unroll=unroll)
+    alone = model(inputs["input_ids"][:, 4:], inputs["hidden_states"][:, 4:], unroll=unroll)
+    torch.testing.assert_close(packed.serial_features[:, 4:], alone.serial_features)
+    torch.testing.assert_close(packed.parallel_features[:, :, 4:], alone.parallel_features)
+    for ours, theirs in zip(packed.unrolled_features or (), alone.unrolled_features or (), strict=True):
+        torch.testing.assert_close(ours[:, 4:], theirs)
+
+
+def test_unrolling_leaves_padding_out() -> None:
+    model, inputs = make_model(), make_inputs()
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[:, :3] = 0
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    output = model(**inputs, attention_mask=mask, position_ids=positions, unroll=True)
+    alone = model(inputs["input_ids"][:, 3:], inputs["hidden_states"][:, 3:], unroll=True)
+    torch.testing.assert_close(output.unrolled_features[0][:, 3:], alone.unrolled_features[0])
+    assert torch.isfinite(output.unrolled_features[0]).all()
+
+
+def test_unrolling_refuses_a_cache() -> None:
+    with pytest.raises(ValueError, match="`unroll=True` runs whole texts"):
+        make_model()(**make_inputs(), unroll=True, use_cache=True)
+
+
+def test_batched_heads_equal_the_heads_one_by_one() -> None:
+    model = make_model()
+    inputs = torch.randn(2, 3, 2 * HIDDEN_SIZE)
+    for num_heads in (1, 5):
+        batched = run_batched_heads(model.mlp.batched_weights(), inputs, num_heads)
+        torch.testing.assert_close(batched, model.mlp(inputs)[:, :num_heads])
+
+
+def test_batched_weights_follow_training_and_loading() -> None:
+    model, inputs = make_model(), torch.randn(2, 3, 2 * HIDDEN_SIZE)
+    before = model.mlp.batched_weights()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.mlp(inputs).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(run_batched_heads(before, inputs, 5), model.mlp(inputs))
+    model.double()
+    after = run_batched_heads(model.mlp.batched_weights(), inputs.double(), 5)
+    torch.testing.assert_close(after, model.mlp(inputs.double()))
+
+
+def test_generating_in_inference_mode_leaves_the_drafter_trainable() -> None:
+    target = make_target()
+    drafter = make_drafter(target)
+    with torch.inference_mode():
+        target.generate(**make_prompts([5]), max_new_tokens=8, assistant_model=drafter)
+    prompt = make_prompts([9])["input_ids"]
+    states = target.model(prompt).last_hidden_state.detach()
+    drafter(prompt[:, 1:], states[:, :-1]).parallel_features.sum().backward()
+    assert drafter.mlp[4][5].linear.weight.grad.any()
+
+
+def test_replaced_linear_layers_are_run_as_they_are() -> None:
+    target = make_target()
+    drafter = make_drafter(target, num_assistant_tokens=47)
+
+    class Wrapped(torch.nn.Linear):
+        pass
+
+    block = drafter.mlp[0][0]
+    wrapped = Wrapped(block.linear.in_features, block.linear.out_features).double()
+    block.linear = wrapped
+    assert drafter.mlp.batched_weights() is None
+    prompt = make_prompts([5])
+    plain = target.generate(**prompt, max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(**prompt, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
+
+
+def test_cache_continues_the_serial_head() -> None:
+    model, inputs = make_model(), make_inputs()
+    whole = model(**inputs).serial_features
+    first = model(**{name: value[:, :5] for name, value in inputs.items()}, use_cache=True)
+    rest = model(**{name: value[:, 5:] for name, value in inputs.items()}, past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat((first.serial_features, rest.serial_features), dim=1), whole)
+    assert model(**inputs).past_key_values is None
+
+
+def test_left_padding_changes_nothing() -> None:
+    model, inputs = make_model(), make_inputs(1)
+    alone = model(**inputs)
+    padded = {name: torch.cat((torch.ones_like(value[:, :3]), value), dim=1) for name, value in inputs.items()}
+    mask = torch.tensor([[0] * 3 + [1] * 9])
+    output = model(**padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    torch.testing.assert_close(output.serial_features[:, 3:], alone.serial_features)
+    torch.testing.assert_close(output.parallel_features[:, :, 3:], alone.parallel_features)
+
+
+def test_sdpa_equals_eager() -> None:
+    model, inputs = make_model(), make_inputs()
+    outputs = []
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        assert model.layers[0].self_attn.config._attn_implementation == implementation
+        outputs.append(model(**inputs))
+    torch.testing.assert_close(outputs[0].serial_features, outputs[1].serial_features)
+    torch.testing.assert_close(outputs[0].parallel_features, outputs[1].parallel_features)
+
+
+def test_attentions_and_hidden_states() -> None:
+    model = make_model()
+    model.set_attn_implementation("eager")
+    output = model(**make_inputs(), output_attentions=True, output_hidden_states=True)
+    assert [tuple(attention.shape) for attention in output.attentions] == [(2, 4, 9, 9)] * 2
+    assert torch.equal(output.hidden_states[-1], output.serial_features)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_model().train()
+        if checkpointing:
+            # The old name is deprecated in newer releases of transformers, and the only one in older releases.
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            assert all(layer.gradient_checkpointing for layer in model.layers)
+        output = model(**make_inputs())
+        (output.serial_features.square().sum() + output.parallel_features.square().sum()).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(gradient is not None for gradient in gradients[0].values())
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype_and_device_map(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    loaded = GumihoModel.from_pretrained(tmp_path, dtype=dtype, device_map="cpu")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    output = loaded(**make_inputs())
+    assert output.serial_features.dtype == dtype
+    expected = model(**make_inputs())
+    torch.testing.assert_close(output.serial_features.float(), expected.serial_features, atol=0.1, rtol=0.1)
+
+
+def test_new_parallel_heads_start_at_zero() -> None:
+    model = GumihoModel(small_config())
+    assert all(not parameter.any() for parameter in model.mlp.parameters())
+    assert model.layers[0].self_attn.q_proj.weight.any()
+
+
+def test_wrong_shapes_are_refused() -> None:
+    inputs = make_inputs()
+    with pytest.raises(ValueError, match=r"must have shape \(batch, tokens, 32\).*got \(2, 9, 16\)"):
+        make_model()(inputs["input_ids"], inputs["hidden_states"][:, :, :16])
+
+
+def test_installing_twice_changes_nothing() -> None:
+    before = GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode
+    transformers_gumiho.decoding.loop.install()
+    assert before == (GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode)
+
+
+def test_other_assistants_keep_transformers_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, small = make_target(), make_target(seed=1)
+    prompt = make_prompts([5])
+    monkeypatch.setattr(
+        transformers_gumiho.decoding.loop, "decode_with_tree", lambda *args, **kwargs: pytest.fail("took the tree")
+    )
+    plain = target.generate(**prompt, max_new_tokens=20, do_sample=False)
+    for assistant in ({"assistant_model": small}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(target.generate(**prompt, max_new_tokens=20, do_sample=False, **assistant), plain)
+    with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
+        target.generate(**prompt, num_return_sequences=2, do_sample=True, assistant_model=small)
+
+
+def test_mixin_serves_classes_with_decoding_methods_of_their_own() -> None:
+    from transformers import LlamaForCausalLM
+
+    class OwnLlama(LlamaForCausalLM):
+        def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError("own assisted decoding")
+
+    class OwnLlamaWithTrees(transformers_gumiho.GumihoGenerationMixin, OwnLlama):
+        pass
+
+    stock = make_target()
+    target = OwnLlamaWithTrees(stock.config).double().eval()
+    target.load_state_dict(stock.state_dict())
+    prompt = make_prompts([5])
+    plain = stock.generate(**prompt, max_new_tokens=20, do_sample=False)
+    drafted = target.generate(**prompt, max_new_tokens=20, do_sample=False, assistant_model=make_drafter(stock))
+    assert torch.equal(drafted, plain)
+    with pytest.raises(NotImplementedError, match="own assisted decoding"):
+        target.generate(**prompt, max_new_tokens=20, assistant_model=make_target(seed=1))

@@ -1,0 +1,265 @@
+"""Released drafters, loaded by name from a cache of the Hub: with a config of either layout, and without one."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LLAMA_FIELDS, REPO, VLLM_FIELDS, make_weights, reference_shapes, write_weights
+from hub_cache import COMMIT, note_missing, write_to_hub_cache
+from huggingface_hub import scan_cache_dir
+from safetensors.torch import load_file
+from targets import make_prompts, make_target
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from transformers_gumiho import GumihoConfig, GumihoModel, released_configs
+
+
+# Hidden size, size of the feed-forward layers, heads, key-value heads, vocabulary, base of the rotary embedding,
+# positions, and epsilon of the norms.
+TABLE = {
+    "amd/Gumiho-vicuna-7b": (4096, 11008, 32, 32, 32000, 10000.0, 2048, 1e-6),
+    "amd/Gumiho-vicuna-13b": (5120, 13824, 40, 40, 32000, 10000.0, 4096, 1e-5),
+    "amd/Gumiho-llama2-7b": (4096, 11008, 32, 32, 32000, 10000.0, 4096, 1e-6),
+    "amd/Gumiho-llama2-13b": (5120, 13824, 40, 40, 32000, 10000.0, 4096, 1e-5),
+    "amd/Gumiho-llama2-70b": (8192, 28672, 64, 8, 32000, 10000.0, 4096, 1e-5),
+    "amd/Gumiho-llama3-8b": (4096, 14336, 32, 8, 128256, 500000.0, 2048, 1e-5),
+    "amd/Gumiho-llama3-70b": (8192, 28672, 64, 8, 128256, 500000.0, 2048, 1e-5),
+}
+
+LAYOUTS = {"vllm": VLLM_FIELDS, "reference": LLAMA_FIELDS}
+
+# How the tensors of a drafter are called elsewhere.
+NAMINGS = {
+    "released": lambda name: name,
+    "prefix": lambda name: f"model.{name}",
+    "two_prefixes": lambda name: f"model.model.{name}",
+    "serial_head_only": lambda name: name if name.startswith("mlp.") else f"model.{name}",
+    "training": lambda name: f"mlp.{name}" if name.startswith("mlp.") else name,
+    "training_and_prefix": lambda name: f"model.mlp.{name}" if name.startswith("mlp.") else f"model.{name}",
+}
+
+
+def write_repository(
+    cache_dir: Path,
+    weights: dict[str, torch.Tensor],
+    fields: dict[str, Any] | None = None,
+    form: str = "bin",
+    repo: str = REPO,
+    **options: Any,
+) -> Path:
+    """Puts a repository with these weights, and with this config where there is one, into a cache of the Hub."""
+    cache_dir.mkdir(exist_ok=True)
+    files = write_weights(cache_dir, weights, form)
+    if fields is not None:
+        (cache_dir / "config.json").write_text(json.dumps(fields))
+        files.append(cache_dir / "config.json")
+    return write_to_hub_cache(cache_dir, repo, files, **options)
+
+
+@pytest.fixture
+def tiny_packaged_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Puts a tiny config in the place of the packaged one, and returns its settings."""
+    folder = tmp_path / "packaged" / REPO.partition("/")[2]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(VLLM_FIELDS))
+    settings = {"num_assistant_tokens": 21, "branching_factor": 3}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(released_configs, "_FOLDERS", (folder.parent,))
+    return settings
+
+
+def assert_loaded(model: GumihoModel, weights: dict[str, torch.Tensor]) -> None:
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    llama = model.config.model
+    assert (llama.hidden_size, llama.num_key_value_heads, llama.rms_norm_eps) == (32, 2, 1e-5)
+    assert llama.rope_parameters == {"rope_theta": 500000.0, "rope_type": "default"}
+
+
+def test_cache_is_laid_out_as_huggingface_hub_does(tmp_path: Path) -> None:
+    write_repository(tmp_path, make_weights(), VLLM_FIELDS)
+    found = scan_cache_dir(tmp_path)
+    assert not found.warnings
+    (repo,) = found.repos
+    assert repo.repo_id == REPO
+    assert repo.refs.keys() == {"main"}
+    assert {file.file_name for file in repo.refs["main"].files} == {"config.json", "pytorch_model.bin"}
+
+
+@pytest.mark.parametrize("name", list(TABLE))
+def test_packaged_configs_describe_the_released_tensors(name: str, tmp_path: Path) -> None:
+    hidden, ffn, heads, kv_heads, vocab, theta, positions, eps = TABLE[name]
+    note_missing(tmp_path, name, "config.json")
+    write_to_hub_cache(tmp_path, name, [])
+    config = GumihoConfig.from_pretrained(name, cache_dir=tmp_path)
+    with torch.device("meta"):
+        model = GumihoModel(config)
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    assert shapes == reference_shapes(hidden, ffn, hidden // heads * kv_heads, vocab)
+    llama = config.model
+    assert (llama.num_attention_heads, llama.num_key_value_heads) == (heads, kv_heads)
+    assert llama.rope_parameters == {"rope_theta": theta, "rope_type": "default"}
+    assert (llama.max_position_embeddings, llama.rms_norm_eps, llama.hidden_act) == (positions, eps, "silu")
+    assert (config.num_serial_tokens, config.dtype) == (2, torch.float16)
+
+
+def test_packaged_configs_are_those_of_the_table() -> None:
+    assert set(released_configs.released_names()) == set(TABLE)
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["noted_as_missing", "not_downloaded"])
+def test_repository_without_a_config_gets_the_packaged_one(
+    noted: bool, tmp_path: Path, tiny_packaged_config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = make_weights()
+    snapshot = write_repository(tmp_path / "cache", weights)
+    if noted:
+        note_missing(tmp_path / "cache", REPO, "config.json")
+    model = GumihoModel.from_pretrained(REPO, cache_dir=tmp_path / "cache")
+    assert_loaded(model, weights)
+    assert model.dtype == torch.float16
+    assert model.name_or_path == REPO
+    settings = model.generation_config.to_dict()
+    assert settings.items() >= tiny_packaged_config.items()
+    message = rf"'{REPO}' has no config\.json.*; the packaged one of Gumiho-llama3-8b is used\."
+    assert any(re.fullmatch(message, logged) for logged in caplog.messages)
+    # A copy that is called like the repository, and the folder that `snapshot_download` returns.
+    for copy in (shutil.copytree(snapshot, tmp_path / "Gumiho-llama3-8b"), snapshot):
+        assert_loaded(GumihoModel.from_pretrained(copy), weights)
+    # A copy that is called otherwise, with the name of the drafter that it is.
+    renamed = shutil.copytree(snapshot, tmp_path / "copy")
+    assert_loaded(GumihoModel.from_pretrained(renamed, config=REPO), weights)
+
+
+@pytest.mark.parametrize(
+    ("naming", "form"),
+    [*((naming, "bin") for naming in NAMINGS), ("prefix", "bin_sharded"), ("training_and_prefix", "safetensors")],
+)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_layouts_and_namings(layout: str, naming: str, form: str, tmp_path: Path) -> None:
+    weights = make_weights()
+    stored = {NAMINGS[naming](name): tensor for name, tensor in weights.items()}
+    # Features are turned into tokens by the target's head.
+    stored[NAMINGS[naming]("lm_head.weight")] = torch.ones(50, 32).half()
+    stored["token_map"] = torch.tensor([4, 40, 7])
+    write_repository(tmp_path / "cache", stored, LAYOUTS[layout], form)
+    model, info = GumihoModel.from_pretrained(REPO, cache_dir=tmp_path / "cache", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_loaded(model, weights)
+    assert model.dtype == torch.float16
+    assert model.generation_config.draft_vocabulary == [4, 40, 7]
+    # What is saved has the released names and our layout, whatever was loaded.
+    model.save_pretrained(tmp_path / "saved")
+    saved, info = AutoModel.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert_loaded(saved, weights)
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == weights.keys()
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
+def test_auto_classes_load_by_name_what_says_gumiho(auto_class: Any, tmp_path: Path) -> None:
+    weights = make_weights()
+    write_repository(tmp_path, {f"model.{name}": tensor for name, tensor in weights.items()}, VLLM_FIELDS)
+    assert type(AutoConfig.from_pretrained(REPO, cache_dir=tmp_path)) is GumihoConfig
+    assert_loaded(auto_class.from_pretrained(REPO, cache_dir=tmp_path), weights)
+
+
+def test_config_of_vllm_that_says_nothing_of_a_bias_has_none(tmp_path: Path) -> None:
+    fields = {name: value for name, value in VLLM_FIELDS.items() if name != "gumiho_fc_bias"}
+    weights = {name: tensor for name, tensor in make_weights().items() if name != "fc.bias"}
+    write_repository(tmp_path, weights, fields)
+    for loaded in (GumihoModel, AutoModel, AutoModelForCausalLM):
+        assert loaded.from_pretrained(REPO, cache_dir=tmp_path).fc.bias is None
+    for kind in (GumihoConfig, AutoConfig):
+        write_repository(tmp_path / kind.__name__, weights, fields | {"add_para_norm": True})
+        with pytest.raises(ValueError, match="asks for `add_para_norm`, two norms before `fc`"):
+            kind.from_pretrained(REPO, cache_dir=tmp_path / kind.__name__)
+
+
+@pytest.mark.parametrize("layout", ["vllm", "reference", None])
+def test_options_keep_their_meaning(layout: str | None, tmp_path: Path, tiny_packaged_config: dict[str, Any]) -> None:
+    cache_dir = tmp_path / "cache"
+    fields = LAYOUTS[layout] if layout else None
+    weights = {"main": make_weights(1), "v2": make_weights(2)}
+    write_repository(cache_dir, weights["main"], fields)
+    write_repository(cache_dir, weights["v2"], fields, revision="v2", commit="f" * 40)
+    options: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": True}
+    for revision, expected in (("main", "main"), ("v2", "v2"), ("f" * 40, "v2"), (COMMIT, "main")):
+        assert_loaded(GumihoModel.from_pretrained(REPO, revision=revision, **options), weights[expected])
+    device_map = dict.fromkeys(("fc", "layers", "rotary_emb", "mlp"), "cpu") | {"embed_tokens": "disk"}
+    model = GumihoModel.from_pretrained(
+        REPO, dtype=torch.bfloat16, device_map=device_map, offload_folder=tmp_path / "offload", **options
+    )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.hf_device_map.keys() == device_map.keys()
+    assert (model.embed_tokens.weight.device.type, model.fc.weight.device.type) == ("meta", "cpu")
+    for absent in ({"revision": "v3"}, {"cache_dir": tmp_path / "empty"}):
+        with pytest.raises(OSError, match="does not appear to have a file|couldn't connect|not find"):
+            GumihoModel.from_pretrained(REPO, **options | absent)
+
+
+def test_first_heads_are_used_where_fewer_are_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = make_target(vocab_size=50)
+    weights = make_weights() | {"embed_tokens.weight": target.get_input_embeddings().weight.detach()}
+    write_repository(tmp_path, {f"mlp.{k}" if k.startswith("mlp.") else k: v for k, v in weights.items()}, VLLM_FIELDS)
+    model = GumihoModel.from_pretrained(REPO, cache_dir=tmp_path, num_parallel_heads=3, dtype=torch.float64)
+    kept = {name for name in weights if not name.startswith(("mlp.3.", "mlp.4."))}
+    assert model.state_dict().keys() == kept
+    assert all(torch.equal(model.state_dict()[name], weights[name].double()) for name in kept)
+    assert any("holds 5 parallel heads; the first 3 are used" in message for message in caplog.messages)
+    assert model.generation_config.tree_depth == 5
+    prompt = make_prompts([6])
+    plain = target.generate(**prompt, max_new_tokens=16, do_sample=False)
+    assert torch.equal(target.generate(**prompt, max_new_tokens=16, do_sample=False, assistant_model=model), plain)
+
+
+def test_repositories_of_other_models_are_refused(tmp_path: Path) -> None:
+    for fields, message in (
+        (GPT2Config().to_dict(), r"is not a Gumiho drafter: its config\.json has the model_type 'gpt2'"),
+        (LLAMA_FIELDS | {"num_hidden_layers": 32}, r"is not a Gumiho drafter: .* a Llama of 32 layers"),
+        ({"hidden_size": 32}, r"is not a Gumiho drafter: its config\.json has the model_type None"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        for load in (GumihoConfig.from_pretrained, GumihoModel.from_pretrained):
+            with pytest.raises(ValueError, match=message):
+                load(tmp_path)
+
+
+def test_language_models_of_few_layers_are_told_by_their_tensors(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_FIELDS)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is not a Gumiho drafter: it has no `fc`.*\nmissing: fc\.bias, "):
+        GumihoModel.from_pretrained(tmp_path)
+
+
+def test_folders_without_a_config_are_refused(tmp_path: Path) -> None:
+    write_weights(tmp_path, make_weights())
+    for load in (GumihoConfig.from_pretrained, GumihoModel.from_pretrained):
+        with pytest.raises(OSError, match=r"has no config\.json, .* amd/Gumiho-llama2-13b, .* Pass `config=`"):
+            load(tmp_path)
+    write_repository(tmp_path / "cache", make_weights(), repo="someone/drafter")
+    note_missing(tmp_path / "cache", "someone/drafter", "config.json")
+    with pytest.raises(OSError, match=r"'someone/drafter' has no config\.json.* Pass `config=`"):
+        GumihoModel.from_pretrained("someone/drafter", cache_dir=tmp_path / "cache")
+
+
+def test_drafter_of_another_owner_is_none_of_the_released_ones(tmp_path: Path) -> None:
+    """Whatever its name is: its own config counts, with the settings that go with it."""
+    theirs = REPO.replace("amd/", "someone/")
+    weights = {name: tensor for name, tensor in make_weights().items() if not name.startswith(("mlp.3.", "mlp.4."))}
+    write_repository(tmp_path, weights, VLLM_FIELDS | {"num_parallel_heads": 3}, repo=theirs)
+    drafter = GumihoModel.from_pretrained(theirs, cache_dir=tmp_path)
+    assert drafter.generation_config.tree_depth == 5
+    write_repository(tmp_path / "bare", make_weights(), repo=theirs)
+    note_missing(tmp_path / "bare", theirs, "config.json")
+    with pytest.raises(OSError, match=r"has no config\.json.* Pass `config=`"):
+        GumihoModel.from_pretrained(theirs, cache_dir=tmp_path / "bare")
+
+
+def test_tensors_that_do_not_fit_the_packaged_config_are_named(tmp_path: Path) -> None:
+    write_repository(tmp_path, make_weights())
+    with pytest.raises(ValueError, match=r"fc\.bias is \(32,\), expected \(4096,\)"):
+        GumihoModel.from_pretrained(REPO, cache_dir=tmp_path)

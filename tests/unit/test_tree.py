@@ -1,0 +1,149 @@
+"""Draft trees against brute force: the best nodes of all recombinations, their parents, and what each node sees."""
+
+import itertools
+
+import pytest
+import torch
+from draft_trees import paths_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformers_gumiho.tree.attention_masks import block_attention_mask
+from transformers_gumiho.tree.draft_tree import DraftTree, build_tree, extend_level, first_level
+from transformers_gumiho.tree.verification import ChildFinder, walk_tree
+
+
+def grow(level_tokens: torch.Tensor, level_log_probs: torch.Tensor, root: torch.Tensor, num_nodes: int) -> DraftTree:
+    """Grows a tree in which the tokens of a depth do not depend on the path: `(B, depth, M)` each."""
+    level = first_level(level_tokens[:, :1], level_log_probs[:, :1], num_nodes)
+    levels = [level]
+    for tokens, log_probs in zip(level_tokens.unbind(1)[1:], level_log_probs.unbind(1)[1:], strict=True):
+        width = level.tokens.shape[1]
+        level = extend_level(
+            level, tokens[:, None].expand(-1, width, -1), log_probs[:, None].expand(-1, width, -1), num_nodes
+        )
+        levels.append(level)
+    return build_tree(root, levels, num_nodes, max_depth=len(levels))
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
+    batch_size, depth, width = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    seed, num_nodes = draw(st.integers(0, 2**16)), draw(st.integers(1, 40))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.stack([torch.randperm(9, generator=generator)[:width] for _ in range(batch_size * depth)]).view(
+        batch_size, depth, width
+    )
+    # Few distinct values, zero among them, so that ties between a node and its parent are common.
+    log_probs = -torch.randint(0, 5, tokens.shape, generator=generator).float()
+    return tokens, log_probs.sort(dim=2, descending=True).values, num_nodes
+
+
+@settings(max_examples=150, deadline=None)
+@given(candidates())
+def test_tree_holds_the_best_nodes_of_all_recombinations(case: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+    tokens, log_probs, num_nodes = case
+    batch_size, depth, width = tokens.shape
+    root = torch.arange(batch_size)
+    tree = grow(tokens, log_probs, root, num_nodes)
+    assert torch.equal(tree.tokens[:, 0], root)
+    for row in range(batch_size):
+        scores = {}
+        for length in range(1, depth + 1):
+            for picks in itertools.product(range(width), repeat=length):
+                path = tuple(int(tokens[row, level, pick]) for level, pick in enumerate(picks))
+                scores[path] = sum(float(log_probs[row, level, pick]) for level, pick in enumerate(picks))
+        paths = paths_of(tree, row)
+        expected = sorted(scores.values(), reverse=True)[:num_nodes]
+        assert len(set(paths)) == len(paths) == len(expected)
+        # Ties may be broken either way, so scores are compared, not paths. In order: parents before children.
+        assert [scores[path] for path in paths] == expected
+        assert tree.scores[row].tolist() == [0.0, *expected]
+        assert all(int(tree.parents[row, node]) < node for node in range(1, len(paths) + 1))
+        assert [len(path) for path in paths] == tree.depths[row, 1:].tolist()
+        # Of each path, every prefix is in the tree.
+        assert all(path[:-1] == () or path[:-1] in paths for path in paths)
+
+
+@settings(max_examples=100, deadline=None)
+@given(candidates())
+def test_ancestors_are_the_nodes_met_on_the_way_to_the_root(case: tuple[torch.Tensor, torch.Tensor, int]) -> None:
+    tree = grow(*case[:2], torch.zeros(case[0].shape[0], dtype=torch.long), case[2])
+    for row, (parents, ancestors) in enumerate(zip(tree.parents.tolist(), tree.ancestors, strict=True)):
+        for node in range(len(parents)):
+            met = {node}
+            while node != 0:
+                node = parents[node]
+                met.add(node)
+            start = max(met)
+            assert set(ancestors[start].nonzero().flatten().tolist()) == met, row
+
+
+@settings(max_examples=150, deadline=None)
+@given(candidates(), st.integers(0, 2**16))
+def test_walk_is_the_one_that_takes_one_step_after_the_other(
+    case: tuple[torch.Tensor, torch.Tensor, int], seed: int
+) -> None:
+    tree = grow(*case[:2], torch.zeros(case[0].shape[0], dtype=torch.long), case[2])
+    generator = torch.Generator().manual_seed(seed)
+    # Choices among the tokens of the tree, so that walks get somewhere.
+    index = torch.randint(0, tree.tokens.shape[1], tree.tokens.shape, generator=generator)
+    choices = tree.tokens.gather(1, index)
+    path = walk_tree(tree, choices)
+    for row in range(tree.tokens.shape[0]):
+        node, nodes, tokens = 0, [], []
+        while node is not None:
+            nodes.append(node)
+            tokens.append(int(choices[row, node]))
+            children = [
+                child
+                for child in range(1, tree.tokens.shape[1])
+                if int(tree.parents[row, child]) == node and int(tree.tokens[row, child]) == tokens[-1]
+            ]
+            child, found = ChildFinder(tree).find(torch.full((index.shape[0], 1), node), choices[:, node : node + 1])
+            assert bool(found[row]) == bool(children)
+            node = children[0] if children else None
+            assert node is None or int(child[row]) == node
+        count = int(path.counts[row])
+        assert path.nodes[row, :count].tolist() == nodes
+        assert path.tokens[row, :count].tolist() == tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    case=candidates(),
+    lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    window=st.none() | st.integers(1, 8),
+    padded=st.booleans(),
+)
+def test_attention_mask_by_brute_force(
+    case: tuple[torch.Tensor, torch.Tensor, int], lengths: list[int], window: int | None, padded: bool
+) -> None:
+    tree = grow(*case[:2], torch.zeros(case[0].shape[0], dtype=torch.long), case[2])
+    batch_size, num_nodes = tree.tokens.shape
+    lengths = lengths[:batch_size]
+    context = torch.rand(batch_size, max(lengths), generator=torch.Generator().manual_seed(0)) < 0.7
+    mask = block_attention_mask(
+        tree.ancestors, tree.depths, lengths, torch.float32, context if padded else None, window
+    )
+    assert mask.shape == (batch_size, 1, num_nodes, max(lengths) + num_nodes)
+    for row, length in enumerate(lengths):
+        for query, slot in itertools.product(range(num_nodes), range(mask.shape[3])):
+            position = length + int(tree.depths[row, query])
+            if slot < length:
+                sees = not padded or bool(context[row, slot])
+                distance = position - slot
+            elif slot - length < num_nodes:
+                sees = bool(tree.ancestors[row, query, slot - length])
+                distance = position - length - int(tree.depths[row, slot - length])
+            else:
+                sees, distance = False, 0
+            sees = sees and (window is None or distance < window)
+            assert mask[row, 0, query, slot] == (0 if sees else torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_ancestors_of_the_longest_chain(depth: int) -> None:
+    tokens = torch.arange(depth)[None, :, None]
+    tree = grow(tokens, torch.full(tokens.shape, -0.5), torch.tensor([3]), 63)
+    assert torch.equal(tree.ancestors[0], torch.ones(depth + 1, depth + 1).tril().bool())

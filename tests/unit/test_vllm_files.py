@@ -1,0 +1,181 @@
+"""vLLM's Gumiho loader reads what is saved here, and drafts from it the chain of `branching_factor=1`."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from targets import make_drafter, make_prompts, make_target
+from trainers import make_args, make_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from vllm_reader import VllmDrafter, read_config, read_names
+
+from transformers_gumiho import GumihoCandidateGenerator, GumihoConfig, GumihoModel
+from transformers_gumiho.target.output_head import output_head
+from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.tree.draft_tree import DraftTree
+
+
+ROOT = Path(__file__).parents[2]
+NO_HEAD: Any = None
+
+
+def fresh(folder: Path) -> None:
+    GumihoModel(GumihoConfig(model={"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 8})).save_pretrained(
+        folder
+    )
+
+
+def for_family(family: str, folder: Path) -> None:
+    make_drafter(make_target(family)).save_pretrained(folder)
+
+
+def without_fc_bias(folder: Path) -> None:
+    GumihoModel.from_target(make_target(), gumiho_fc_bias=False).save_pretrained(folder)
+
+
+def with_biases(folder: Path) -> None:
+    GumihoModel.from_target(make_target(), attention_bias=True, mlp_bias=True).save_pretrained(folder)
+
+
+def with_a_tokenizer(folder: Path) -> None:
+    drafter = make_drafter(make_target())
+    drafter.tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo_pair" / "target")
+    drafter.save_pretrained(folder)
+
+
+def with_a_draft_vocabulary(folder: Path) -> None:
+    make_drafter(make_target(), draft_vocabulary=[1, 2, 3, 4]).save_pretrained(folder)
+
+
+def trained(folder: Path) -> None:
+    target = make_target().float()
+    trainer = GumihoTrainer(
+        make_drafter(target), make_args(folder, max_steps=1), target=target, train_dataset=make_rows(4)
+    )
+    trainer.train()
+    trainer.save_model(folder)
+
+
+def merged(folder: Path) -> None:
+    wrapped = get_peft_model(make_drafter(make_target()), LoraConfig(r=2, target_modules=["q_proj", "fc", "linear"]))
+    assert isinstance(wrapped, PeftModel)
+    wrapped.merge_and_unload().save_pretrained(folder)
+
+
+def demo_pair(folder: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "demo_pair" / "gumiho", folder, dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        fresh, without_fc_bias, with_biases, with_a_tokenizer, with_a_draft_vocabulary, trained, merged, demo_pair,
+        *(
+            pytest.param(partial(for_family, family), id=family)
+            for family in ("llama", "qwen3", "gemma3", "gpt_oss", "gpt2", "opt")
+        ),
+    ],
+)  # fmt: skip
+def test_saved_drafters_are_read(save: Any, tmp_path: Path) -> None:
+    save(tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    for num_tokens in range(1, 8):
+        drafter = VllmDrafter(tmp_path, num_tokens, NO_HEAD)
+        # Nothing is dropped but the heads beyond the chain.
+        assert drafter.dropped == {
+            name for name in names if name.startswith("mlp.") and int(name.split(".")[1]) >= max(num_tokens - 2, 0)
+        }
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "hub_configs").iterdir()), ids=lambda folder: folder.name)
+def test_configs_for_the_released_drafters_are_read(folder: Path) -> None:
+    with torch.device("meta"):
+        drafter = GumihoModel(GumihoConfig.from_pretrained(folder))
+    shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    assert read_names(shapes, read_config(folder), 7) == ({name: name for name in shapes}, set())
+
+
+def test_the_reader_notices_what_the_loader_cannot_read(tmp_path: Path) -> None:
+    target = make_target()
+    for overrides, message in (
+        ({"num_residual_blocks": 4}, r"Nothing is read into \['mlp.0.5.linear.bias'"),
+        ({"num_residual_blocks": 6}, "no weight 'mlp.0.6.linear"),
+        ({"num_serial_tokens": 3}, "'mlp.0.0.linear.weight' has the shape"),
+        ({"num_parallel_heads": 4}, r"Nothing is read into \['mlp.4"),
+    ):
+        GumihoModel.from_target(target, **overrides).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            VllmDrafter(tmp_path, 7, NO_HEAD)
+    GumihoModel.from_target(target).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"token_map": torch.arange(4)}, tmp_path / "model.safetensors")
+    assert VllmDrafter(tmp_path, 7, NO_HEAD).dropped == {"token_map"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    # What stands at the top of a config goes before what its nested config says.
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
+    with pytest.raises(ValueError, match=r"has the shape \(8, 32\) instead of \(8, 16\)"):
+        VllmDrafter(tmp_path, 7, NO_HEAD)
+
+
+def recorded_drafts(
+    target: PreTrainedModel, drafter: GumihoModel, prompt: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+    """Returns, for each cycle of a generation, the tokens and states that the drafter has read, and its chain."""
+    cycles: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
+    get_tree = GumihoCandidateGenerator.get_tree
+
+    def recording(
+        self: GumihoCandidateGenerator, tokens: torch.Tensor, states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> DraftTree:
+        tree = get_tree(self, tokens, states, *args, **kwargs)
+        before = cycles[-1] if cycles else (tokens[0, :0], states[0, :0])
+        assert tree.depths[0].tolist() == list(range(tree.tokens.shape[1]))
+        cycles.append(
+            (torch.cat((before[0], tokens[0])), torch.cat((before[1], states[0])), tree.tokens[0, 1:].tolist())
+        )
+        return tree
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GumihoCandidateGenerator, "get_tree", recording)
+        target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter)
+    return cycles
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 7])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "opt"])
+def test_a_chain_holds_the_tokens_that_vllm_drafts(
+    family: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(family, vocab_size=64)
+    drafter = make_drafter(target, branching_factor=1, num_assistant_tokens=num_tokens)
+    # So that a feature depends on the whole text.
+    for parameter in (drafter.fc.weight, *(p for p in drafter.layers.parameters() if p.ndim == 2)):
+        torch.nn.init.normal_(parameter, std=0.4)
+    drafter.save_pretrained(tmp_path)
+    read = VllmDrafter(tmp_path, num_tokens, output_head(target))
+    cycles = recorded_drafts(target, drafter, make_prompts([9]), monkeypatch)
+    assert len(cycles) > 3
+    chains = [chain for *_, chain in cycles]
+    assert [read.draft(tokens, states) for tokens, states, _ in cycles] == chains
+    assert len({tuple(chain) for chain in chains}) > 1
+    if num_tokens == drafter.config.max_draft_depth:
+        # Where vLLM differs: the first input of the drafter is zero there.
+        assert [read.draft(tokens, states, zero_first=True) for tokens, states, _ in cycles] != chains
+
+
+def test_the_demo_drafter_drafts_the_chain_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "examples" / "demo_pair"
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).double()
+    drafter = GumihoModel.from_pretrained(folder / "gumiho", dtype=torch.float64)
+    drafter.generation_config.update(branching_factor=1, num_assistant_tokens=7, draft_vocabulary=None)
+    read = VllmDrafter(folder / "gumiho", 7, output_head(target))
+    read.weights = {name: tensor.double() for name, tensor in read.weights.items()}
+    prompt = AutoTokenizer.from_pretrained(folder / "target")("def __init__(self, ", return_tensors="pt")
+    cycles = recorded_drafts(target, drafter, prompt, monkeypatch)
+    assert [read.draft(tokens, states) for tokens, states, _ in cycles] == [chain for *_, chain in cycles]
