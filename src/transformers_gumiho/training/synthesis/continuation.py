@@ -1,4 +1,4 @@
-"""Continuing a batch of prompts: rows leave the batch as they end, and what all prompts begin with is computed once."""
+"""Continuing a batch of prompts: rows leave it as they end, and what all prompts begin with is computed once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

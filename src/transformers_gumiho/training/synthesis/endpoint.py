@@ -214,6 +214,6 @@ class _Client:
                 await asyncio.sleep(min(wait, self.endpoint.longest_wait))
                 wait *= 2
         raise EndpointError(
-            f"{self.endpoint.url} did not answer in {self.endpoint.num_tries} tries: {reason}. What was written before "
-            f"stays. See that the server runs, and run this again: it goes on there."
+            f"{self.endpoint.url} did not answer in {self.endpoint.num_tries} tries: {reason}. What was written "
+            f"before stays. See that the server runs, and run this again: it goes on there."
         )

@@ -100,7 +100,7 @@ class PromptFile:
         if num_written >= 10 * self.batch_size and len(self.prompts) < num_written / 100:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
             raise ValueError(
-                f"Of {num_written} prompts that the target wrote, {len(self.prompts)} are of use ({reasons}). It seems "
-                f"not to know its own users: give prompts of your own (`--questions FILE --num_prompts 0`), or system "
-                f"prompts (`--system_prompts FILE`)."
+                f"Of {num_written} prompts that the target wrote, {len(self.prompts)} are of use ({reasons}). It "
+                f"seems not to know its own users: give prompts of your own (`--questions FILE --num_prompts 0`), or "
+                f"system prompts (`--system_prompts FILE`)."
             )

@@ -21,7 +21,7 @@ def read_questions(path: str | Path, num_questions: int | None = None) -> list[P
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r} to read questions from.")
-    questions = []
+    questions: list[Prompt] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if len(questions) == num_questions:
             break

@@ -1,4 +1,4 @@
-"""A key-value cache with room in advance: large batches spend more time on copying a growing cache than on the target."""
+"""A key-value cache with room in advance: with large batches, copying a growing one costs more than the target."""
 
 from typing import Any
 
@@ -14,14 +14,18 @@ ROOM = 128
 class RoomyLayer(DynamicLayer):
     """A full-attention layer whose `keys` and `values` are views of buffers with room for what follows."""
 
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Takes the dtype and device of these states."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds states `(B, heads, T, head_dim)`; returns all."""
         if not self.is_initialized:
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-            self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+            self.lazy_initialization(key_states, value_states)
         start = self.keys.shape[-2]
         stop = start + key_states.shape[-2]
         if self._buffers is None or self._buffers[0].shape[-2] < stop:

@@ -23,8 +23,8 @@ from .user_turn import find_user_turn
 from .writing import Request, Text, Writer
 
 
-# Prompts are written and answered in rounds of so many batches: answers come early, of all lengths, and rows of a batch
-# are of similar length.
+# Prompts are written and answered in rounds of so many batches: answers come early, of all lengths, and rows of a
+# batch are of similar length.
 _BATCHES_PER_ROUND = 8
 
 
@@ -80,8 +80,8 @@ def synthesize_dataset(
 ) -> None:
     """
     Writes a dataset of conversations as JSONL: the target samples prompts after its chat template's opening of a user
-    turn (Magpie), and answers them and the `questions`. Useless and near-duplicate prompts are dropped; the file beside
-    it, `*.prompts.jsonl`, says which and why.
+    turn (Magpie), and answers them and the `questions`. Useless and near-duplicate prompts are dropped; the file
+    beside it, `*.prompts.jsonl`, says which and why.
 
     Called again after it was stopped, it goes on after the last whole batch in the files; the result is the same.
 
@@ -181,7 +181,7 @@ class Synthesis:
         cache: AnswerFeatureCache | None = None,
     ):
         if settings.num_prompts:
-            for system in system_prompts or [None]:
+            for system in list[str | None](system_prompts) or [None]:
                 find_user_turn(tokenizer, system)
         if not settings.num_prompts and not questions:
             raise ValueError("There is nothing to answer. Give `num_prompts` above 0, or `questions`.")
@@ -221,8 +221,8 @@ class Synthesis:
                 progress.set_postfix_str(f"{stop} of {num_rows} answers")
                 progress.update(sum(text.num_tokens for text in texts))
         tqdm.write(
-            f"{num_rows} prompts are answered; dropped: {_count(self.prompt_file.dropped)} of the prompts that the "
-            f"target wrote, {_count(self.problems)} of the answers"
+            f"{num_rows} prompts are answered. Dropped: of the prompts that the target wrote, "
+            f"{_count(self.prompt_file.dropped)}; of the answers, {_count(self.problems)}."
         )
         return num_batches
 

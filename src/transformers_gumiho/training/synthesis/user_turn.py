@@ -52,7 +52,7 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None
         system: What the system says before it. By default, whatever the template says by itself.
 
     Raises:
-        UserTurnNotFoundError: There is no template, it refuses the messages, or it does not show where the user speaks.
+        UserTurnNotFoundError: There is no template, it refuses the messages, or it does not show where users speak.
     """
     if not tokenizer.chat_template:
         raise UserTurnNotFoundError(
@@ -66,8 +66,8 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None
         raise UserTurnNotFoundError(
             f"The chat template of {tokenizer.name_or_path!r} refuses a user's turn"
             f"{' after a system prompt' if system is not None else ''}: {error}. "
-            f"{'Leave the system prompts away' if system is not None else 'Give another template'}, or give prompts of "
-            f"your own (`--questions FILE --num_prompts 0`)."
+            f"{'Leave the system prompts away' if system is not None else 'Give another template'}, or give prompts "
+            f"of your own (`--questions FILE --num_prompts 0`)."
         ) from error
     opening, *rest = text.split(_MARK)
     if len(rest) != 1 or not opening.strip():
