@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from huggingface_hub import AsyncInferenceClient, InferenceTimeoutError
+from huggingface_hub import AsyncInferenceClient, InferenceTimeoutError, constants
 from huggingface_hub.utils import HfHubHTTPError, get_async_session, hf_raise_for_status
 from transformers import PreTrainedTokenizerBase
 
@@ -137,6 +137,11 @@ class EndpointWriter:
         return text.removeprefix(bos) if adds_it else text
 
     async def _send_all(self, sends: Sequence[Callable[["_Client"], Awaitable[Text]]]) -> list[Text]:
+        if constants.is_offline_mode():
+            raise EndpointError(
+                f"`huggingface_hub` sends nothing to {self.endpoint.url} while HF_HUB_OFFLINE is set. Unset it; a "
+                f"tokenizer in a folder is read without the Hub all the same."
+            )
         async with _Client(self.endpoint) as client:
             tasks = [asyncio.ensure_future(client.patiently(send)) for send in sends]
             try:
