@@ -1,4 +1,4 @@
-.PHONY: style quality test docs
+.PHONY: style quality test test-fast docs
 
 style:
 	ruff check --fix .
@@ -11,6 +11,9 @@ quality:
 
 test:
 	python -m pytest -n 2 --dist worksteal
+
+test-fast:
+	python -m pytest -n 2 --dist worksteal tests/unit
 
 docs:
 	python docs/build_api_reference.py build/api

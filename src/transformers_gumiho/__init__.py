@@ -17,6 +17,8 @@ from .model.configuration_gumiho import GumihoConfig
 from .model.modeling_gumiho import GumihoModel, GumihoOutput
 
 
+__version__ = "0.1.0"
+
 AutoConfig.register(GumihoConfig.model_type, GumihoConfig, exist_ok=True)
 AutoModel.register(GumihoConfig, GumihoModel, exist_ok=True)
 AutoModelForCausalLM.register(GumihoConfig, GumihoModel, exist_ok=True)

@@ -45,6 +45,7 @@ def _drafter_for(target: PreTrainedModel, repository: str, loading: dict[str, An
     key, device = (source, loading.get("revision")), drafter_device(target)
     if key not in loaded or (loaded[key].device, loaded[key].dtype) != (device, target.dtype):
         loaded[key] = GumihoModel.from_pretrained(repository, dtype=target.dtype, device_map=device, **loading)
+        loaded[key].share_embedding(target)
     return loaded[key]
 
 

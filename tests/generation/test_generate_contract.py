@@ -143,6 +143,11 @@ def test_custom_processor_sees_the_true_prefix_of_every_token_once(
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
 def test_prompts_in_fewer_bits(target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any]) -> None:
     prompts = {name: tensor.int() for name, tensor in make_prompts([5]).items()}
+    if "repetition_penalty" in settings:
+        try:
+            torch.zeros(1, 9).gather(1, prompts["input_ids"])
+        except RuntimeError:
+            pytest.skip("plain decoding fails, too: this PyTorch gathers by int64 only")
     assert torch.equal(*both(target, drafter, **prompts, **settings))
 
 

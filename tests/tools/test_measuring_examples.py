@@ -1,4 +1,4 @@
-"""The examples that measure: what they print is what they say it is."""
+"""The scripts that measure: what they print is what they say it is."""
 
 import importlib.util
 import json
@@ -16,11 +16,11 @@ from transformers_gumiho import GumihoConfig
 from transformers_gumiho.tuning.timing import DecodingTime
 
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
@@ -28,7 +28,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    example = load("measure_context", monkeypatch)
+    script = load("measure_context", monkeypatch)
 
     def plain(_: Any, ids: torch.Tensor, **__: Any) -> DecodingTime:
         return DecodingTime(num_tokens=50, seconds=0.001 * ids.shape[1])
@@ -38,28 +38,28 @@ def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.M
             num_tokens=50, seconds=9.0, num_cycles=10, cycle_seconds=0.002 * ids.shape[1], verify_seconds=0.03
         )
 
-    monkeypatch.setattr(example, "time_plain", plain)
-    monkeypatch.setattr(example, "time_drafted", drafted)
-    args = example.ContextArguments(lengths=[16, 48], rounds=2)
-    times = example.measure_times(None, None, torch.arange(99), args)
+    monkeypatch.setattr(script, "time_plain", plain)
+    monkeypatch.setattr(script, "time_drafted", drafted)
+    args = script.ContextArguments(lengths=[16, 48], rounds=2)
+    times = script.measure_times(None, None, torch.arange(99), args)
     assert torch.tensor(times).allclose(torch.tensor([[[0.32, 32.0, 30.0], [0.96, 96.0, 30.0]]] * 2))
     # A machine that takes three times as long in one of three rounds.
-    monkeypatch.setattr(example, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
+    monkeypatch.setattr(script, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
     rounds = [[[8 * slow, 16 * slow, 12 * slow], [10 * slow, 24 * slow, 18 * slow]] for slow in (1, 3, 1)]
-    assert example.report(48, rounds, 1) == (
+    assert script.report(48, rounds, 1) == (
         "| 48 | 10.00 ms | 24.00 ms | 18.00 ms | 1.25x (1.25-1.25) | 1.50x (1.50-1.50) | 1.20x (1.20-1.20) | 20 MB | "
         "25 MB (1.25x) |"
     )
 
 
 def test_a_cycle_is_measured_in_plain_steps(tmp_path: Path) -> None:
-    config = GumihoConfig.from_pretrained(EXAMPLES / "demo_pair" / "gumiho")
+    config = GumihoConfig.from_pretrained(ROOT / "examples" / "demo_pair" / "gumiho")
     config.save_pretrained(tmp_path)
     output = subprocess.run(
         [
-            sys.executable, str(EXAMPLES / "measure_shape.py"), "--assistant", str(tmp_path), "--num_layers", "2",
-            "--device", "cpu", "--dtype", "float32", "--nodes", "4", "8", "--context", "8", "--repeats", "1",
-            "--max_new_tokens", "8", "--no_compile",
+            sys.executable, str(ROOT / "benchmarks" / "measure_shape.py"), "--assistant", str(tmp_path),
+            "--num_layers", "2", "--device", "cpu", "--dtype", "float32", "--nodes", "4", "8", "--context", "8",
+            "--repeats", "1", "--max_new_tokens", "8", "--no_compile",
         ],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
@@ -71,11 +71,11 @@ def test_a_cycle_is_measured_in_plain_steps(tmp_path: Path) -> None:
 
 
 def test_bound_is_that_of_the_weights_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    example = load("measure_shape", monkeypatch)
-    config = json.loads((EXAMPLES.parent / "hub_configs/Gumiho-llama3-8b/config.json").read_text())["model"]
+    script = load("measure_shape", monkeypatch)
+    config = json.loads((ROOT / "hub_configs/Gumiho-llama3-8b/config.json").read_text())["model"]
     width, vocab_size = config["hidden_size"], config["vocab_size"]
-    target, gumiho = example.make_pair(example.ShapeArguments(device="meta", draft_vocabulary=32_768))
-    of_target, of_drafter = example.bytes_read(target, gumiho)
+    target, gumiho = script.make_pair(script.ShapeArguments(device="meta", draft_vocabulary=32_768))
+    of_target, of_drafter = script.bytes_read(target, gumiho)
     # Queries and outputs, keys and values of a quarter of the heads, the MLP, and the norms before both.
     layer = width * (2 * width + width // 2 + 3 * config["intermediate_size"] + 2)
     assert of_target == 2 * (32 * layer + width + vocab_size * width)

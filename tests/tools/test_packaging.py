@@ -1,17 +1,25 @@
 """What is built from the repository, and what an installed package can load."""
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import Parser
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import transformers_gumiho
 
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
@@ -23,18 +31,39 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from a source distribution, built from a copy of the repository's sources."""
+def unpacked_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, built from a copy of the repository's sources."""
     folder = tmp_path_factory.mktemp("build")
     source = folder / "source"
-    for name in ("src", "hub_configs"):
+    for name in ("src", "hub_configs", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", *DOCUMENTS):
         shutil.copy(ROOT / name, source)
     with tarfile.open(build("sdist", source, folder / "sdist")) as archive:
         archive.extractall(folder, filter="data")
     (unpacked,) = folder.glob("transformers_gumiho-*")
-    return build("wheel", unpacked, folder / "wheel")
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from the source distribution."""
+    return build("wheel", unpacked_sdist, tmp_path_factory.mktemp("build") / "wheel")
+
+
+def test_source_distribution_holds_the_documents_and_no_tests(unpacked_sdist: Path) -> None:
+    held = {path.name for path in unpacked_sdist.iterdir()}
+    assert held >= DOCUMENTS
+    # Without the demo pair, which is left out for its size, they could not run.
+    assert "tests" not in held
+
+
+def test_wheel_has_the_version_of_the_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    assert metadata["Version"] == transformers_gumiho.__version__
+    assert metadata["Name"] == "transformers-gumiho"
 
 
 def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
@@ -51,3 +80,50 @@ def test_installed_package_finds_its_configs(wheel: Path, tmp_path: Path) -> Non
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True)
     assert b'"vocab_size": 128256' in done.stdout
+
+
+def imported_by(*folders: Path) -> set[str]:
+    """Returns the distributions that the modules of folders import, by the names that the package index has."""
+    modules: set[str] = set()
+    for path in [path for folder in folders for path in folder.rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules.add(node.module.split(".")[0])
+    own = {path.stem for folder in folders for path in folder.rglob("*")} | {"transformers_gumiho"}
+    distributions = packages_distributions()
+    return {
+        canonicalize_name(distributions.get(module, [module])[0])
+        for module in modules - own - set(sys.stdlib_module_names)
+    }
+
+
+def declared(*extras: str) -> set[str]:
+    """Returns the distributions that pyproject declares in the core and in extras, with those that these include."""
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names: set[str] = set()
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    for requirement in map(Requirement, lines):
+        if requirement.name == project["name"]:
+            names |= declared(*requirement.extras)
+        else:
+            assert any(specifier.operator == ">=" for specifier in requirement.specifier), (
+                f"{requirement} has no bound"
+            )
+            names.add(canonicalize_name(requirement.name))
+    return names
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    package = ROOT / "src" / "transformers_gumiho"
+    rooms = {path.name: path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    extras = {"train": {"training", "metrics"}, "benchmark": {"benchmarking", "presenting"}}
+    core = [path for name, path in rooms.items() if not any(name in names for names in extras.values())]
+    # A prompts file may be a dataset; who has no `datasets` is told to install it.
+    assert imported_by(*core) - {"datasets"} <= declared()
+    for extra, names in extras.items():
+        assert imported_by(*(rooms[name] for name in names)) <= declared(extra)
+    assert imported_by(package) <= declared("train", "benchmark")
+    assert imported_by(ROOT / "tests", ROOT / "docs", ROOT / "examples", ROOT / "benchmarks") <= declared("dev")

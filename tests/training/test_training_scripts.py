@@ -110,9 +110,9 @@ def test_the_targets_own_answers_are_a_dataset(data: dict[str, Path], tmp_path: 
 def test_a_draft_model_for_assisted_generation_is_trained_on_the_targets_texts(tmp_path: Path) -> None:
     shutil.copytree(DEMO_TARGET, tmp_path / "pair" / "target")
     run(
-        "train_draft_model.py", "--output_dir", tmp_path / "pair", "--work_dir", tmp_path / "work", "--library",
-        Path(json.__file__).parent, "--held_out_one_in", 2, "--draft_steps", 3, "--generated_rows", 4,
-        "--generated_batch_size", 2, "--eval_rows", 4, "--drafter_batch_size", 2, "--drafter_sequence_length", 80,
+        "demo_pair/train_draft_model.py", "--output_dir", tmp_path / "pair", "--work_dir", tmp_path / "work",
+        "--library", Path(json.__file__).parent, "--held_out_one_in", 2, "--draft_steps", 3, "--generated_rows",
+        4, "--generated_batch_size", 2, "--eval_rows", 4, "--drafter_batch_size", 2, "--drafter_sequence_length", 80,
     )  # fmt: skip
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     draft_model = AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "draft_model")

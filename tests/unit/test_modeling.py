@@ -361,7 +361,7 @@ def test_wrong_shapes_are_refused() -> None:
 
 def test_installing_twice_changes_nothing() -> None:
     before = GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode
-    transformers_gumiho.decoding.loop.install()
+    transformers_gumiho.decoding.dispatch.install()
     assert before == (GenerationMixin._assisted_decoding, GenerationMixin._validate_generation_mode)
 
 
@@ -369,7 +369,7 @@ def test_other_assistants_keep_transformers_own_path(monkeypatch: pytest.MonkeyP
     target, small = make_target(), make_target(seed=1)
     prompt = make_prompts([5])
     monkeypatch.setattr(
-        transformers_gumiho.decoding.loop, "decode_with_tree", lambda *args, **kwargs: pytest.fail("took the tree")
+        transformers_gumiho.decoding.dispatch, "decode_with_tree", lambda *args, **kwargs: pytest.fail("took the tree")
     )
     plain = target.generate(**prompt, max_new_tokens=20, do_sample=False)
     for assistant in ({"assistant_model": small}, {"prompt_lookup_num_tokens": 3}):

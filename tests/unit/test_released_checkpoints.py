@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from targets import make_prompts, make_target
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from transformers_gumiho import GumihoConfig, GumihoModel, released_configs
+from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.model import released_configs
 
 
 # Hidden size, size of the feed-forward layers, heads, key-value heads, vocabulary, base of the rotary embedding,

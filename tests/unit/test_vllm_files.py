@@ -53,6 +53,10 @@ def with_a_draft_vocabulary(folder: Path) -> None:
     make_drafter(make_target(), draft_vocabulary=[1, 2, 3, 4]).save_pretrained(folder)
 
 
+def without_embedding(folder: Path) -> None:
+    make_drafter(make_target()).save_pretrained(folder, save_embedding=False)
+
+
 def trained(folder: Path) -> None:
     target = make_target().float()
     trainer = GumihoTrainer(
@@ -75,7 +79,8 @@ def demo_pair(folder: Path) -> None:
 @pytest.mark.parametrize(
     "save",
     [
-        fresh, without_fc_bias, with_biases, with_a_tokenizer, with_a_draft_vocabulary, trained, merged, demo_pair,
+        fresh, without_fc_bias, with_biases, with_a_tokenizer, with_a_draft_vocabulary, without_embedding,
+        trained, merged, demo_pair,
         *(
             pytest.param(partial(for_family, family), id=family)
             for family in ("llama", "qwen3", "gemma3", "gpt_oss", "gpt2", "opt")

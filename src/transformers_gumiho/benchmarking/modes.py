@@ -42,11 +42,6 @@ class DecodingMode:
         assistant = self.generate_kwargs.get("assistant_model")
         return assistant if isinstance(assistant, GumihoModel) else None
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether it runs compiled models."""
-        return "compile_config" in self.generate_kwargs
-
     @contextmanager
     def active(self) -> Iterator[None]:
         """Applies its settings to the drafter for as long as it lasts."""

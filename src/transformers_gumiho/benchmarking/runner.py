@@ -217,7 +217,7 @@ class _Runner:
     def _profile(self, mode: DecodingMode, batch: _Batch) -> dict[str, float] | None:
         if mode.drafter is None:
             return None
-        with stage_timer(self.target.device, mode.is_compiled) as seconds:
+        with stage_timer(self.target.device) as seconds:
             self._decode(mode, batch)
         return asdict(seconds) | {"rest": seconds.rest}
 

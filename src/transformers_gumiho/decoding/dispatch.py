@@ -37,6 +37,8 @@ def _assisted_decoding(
     assistant = unwrap_drafter(kwargs.get("assistant_model"))
     if assistant is None:
         return plain(input_ids, *args, **kwargs)
+    if not assistant.config.has_embedding:
+        assistant.share_embedding(target)
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     return decode_with_tree(target, input_ids, *args, **kwargs | {"assistant_model": assistant})

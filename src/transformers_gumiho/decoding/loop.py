@@ -1,6 +1,7 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit what the target agrees with."""
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..target.requirements import check_cache, check_positions
 from ..target.runner import TargetOutput, TargetRunner
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftTree, bare_root
+from .observers import GenerationEvents
 from .sequences import CommittedSequences
 from .step_records import HiddenStateRecord
 from .token_choice import TokenChooser, pick
@@ -81,18 +83,24 @@ def decode_with_tree(
     returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
     layers = HiddenStateRecord(batch_size, bool(returns_states))
     accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
+    events = GenerationEvents.begin(batch_size)
 
     with TargetRunner(target, generation_config, model_kwargs, num_nodes, shapes) as runner:
-        output = runner.read_prompt(input_ids, max_new_tokens)
+        with events.stage("prompt"):
+            output = runner.read_prompt(input_ids, max_new_tokens)
         layers.add_prompt(output.hidden_states)
         chooser.commit(bare_root(input_ids.new_zeros(batch_size)), output.logits)
         sequences.stream()
         if not sequences.finished:
-            generator = _make_generator(target, assistant_model, settings, runner, output)
-            tree = _draft_after_prompt(generator, sequences, runner, output, chooser.peek_noise(settings.tree_depth))
+            generator = _make_generator(target, assistant_model, settings, runner, output, events)
+            noise = chooser.peek_noise(settings.tree_depth)
+            with events.stage("draft"):
+                tree = _draft_after_prompt(generator, sequences, runner, output, noise)
         while not sequences.finished:
-            output = runner.run_tree(tree)
+            with events.stage("verify"):
+                output = runner.run_tree(tree)
             nodes, kept = chooser.commit(tree, output.logits)
+            events.cycle(tree, nodes, kept, sequences)
             sequences.stream()
             runner.commit(kept, nodes)
             layers.add(output.hidden_states, nodes, kept)
@@ -100,7 +108,8 @@ def decode_with_tree(
                 lengths.extend([number] if number else [])
             if not sequences.finished:
                 noise = chooser.peek_noise(settings.tree_depth)
-                tree = _draft_after_cycle(generator, nodes, kept, sequences, output, noise)
+                with events.stage("draft"):
+                    tree = _draft_after_cycle(generator, nodes, kept, sequences, output, noise)
         num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
         runner.truncate(num_removed)
 
@@ -132,6 +141,7 @@ def _make_generator(
     settings: DraftingSettings,
     runner: TargetRunner,
     prompt: TargetOutput,
+    events: GenerationEvents,
 ) -> GumihoCandidateGenerator:
     # Not the states themselves: the drafter would keep those of the whole prompt.
     device, dtype = prompt.last_hidden_state.device, prompt.last_hidden_state.dtype
@@ -150,6 +160,8 @@ def _make_generator(
         past_key_values=TreeCache(batch_size, capacity),
         shapes=runner.shapes,
         token_ids=token_ids,
+        # Within a compiled function nobody could be told.
+        around_pass=nullcontext if runner.shapes.are_compiled else events.each("drafter_pass"),
     )
 
 

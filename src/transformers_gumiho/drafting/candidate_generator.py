@@ -36,7 +36,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         **drafter_kwargs: Any,
     ):
         self.assistant_model = assistant_model
-        self.device = assistant_model.embed_tokens.weight.device
+        self.device = assistant_model.fc.weight.device
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
 
     def get_tree(

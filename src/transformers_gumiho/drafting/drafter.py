@@ -1,6 +1,7 @@
 """One round of drafting: two serial passes, one parallel pass, and the tree of the best recombinations."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class GumihoDrafter:
         shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
         token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
             vocabulary.
+        around_pass: Makes a context manager for each pass of a part of the drafter or of the output head, which is all
+            of the models' arithmetic. By default one that does nothing, as it must where drafting is compiled.
     """
 
     def __init__(
@@ -38,15 +41,17 @@ class GumihoDrafter:
         past_key_values: Any,
         shapes: CycleShapes | None = None,
         token_ids: torch.Tensor | None = None,
+        around_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.model = model
         self.lm_head = lm_head
         self.settings = settings
         self.cache = past_key_values
         self.token_ids = token_ids
+        self._around_pass = around_pass
         self.context_mask: torch.Tensor | None = None
         self._head_weights = model.mlp.batched_weights()
-        device = model.embed_tokens.weight.device
+        device = model.fc.weight.device
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
         offsets = torch.arange(settings.tree_depth + 1, device=device)
         causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
@@ -181,15 +186,15 @@ class GumihoDrafter:
         """Fills the cache with the prompt; returns its serial features `(B, n, H)`."""
         if attention_mask is not None:
             self.context_mask = attention_mask.bool()
-        fused = self.model.fuse(tokens, hidden_states)
-        return self.model.run_serial_head(fused, attention_mask, position_ids, self.cache)
+        fused = self._fuse(tokens, hidden_states)
+        return self._run_serial_head(fused, attention_mask, position_ids)
 
     def _read_committed(
         self, tokens: torch.Tensor, hidden_states: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
         causal, depths = self._committed[tokens.shape[1]]
-        fused = self.model.fuse(tokens, hidden_states)
+        fused = self._fuse(tokens, hidden_states)
         return self._run_block(fused, causal, depths, position_ids)
 
     def _draft_serially(
@@ -223,7 +228,7 @@ class GumihoDrafter:
                 break
             # Each kept path carries its own tokens and the features that predict them from here on.
             parents = level.parents.to(feature.device)
-            fused = self.model.fuse(level.tokens.to(feature.device), _gather_rows(feature, parents))
+            fused = self._fuse(level.tokens.to(feature.device), _gather_rows(feature, parents))
             path_inputs = [_gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < num_serial_tokens:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
@@ -239,11 +244,7 @@ class GumihoDrafter:
         """Drafts all later tokens in one pass, and recombines them under the serial paths. Returns their levels."""
         settings = self.settings
         num_heads = settings.tree_depth - self.model.config.num_serial_tokens
-        inputs = torch.cat(path_inputs, dim=-1)
-        if self._head_weights is None:
-            features = self.model.mlp(inputs)[:, :num_heads]
-        else:
-            features = run_batched_heads(self._head_weights, inputs, num_heads)
+        features = self._run_heads(torch.cat(path_inputs, dim=-1), num_heads)
         heads_noise = None if noise is None else noise[:, -num_heads:, None]
         tokens, log_probs = self._best_tokens(features, settings.extension[1], self._heads_temperatures, heads_noise)
         if self._recombinations is not None:
@@ -282,8 +283,26 @@ class GumihoDrafter:
         return tokens, best.values.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`; timed by itself."""
-        return self.lm_head(features)
+        """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`."""
+        with self._around_pass():
+            return self.lm_head(features)
+
+    def _fuse(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        with self._around_pass():
+            return self.model.fuse(tokens, features)
+
+    def _run_serial_head(
+        self, fused: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        with self._around_pass():
+            return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+
+    def _run_heads(self, inputs: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Returns the features `(B, num_heads, paths, H)` of the first parallel heads."""
+        with self._around_pass():
+            if self._head_weights is None:
+                return self.model.mlp(inputs)[:, :num_heads]
+            return run_batched_heads(self._head_weights, inputs, num_heads)
 
     def _run_block(
         self,
@@ -297,14 +316,14 @@ class GumihoDrafter:
             mask = slot_attention_mask(
                 visible, depths, self.cache.starts, self.cache.capacity, fused.dtype, self.context_mask
             )
-            return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+            return self._run_serial_head(fused, mask, position_ids)
         lengths = self.cache.lengths
         context_mask = self.context_mask
         if context_mask is not None and context_mask.shape[1] < max(lengths):
             context_mask = torch.nn.functional.pad(context_mask, (0, max(lengths) - context_mask.shape[1]), value=True)
             self.context_mask = context_mask
         mask = block_attention_mask(visible, depths, lengths, fused.dtype, context_mask)
-        return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+        return self._run_serial_head(fused, mask, position_ids)
 
 
 def _append_candidates(

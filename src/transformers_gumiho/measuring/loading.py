@@ -22,4 +22,5 @@ def load_pair(
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map or device)
     drafter = GumihoModel.from_pretrained(assistant, dtype=model.dtype, device_map=drafter_device(model))
+    drafter.share_embedding(model)
     return model, AutoTokenizer.from_pretrained(target), drafter

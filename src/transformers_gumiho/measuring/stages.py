@@ -1,17 +1,14 @@
 """Where the time of a cycle goes."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ..drafting import drafter as drafting
-from ..drafting.candidate_generator import GumihoCandidateGenerator
-from ..model.modeling_gumiho import GumihoModel
-from ..target.runner import TargetRunner
+from ..decoding.observers import GenerationObserver, Stage, observing
 
 
 @dataclass
@@ -22,7 +19,8 @@ class StageSeconds:
     Attributes:
         prompt: All that comes before the first cycle: preparing, reading the prompt, and drafting after it.
         verify: The target's passes over draft trees, with the masks and positions they need.
-        draft: The drafter's passes and the output head over its features.
+        draft: The drafter's passes and the output head over its features. Where the drafting of a cycle is one
+            compiled function, all of it, the growing of trees included.
         total: All of it. What is left is the package's own: growing trees, walking them, keeping caches and texts.
         num_cycles: Passes over trees.
     """
@@ -51,61 +49,62 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def stage_timer(device: torch.device, compiled: bool = False) -> Iterator[StageSeconds]:
+def stage_timer(device: torch.device) -> Iterator[StageSeconds]:
     """
-    Times the stages of the generation within it. It waits for the device at each of their ends, so the whole takes
-    longer than without it; the shares are what it is for.
+    Times the stages of this thread's generation within it. It waits for the device at each of their ends, so the whole
+    takes longer than without it; the shares are what it is for.
 
     Args:
         device: The target's.
-        compiled: Whether the drafting of a cycle is one compiled function. Then it is timed as a whole, the growing of
-            trees included.
     """
-    seconds, is_inside, start = StageSeconds(), [False], time.perf_counter()
-
-    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if is_inside[0]:  # within another stage, which has its time
-                return function(*args, **kwargs)
-            is_inside[0] = True
-            synchronize(device)
-            begin = time.perf_counter()
-            if stage == "verify":
-                if seconds.num_cycles == 0:
-                    seconds.prompt, seconds.draft = begin - start, 0.0
-                seconds.num_cycles += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                synchronize(device)
-                is_inside[0] = False
-                setattr(seconds, stage, getattr(seconds, stage) + time.perf_counter() - begin)
-
-        return wrapper
-
-    drafting_stages = (
-        (GumihoModel, "fuse", "draft"),
-        (GumihoModel, "run_serial_head", "draft"),
-        (drafting, "run_batched_heads", "draft"),
-        (drafting.GumihoDrafter, "score", "draft"),
-    )
-    whole_draft = ((GumihoCandidateGenerator, "get_tree", "draft"),)
-    with ExitStack() as stack:
-        for owner, name, stage in (
-            (TargetRunner, "run_tree", "verify"),
-            *(whole_draft if compiled else drafting_stages),
-        ):
-            replace_until_left(stack, owner, name, timed(stage, getattr(owner, name)))
-        synchronize(device)
-        start = time.perf_counter()
+    seconds = StageSeconds()
+    synchronize(device)
+    timer = _StageTimer(device)
+    with observing(timer):
         yield seconds
-        synchronize(device)
-        seconds.total = time.perf_counter() - start
-        if seconds.num_cycles == 0:
-            seconds.prompt, seconds.draft = seconds.total, 0.0
+    synchronize(device)
+    seconds.total = time.perf_counter() - timer.start
+    seconds.num_cycles = timer.num_cycles
+    seconds.prompt = timer.prompt if timer.num_cycles else seconds.total
+    seconds.verify = timer.seconds["verify"]
+    # Compiled, the drafting of a cycle is one function, and nobody is told of the passes in it.
+    seconds.draft = timer.seconds["drafter_pass"] or timer.seconds["draft"]
 
 
-def replace_until_left(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Puts `value` in the place of an attribute until the stack is left."""
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
+class _StageTimer(GenerationObserver):
+    """
+    Adds up the seconds of each stage from the first pass over a tree on.
+
+    Args:
+        device: Waited for at the beginning and the end of each stage.
+
+    Attributes:
+        start: When it was made, in the seconds of `time.perf_counter`.
+        prompt: Seconds from then to the first pass over a tree.
+        num_cycles: Passes over trees.
+        seconds: Of each stage since the first of them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.prompt = 0.0
+        self.num_cycles = 0
+        self.seconds = defaultdict[Stage, float](float)
+        self._begins: list[float] = []  # of the stages that last
+        self.start = time.perf_counter()
+
+    def on_stage_begin(self, stage: Stage) -> None:
+        begin = self._now()
+        if stage == "verify":
+            if self.num_cycles == 0:
+                self.prompt = begin - self.start
+                self.seconds.clear()
+            self.num_cycles += 1
+        self._begins.append(begin)
+
+    def on_stage_end(self, stage: Stage) -> None:
+        self.seconds[stage] += self._now() - self._begins.pop()
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()

@@ -1,11 +1,18 @@
 """What lies next to the weights of a saved drafter: the target's tokenizer, and code for `custom_generate`."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from .configuration_gumiho import GumihoConfig
+
+
+_EMBEDDING = "embed_tokens.weight"
 
 # What `generate(custom_generate=<repository>)` reads: the code, and the packages that it needs.
 CUSTOM_GENERATE = {
@@ -27,16 +34,59 @@ class SavingMixin:
             that a pipeline can load it as an assistant by its name.
     """
 
+    config: GumihoConfig
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args: Any,
+        save_embedding: bool | None = None,
+        **kwargs: Any,
     ) -> None:
-        """As `PreTrainedModel.save_pretrained`; also writes the tokenizer and the folder `custom_generate`."""
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
+        """
+        As `PreTrainedModel.save_pretrained`; also writes the tokenizer and the folder `custom_generate`.
+
+        Args:
+            save_embedding (`bool`, *optional*): Whether the token embedding is saved; by default, where the drafter
+                has one of its own. What is loaded from files without it reads the embedding of its target.
+            *args, **kwargs: As in `PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: The embedding is to be saved, and the drafter has none and was lent none.
+        """
+        with self._as_saved(save_embedding, state_dict) as tensors:
+            super().save_pretrained(save_directory, is_main_process, tensors, *args, **kwargs)  # type: ignore[misc]
         # transformers tells in the log why it does not save into a file.
         if self.should_save_on_this_rank(is_main_process) and Path(save_directory).is_dir():  # type: ignore[attr-defined]
             self._save_companions(save_directory)
+
+    @contextmanager
+    def _as_saved(
+        self, save_embedding: bool | None, state_dict: dict[str, torch.Tensor] | None
+    ) -> Iterator[dict[str, torch.Tensor] | None]:
+        """Makes the config say for as long as it lasts what the files will hold; yields the tensors to save."""
+        had_embedding = self.config.has_embedding
+        if save_embedding is None or save_embedding == had_embedding:
+            yield state_dict
+            return
+        tensors = dict(state_dict or self.state_dict())  # type: ignore[attr-defined]
+        if save_embedding:
+            if self.embed_tokens.weight is None:  # type: ignore[attr-defined]
+                raise ValueError(
+                    "`save_embedding=True`, but this drafter was saved without its embedding and was lent none yet. "
+                    "Call `drafter.share_embedding(target)` first."
+                )
+            tensors[_EMBEDDING] = self.embed_tokens.weight  # type: ignore[attr-defined]
+        else:
+            tensors.pop(_EMBEDDING, None)
+        self.config.has_embedding = save_embedding
+        try:
+            yield tensors
+        finally:
+            self.config.has_embedding = had_embedding
 
     def _upload_modified_files(
         self,

@@ -38,6 +38,9 @@ class GumihoConfig(PreTrainedConfig):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
         initializer_range (`float`, defaults to 0.02):
             Standard deviation of new weights; those of the parallel heads begin at zero.
+        has_embedding (`bool`, defaults to `True`):
+            Whether the drafter holds a copy of the target's token embedding. Without one it reads the target's own,
+            and its files are as much smaller; see `save_pretrained(save_embedding=False)`.
         tie_word_embeddings (`bool`, defaults to `False`):
             For transformers, which reads it of every model; a drafter has no output head to tie.
 
@@ -68,6 +71,7 @@ class GumihoConfig(PreTrainedConfig):
     num_residual_blocks: int = 5
     gumiho_fc_bias: bool = True
     initializer_range: float = 0.02
+    has_embedding: bool = True
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:

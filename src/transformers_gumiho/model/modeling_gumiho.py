@@ -22,6 +22,7 @@ from .configuration_gumiho import GumihoConfig
 from .draft_vocabulary import adopt_released_vocabulary
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .released_configs import find_packaged_folder
+from .token_embedding import BorrowedEmbedding, fitting_rows
 from .unrolling import unrolled_attention_mask
 
 
@@ -95,8 +96,9 @@ class GumihoModel(GumihoPreTrainedModel):
     """
     A Gumiho drafter. Pass it as `assistant_model` to the `generate()` of the target it was trained for.
 
-    It holds a frozen copy of the target's token embedding, but no output head: features are turned into tokens by the
-    head of the target. Its decoding settings are in `generation_config`; see [`DraftingSettings`].
+    It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]), but no
+    output head: features are turned into tokens by the head of the target. Its decoding settings are in
+    `generation_config`; see [`DraftingSettings`].
     """
 
     def __init__(self, config: GumihoConfig):
@@ -104,7 +106,9 @@ class GumihoModel(GumihoPreTrainedModel):
         llama = config.get_text_config()
         # The layers read the implementation from the nested config, which `PreTrainedModel` leaves to submodels.
         llama._attn_implementation = config._attn_implementation
-        self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
+        self.embed_tokens: Any = BorrowedEmbedding()
+        if config.has_embedding:
+            self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
         self.fc = nn.Linear(2 * llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias)
         self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
         # The first layer reads the output of `fc` unnormalised: the architecture has no weights for a norm here.
@@ -178,22 +182,52 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             ValueError: The embedding is offloaded, or has another shape than the config asks for.
         """
-        if embedding.device.type == "meta":
-            raise ValueError(
-                "The target's token embedding is offloaded, so it cannot be copied. Load the target with a "
-                "`device_map` that keeps the embedding on a device."
-            )
         config = GumihoConfig.from_target(target_config, **overrides)
-        expected = (config.get_text_config().vocab_size, config.get_text_config().hidden_size)
-        if embedding.shape[1] != expected[1] or embedding.shape[0] < expected[0]:
-            raise ValueError(
-                f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
-                f"{expected}. Pass `vocab_size` and `hidden_size` as overrides."
-            )
-        model = cls(config)
-        with torch.no_grad():
-            model.embed_tokens.weight.copy_(embedding[: expected[0]])
-        return model.to(device=embedding.device, dtype=embedding.dtype)
+        rows = fitting_rows(embedding, config.get_text_config().vocab_size, config.get_text_config().hidden_size)
+        model = cls(config).to(device=embedding.device, dtype=embedding.dtype)
+        model.adopt_embedding(rows.clone() if config.has_embedding else rows)
+        return model
+
+    def share_embedding(self, target: PreTrainedModel) -> bool:
+        """
+        Lets the drafter read the target's token embedding where it can, so that memory holds it once. A drafter that
+        was saved without an embedding needs this before its `forward`; `generate()` does it. One with an embedding
+        gives it up for an equal one on the same device and in the same dtype, and otherwise keeps its own.
+
+        Args:
+            target (`PreTrainedModel`): The target that the drafter was made for.
+
+        Returns:
+            `bool`: Whether the two read the same memory now.
+
+        Raises:
+            ValueError: The drafter has no embedding, and the target's is offloaded or of another shape.
+        """
+        embedding = target.get_input_embeddings().weight.detach()
+        if not self.config.has_embedding:
+            self.adopt_embedding(embedding)
+            return bool(self.embed_tokens.weight.data_ptr() == embedding.data_ptr())
+        own = self.embed_tokens.weight
+        rows = embedding[: own.shape[0]]
+        alike = (rows.shape, rows.dtype, rows.device) == (own.shape, own.dtype, own.device)
+        if not alike or own.device.type == "meta" or not torch.equal(rows, own):
+            return False
+        own.data = rows
+        return True
+
+    def adopt_embedding(self, embedding: torch.Tensor) -> None:
+        """
+        Makes `embedding` `(V or more, H)` the drafter's, without a copy where device and dtype are the drafter's.
+
+        Raises:
+            ValueError: It is offloaded, or of another shape.
+        """
+        llama = self.config.get_text_config()
+        rows = fitting_rows(embedding, llama.vocab_size, llama.hidden_size)
+        if not self.config.has_embedding:
+            self.embed_tokens.lend(rows, self.device, self.dtype)
+        else:
+            self.embed_tokens.weight.data = rows.to(self.embed_tokens.weight)
 
     @classmethod
     def from_pretrained(

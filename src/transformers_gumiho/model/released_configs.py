@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 
 # In a wheel the configs are inside the package; a clone keeps them in its top-level folder.
-_FOLDERS = (Path(__file__).parent / "hub_configs", Path(__file__).parents[2] / "hub_configs")
+_FOLDERS = (Path(__file__).parents[1] / "hub_configs", Path(__file__).parents[3] / "hub_configs")
 
 # Of the released drafters, on the Hub.
 _OWNER = "amd"

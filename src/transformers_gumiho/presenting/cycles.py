@@ -1,18 +1,15 @@
 """What happens in each verification cycle: the drafted tree, and what the target took from it."""
 
 import math
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ..decoding.token_choice import TokenChooser
-from ..measuring.stages import replace_until_left
+from ..decoding.observers import GenerationObserver, observing
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import ChildFinder
+from ..tree.verification import AcceptedPath, ChildFinder
 
 
 @dataclass(frozen=True)
@@ -73,21 +70,20 @@ def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
     Raises:
         ValueError: In `generate()`, for a batch of several sequences.
     """
-    commit, thread = TokenChooser.commit, threading.get_ident()
-
-    def watched_commit(self: TokenChooser, tree: DraftTree, logits: torch.Tensor) -> Any:
-        if threading.get_ident() != thread:
-            return commit(self, tree, logits)
-        if self.batch_size != 1:
-            raise ValueError(f"Cycles of one sequence can be watched, got a batch of {self.batch_size}.")
-        nodes, kept = commit(self, tree, logits)
-        if tree.max_depth:  # not the prompt
-            on_cycle(_describe_cycle(tree, nodes[:, : kept[0]], self.sequences.newest(kept)))
-        return nodes, kept
-
-    with ExitStack() as stack:
-        replace_until_left(stack, TokenChooser, "commit", watched_commit)
+    with observing(_CycleWatcher(on_cycle)):
         yield
+
+
+class _CycleWatcher(GenerationObserver):
+    def __init__(self, watch: Callable[[Cycle], None]):
+        self.watch = watch
+
+    def on_generation_begin(self, batch_size: int) -> None:
+        if batch_size != 1:
+            raise ValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        self.watch(_describe_cycle(tree, path.nodes, path.tokens))
 
 
 def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) -> Cycle:

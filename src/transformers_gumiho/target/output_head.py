@@ -12,7 +12,8 @@ def output_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tenso
     Returns the function from the target's last hidden states `(..., H)` to its logits `(..., V)`: its output head,
     followed by the scaling and capping that some decoders apply.
     """
-    return scaled_head(target.get_output_embeddings(), target.config)
+    head = target.get_output_embeddings()
+    return scaled_head(_by_rows(head) if _is_plain_linear(head) else head, target.config)
 
 
 def drafting_head(target: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -32,7 +33,7 @@ def drafting_head(target: PreTrainedModel, token_ids: torch.Tensor) -> Callable[
     rows = token_ids.to(head.weight.device)
     weight = head.weight.detach().index_select(0, rows)
     bias = None if head.bias is None else head.bias.detach().index_select(0, rows)
-    return scaled_head(lambda features: nn.functional.linear(features, weight, bias), target.config)
+    return scaled_head(_by_rows(lambda features: nn.functional.linear(features, weight, bias)), target.config)
 
 
 def scaled_head(
@@ -48,6 +49,18 @@ def scaled_head(
         if scale != 1:
             logits = logits * scale
         return torch.tanh(logits / cap) * cap if cap else logits
+
+    return logits_of
+
+
+def _by_rows(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    Returns `head`, run on features that are flattened to rows `(n, H)`. Those of the parallel heads lie in memory in
+    another order than their dimensions; PyTorch multiplies such tensors batch by batch, and copies them for it.
+    """
+
+    def logits_of(features: torch.Tensor) -> torch.Tensor:
+        return head(features.reshape(-1, features.shape[-1])).view(*features.shape[:-1], -1)
 
     return logits_of
 

@@ -15,6 +15,10 @@ class TargetFeatures(Protocol):
 
     config: PreTrainedConfig
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The weight of the target's token embedding, `(V or more, H)`."""
+
     def to(self, device: torch.device) -> None:
         """Moves what is not placed on a device already to `device`."""
 
@@ -42,6 +46,11 @@ class OnlineFeatures:
         self.config = target.config
         self._head = output_head(target)
         self._packing_is_checked = False
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The weight of the target's token embedding, `(V or more, H)`."""
+        return self.target.get_input_embeddings().weight
 
     def to(self, device: torch.device) -> None:
         """Moves the target to `device`, unless it was placed when it was loaded (split, offloaded or quantised)."""

@@ -69,6 +69,8 @@ class GumihoTrainer(Trainer):
         for name in ("train_dataset", "eval_dataset"):
             _check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
+        if not self.drafter.config.has_embedding:
+            self.drafter.adopt_embedding(self.target_features.embedding)
         # One process drives one device: the target is on one, or split over several that are then all its own.
         args._n_gpu = min(args.n_gpu, 1)
         vocab_size = self.drafter.config.get_text_config().vocab_size

@@ -5,7 +5,6 @@ that was accepted in the large tree is accepted under every budget that reaches 
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..decoding.token_choice import TokenChooser
+from ..decoding.observers import GenerationObserver, observing
 from ..measuring.decoding_settings import decoding_settings
-from ..measuring.stages import replace_until_left
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree
+from ..tree.verification import AcceptedPath
 
 
 @dataclass(frozen=True)
@@ -65,19 +64,9 @@ def profile_acceptance(
     Raises:
         ValueError: The texts end before anything is drafted.
     """
-    cycles: list[np.ndarray] = []
-    max_depth = drafter.config.max_draft_depth
-    commit = TokenChooser.commit
-
-    def recording_commit(self: TokenChooser, tree: DraftTree, logits: torch.Tensor) -> Any:
-        nodes, kept = commit(self, tree, logits)
-        if tree.max_depth:  # not the prompt
-            cycles.append(_needed_budgets(tree.depths[0].tolist(), nodes[0, 1 : kept[0]].tolist(), max_depth))
-        return nodes, kept
-
+    recorder = _AcceptanceRecorder(drafter.config.max_draft_depth)
     of_prompts = [settings] * len(prompts) if isinstance(settings, dict) else settings
-    with ExitStack() as stack:
-        replace_until_left(stack, TokenChooser, "commit", recording_commit)
+    with observing(recorder):
         for index, (prompt, of_prompt) in enumerate(zip(prompts, of_prompts, strict=True)):
             torch.manual_seed(index)
             with decoding_settings(drafter, of_prompt):
@@ -85,9 +74,21 @@ def profile_acceptance(
                     prompt[None].to(target.device), assistant_model=drafter, max_new_tokens=max_new_tokens,
                     **{"do_sample": False} | generate_kwargs,
                 )  # fmt: skip
-    if not cycles:
+    if not recorder.cycles:
         raise ValueError("The prompts end before anything is drafted. Give others, or more `max_new_tokens`.")
-    return AcceptanceProfile(np.stack(cycles))
+    return AcceptanceProfile(np.stack(recorder.cycles))
+
+
+class _AcceptanceRecorder(GenerationObserver):
+    """Records under which budgets each cycle of single texts would have been what it was, up to `max_depth`."""
+
+    def __init__(self, max_depth: int):
+        self.max_depth = max_depth
+        self.cycles: list[np.ndarray] = []
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        accepted = path.nodes[0, 1 : int(path.counts[0])].tolist()
+        self.cycles.append(_needed_budgets(tree.depths[0].tolist(), accepted, self.max_depth))
 
 
 def _needed_budgets(depths: list[int], accepted: list[int], max_depth: int) -> np.ndarray:

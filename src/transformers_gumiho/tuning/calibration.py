@@ -101,7 +101,7 @@ def features_of_drafts(
     """
     ids = answer.tokens[None].to(target.device)
     states = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    device = drafter.embed_tokens.weight.device
+    device = drafter.fc.weight.device
     output = drafter(ids[:, 1:].to(device), states[:, :-1].to(device), unroll=True)
     found = []
     for predictor, features in predictions_of(output, LossWeights()):

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..measuring.stages import replace_until_left
 from ..model.modeling_gumiho import GumihoModel
 from .timing import DecodingTime, time_drafted, time_plain
 
@@ -203,9 +202,12 @@ def _without_end(target: PreTrainedModel) -> Iterator[None]:
     Lets all runs decode the same number of tokens, past the text's end if need be. A minimum length would do that by a
     processor that looks at the prefix, which makes decoding slower than what is to be predicted.
     """
-    with ExitStack() as stack:
-        replace_until_left(stack, target.generation_config, "eos_token_id", None)
+    config = target.generation_config
+    before, config.eos_token_id = config.eos_token_id, None
+    try:
         yield
+    finally:
+        config.eos_token_id = before
 
 
 def smooth(measured: Mapping[int, float]) -> dict[int, float]:

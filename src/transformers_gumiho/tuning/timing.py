@@ -8,17 +8,17 @@ the tokens after the first, which comes from the prompt, per second of that time
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
+from ..decoding.observers import GenerationObserver, Stage, observing
 from ..measuring.decoding_settings import decoding_settings
-from ..measuring.stages import replace_until_left, synchronize
+from ..measuring.stages import synchronize
 from ..model.modeling_gumiho import GumihoModel
-from ..target.runner import TargetRunner
 
 
 @dataclass
@@ -87,37 +87,49 @@ def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: An
 
 @contextmanager
 def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
-    taken, read_prompt, run_tree = DecodingTime(), TargetRunner.read_prompt, TargetRunner.run_tree
-    begin = 0.0
-    passes: list[tuple[float, float]] = []  # when each begins and ends
-
-    def timed_prompt(self: TargetRunner, *args: Any) -> Any:
-        nonlocal begin
-        output = read_prompt(self, *args)
-        synchronize(device)
-        begin = time.perf_counter()
-        return output
-
-    def timed_tree(self: TargetRunner, *args: Any) -> Any:
-        taken.num_cycles += 1
-        if not split:
-            return run_tree(self, *args)
-        synchronize(device)
-        begin_of_pass = time.perf_counter()
-        output = run_tree(self, *args)
-        synchronize(device)
-        passes.append((begin_of_pass, time.perf_counter()))
-        return output
-
-    with ExitStack() as stack:
-        replace_until_left(stack, TargetRunner, "read_prompt", timed_prompt)
-        replace_until_left(stack, TargetRunner, "run_tree", timed_tree)
+    taken, timer = DecodingTime(), _CycleTimer(device, split)
+    with observing(timer):
         yield taken
-        synchronize(device)
-        taken.seconds = time.perf_counter() - begin
-    if passes:
-        begins, ends = zip(*passes, strict=True)
-        taken.setup_seconds = begins[0] - begin
-        taken.verify_seconds = (sum(ends) - sum(begins)) / len(passes)
-        if len(passes) > 1:
-            taken.cycle_seconds = (begins[-1] - begins[0]) / (len(passes) - 1)
+    synchronize(device)
+    taken.seconds = time.perf_counter() - timer.begin
+    taken.num_cycles = timer.num_cycles
+    if timer.passes:
+        begins, ends = zip(*timer.passes, strict=True)
+        taken.setup_seconds = begins[0] - timer.begin
+        taken.verify_seconds = (sum(ends) - sum(begins)) / len(begins)
+        if len(begins) > 1:
+            taken.cycle_seconds = (begins[-1] - begins[0]) / (len(begins) - 1)
+
+
+class _CycleTimer(GenerationObserver):
+    """
+    Takes note of when the prompt has been read.
+
+    Args:
+        device: The target's.
+        split: Take note of when each pass over a tree begins and ends, too.
+    """
+
+    def __init__(self, device: torch.device, split: bool):
+        self.device = device
+        self.split = split
+        self.begin = 0.0
+        self.num_cycles = 0
+        self.passes: list[tuple[float, float]] = []
+        self._begin_of_pass = 0.0
+
+    def on_stage_begin(self, stage: Stage) -> None:
+        if stage == "verify":
+            self.num_cycles += 1
+            if self.split:
+                self._begin_of_pass = self._now()
+
+    def on_stage_end(self, stage: Stage) -> None:
+        if stage == "prompt":
+            self.begin = self._now()
+        elif stage == "verify" and self.split:
+            self.passes.append((self._begin_of_pass, self._now()))
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()

@@ -1,6 +1,6 @@
 """Measures how the time of a cycle and the memory of a generation grow with the context.
 
-    python examples/measure_context.py
+    python benchmarks/measure_context.py
 
 Plain decoding and decoding with the drafter take turns after contexts of several lengths, round by round, in several
 processes: a machine that slows down for a while slows down all of a round, and processes differ by where their memory
@@ -33,7 +33,8 @@ Times = list[list[list[float]]]
 @dataclass
 class ContextArguments:
     demo_pair: Path = field(
-        default=Path(__file__).parent / "demo_pair", metadata={"help": "Folder with `target`, `gumiho` and prompts."}
+        default=Path(__file__).parent.parent / "examples" / "demo_pair",
+        metadata={"help": "Folder with `target`, `gumiho` and prompts."},
     )
     lengths: list[int] = field(default_factory=lambda: [128, 1024, 4096], metadata={"help": "Tokens of context."})
     max_new_tokens: int = 96

@@ -1,7 +1,7 @@
 """Trains a small ordinary language model on the demo pair's target: a draft model for transformers' own assisted
 generation, which `gumiho benchmark` compares with.
 
-    python examples/train_draft_model.py --output_dir examples/demo_pair
+    python examples/demo_pair/train_draft_model.py --output_dir examples/demo_pair
 
 It takes the target that `train_demo_pair.py` left in `--output_dir`, and the same text. Stages are skipped when their
 result is in `--work_dir`, so a run that was stopped is continued by starting it again.

@@ -1,7 +1,7 @@
 """Measures how often low precision or quantisation decides a near-tie between two tokens differently.
 
-    python examples/measure_near_ties.py
-    python examples/measure_near_ties.py --dtypes float32 --quantizations Int8WeightOnlyConfig load_in_4bit
+    python benchmarks/measure_near_ties.py
+    python benchmarks/measure_near_ties.py --dtypes float32 --quantizations Int8WeightOnlyConfig load_in_4bit
 
 A target sums in one order over one token, in another one over a draft tree, and in a third one over a whole text. In
 float32 the results hardly differ; in bfloat16 and float16 the two best tokens may swap places where their logits
@@ -33,7 +33,8 @@ from transformers_gumiho import GumihoModel
 @dataclass
 class NearTieArguments:
     demo_pair: Path = field(
-        default=Path(__file__).parent / "demo_pair", metadata={"help": "Folder with `target`, `gumiho` and prompts."}
+        default=Path(__file__).parent.parent / "examples" / "demo_pair",
+        metadata={"help": "Folder with `target`, `gumiho` and prompts."},
     )
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16", "float16"])
     quantizations: list[str] = field(

@@ -1,6 +1,6 @@
 """Measures the memory that the training loss takes, eager and in chunks, each in a process of its own.
 
-python examples/measure_loss_memory.py --vocab_size 32768 --num_tokens 2048
+python benchmarks/measure_loss_memory.py --vocab_size 32768 --num_tokens 2048
 """
 
 import resource

@@ -1,6 +1,6 @@
 """Measures what a cycle costs in steps of plain decoding, for a drafter and a target of any size.
 
-    python examples/measure_shape.py                 # the shape of Llama-3-8B, on a GPU with 24 GB
+    python benchmarks/measure_shape.py                 # the shape of Llama-3-8B, on a GPU with 24 GB
 
 The weights are random, so no text is worth reading and no tau worth counting; what counts is the ratio of a cycle's
 time to that of a plain step, both with static caches and compiled. The speed-up of a trained drafter is tau / ratio.

@@ -1,6 +1,6 @@
 """Trains the demo pair from nothing: a byte-level BPE tokenizer, a small Llama target, and a Gumiho drafter on it.
 
-    python examples/train_demo_pair.py --output_dir demo_pair
+    python examples/demo_pair/train_demo_pair.py --output_dir demo_pair
 
 The text is the source of the Python standard library that runs this script. Every stage leaves its result in
 `--work_dir` and is skipped when the result is there, and both trainings go on from their newest checkpoint, so a run

@@ -1,0 +1,73 @@
+"""The token embedding of a drafter: a copy of the target's, or the target's own."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class BorrowedEmbedding(nn.Module):
+    """
+    The place of an embedding that a drafter was saved without; [`lend`] fills it with the target's.
+
+    What is lent is no parameter: it is neither trained nor saved with the drafter.
+
+    Attributes:
+        weight (`(V, H)`, *optional*): The embedding, once it was lent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: torch.Tensor | None = None
+        # The tensor that was lent, of which `weight` may be a copy on another device or in another precision.
+        self._source: torch.Tensor | None = None
+
+    def lend(self, weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+        """Takes `weight` `(V, H)` over: itself where device and dtype are as asked for, else a copy."""
+        is_known = self._source is not None and self._source.data_ptr() == weight.data_ptr()
+        if is_known and self.weight is not None and (self.weight.device, self.weight.dtype) == (device, dtype):
+            return
+        self._source = weight.detach()
+        self.weight = self._source.to(device=device, dtype=dtype)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings `(..., H)` of token ids `(...)`."""
+        if self.weight is None:
+            raise ValueError(
+                "This drafter was saved without its token embedding, and was lent none yet. Call "
+                "`drafter.share_embedding(target)` before it runs by itself; `generate(assistant_model=...)` does so."
+            )
+        return nn.functional.embedding(input_ids, self.weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # As parameters do, what was lent goes where the drafter is moved.
+        if self.weight is not None:
+            self.weight = fn(self.weight)
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the drafter, or a pickled one, borrows for itself.
+        return self.__dict__ | {"weight": None, "_source": None}
+
+
+def fitting_rows(embedding: torch.Tensor, vocab_size: int, hidden_size: int) -> torch.Tensor:
+    """
+    Returns the rows `(V, H)` of a target's embedding `(V or more, H)` that belong to a drafter's vocabulary.
+
+    Raises:
+        ValueError: The embedding is offloaded, or has another shape.
+    """
+    if embedding.device.type == "meta":
+        raise ValueError(
+            "The target's token embedding is offloaded, so a drafter cannot read it. Load the target with a "
+            "`device_map` that keeps the embedding on a device."
+        )
+    if embedding.shape[1] != hidden_size or embedding.shape[0] < vocab_size:
+        raise ValueError(
+            f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
+            f"{(vocab_size, hidden_size)}. Pass `vocab_size` and `hidden_size` as overrides."
+        )
+    return embedding[:vocab_size]
+
+
+__all__ = ["BorrowedEmbedding", "fitting_rows"]

@@ -1,0 +1,202 @@
+"""Observers are told what generations do, each only of those it was meant for."""
+
+import contextvars
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from targets import make_drafter, make_prompts, make_target
+from transformers import PreTrainedModel
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding.observers import GenerationEvents, GenerationObserver, Stage, observing
+from transformers_gumiho.measuring.stages import stage_timer
+from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.tree.verification import AcceptedPath
+
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+class Recorder(GenerationObserver):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.batch_sizes: list[int] = []
+        self.cycles: list[tuple[DraftTree, AcceptedPath]] = []
+
+    def on_generation_begin(self, batch_size: int) -> None:
+        self.batch_sizes.append(batch_size)
+
+    def on_stage_begin(self, stage: Stage) -> None:
+        self.events.append(stage)
+
+    def on_stage_end(self, stage: Stage) -> None:
+        self.events.append(f"/{stage}")
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        self.events.append("cycle")
+        self.cycles.append((tree, path))
+
+    def committed(self, row: int) -> list[int]:
+        """The tokens that the cycles have added to a row."""
+        return [token for _, path in self.cycles for token in path.tokens[row, : int(path.counts[row])].tolist()]
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def drafter(target: PreTrainedModel) -> GumihoModel:
+    return make_drafter(target, num_assistant_tokens=15)
+
+
+@pytest.fixture(scope="module")
+def generate(target: PreTrainedModel, drafter: GumihoModel) -> Callable[..., Any]:
+    """Decodes 17 tokens after prompts of these lengths."""
+
+    def generate(*lengths: int, **settings: Any) -> Any:
+        options = {"assistant_model": drafter, "max_new_tokens": 17, "do_sample": False} | settings
+        return target.generate(**make_prompts(list(lengths), seed=sum(lengths)), **options)
+
+    return generate
+
+
+@pytest.mark.parametrize("settings", [{}, STATIC, {"do_sample": True}], ids=["greedy", "fixed shapes", "sampling"])
+@pytest.mark.parametrize("lengths", [(5,), (4, 7, 2)])
+def test_cycles_tell_what_is_committed(
+    generate: Callable[..., Any], lengths: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    recorder = Recorder()
+    with observing(recorder):
+        texts = generate(*lengths, **settings)
+    assert recorder.batch_sizes == [len(lengths)]
+    prompt_length = max(lengths)
+    for row, text in enumerate(texts.tolist()):
+        assert recorder.committed(row) == text[prompt_length + 1 :], "all but the first token come from cycles"
+    newest = [prompt_length] * len(lengths)
+    for tree, path in recorder.cycles:
+        for row, count in enumerate(path.counts.tolist()):
+            if not count:
+                continue
+            assert tree.tokens[row, 0] == texts[row, newest[row]], "a tree grows from the newest token"
+            nodes, tokens = path.nodes[row, :count], path.tokens[row, :count]
+            assert nodes[0] == 0
+            assert tree.parents[row, nodes[1:]].tolist() == nodes[:-1].tolist()
+            assert tree.tokens[row, nodes[1:]].tolist() == tokens[:-1].tolist()
+            newest[row] += count
+
+
+def test_stages_are_told_in_their_order(generate: Callable[..., Any]) -> None:
+    recorder = Recorder()
+    with observing(recorder):
+        generate(5)
+    num_cycles = len(recorder.cycles)
+    without_passes = [event for event in recorder.events if not event.endswith("drafter_pass")]
+    cycle = ["draft", "/draft", "verify", "/verify", "cycle"]
+    assert without_passes == ["prompt", "/prompt", *cycle * num_cycles]
+    # Reading the newest tokens is a fusion and a pass; each of two serial tokens is scored and fused, the first one
+    # runs the serial head again; then the parallel heads run and are scored.
+    assert Counter(recorder.events)["drafter_pass"] == 9 * num_cycles
+    is_drafting = False
+    for event in recorder.events:
+        is_drafting = event == "draft" or (is_drafting and event != "/draft")
+        assert is_drafting or not event.endswith("drafter_pass")
+
+
+def test_threads_see_only_their_own(generate: Callable[..., Any]) -> None:
+    both_observe, both_are_done = Barrier(3, timeout=60), Barrier(3, timeout=60)
+
+    def decode(length: int) -> tuple[Recorder, torch.Tensor]:
+        recorder = Recorder()
+        with observing(recorder):
+            both_observe.wait()
+            text = generate(length)
+            both_are_done.wait()
+        return recorder, text
+
+    of_main = Recorder()
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(decode, length) for length in (3, 8)]
+        with observing(of_main):
+            both_observe.wait()
+            both_are_done.wait()
+    for length, result in zip((3, 8), results, strict=True):
+        recorder, text = result.result()
+        assert recorder.batch_sizes == [1]
+        assert recorder.committed(0) == text[0, length + 1 :].tolist()
+    assert not of_main.batch_sizes
+
+
+def test_observers_leave_in_any_order(generate: Callable[..., Any]) -> None:
+    first, second = Recorder(), Recorder()
+    of_first, of_second = observing(first), observing(second)
+    of_first.__enter__()
+    of_second.__enter__()
+    generate(3)
+    of_first.__exit__(None, None, None)
+    generate(4)
+    of_second.__exit__(None, None, None)
+    generate(5)
+    assert len(first.batch_sizes) == 1
+    assert len(second.batch_sizes) == 2
+    assert GenerationEvents.begin(1).observers == ()
+
+
+def test_an_observer_can_be_left_from_elsewhere(generate: Callable[..., Any]) -> None:
+    recorder = Recorder()
+    of_recorder = observing(recorder)
+    of_recorder.__enter__()
+    copy = contextvars.copy_context()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(of_recorder.__exit__, None, None, None).result()
+    generate(3)
+    copy.run(generate, 3)
+    assert not recorder.batch_sizes
+
+
+@pytest.mark.parametrize("name", ["on_generation_begin", "on_stage_begin", "on_stage_end", "on_cycle"])
+def test_an_observer_that_fails_ends_the_generation_and_nothing_else(generate: Callable[..., Any], name: str) -> None:
+    class Failing(GenerationObserver):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("observer failed")
+
+    setattr(Failing, name, fail)
+    before, failing = Recorder(), Failing()
+    with observing(before):
+        with pytest.raises(RuntimeError, match="observer failed"), observing(failing):
+            generate(3)
+        begun = [event for event in before.events if event.removeprefix("/") in ("prompt", "draft", "verify")]
+        assert all(begun.count(stage) == begun.count(f"/{stage}") for stage in ("prompt", "draft", "verify"))
+        text = generate(3)
+    assert before.batch_sizes == [1, 1]
+    assert torch.equal(generate(3), text)
+
+
+def test_without_observers_nothing_is_made_to_tell(
+    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with observing(Recorder()):
+        told = generate(3)
+    monkeypatch.setattr(GenerationEvents, "_tell_stage", lambda *_: pytest.fail("a stage is told of"))
+    assert torch.equal(generate(3), told)
+    assert GenerationEvents.begin(1).each("drafter_pass") is nullcontext
+
+
+@pytest.mark.parametrize("settings", [{}, STATIC], ids=["growing", "fixed shapes"])
+def test_stages_of_a_cycle_are_timed(generate: Callable[..., Any], settings: dict[str, Any]) -> None:
+    recorder = Recorder()
+    with stage_timer(torch.device("cpu")) as seconds, observing(recorder):
+        generate(5, **settings)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(generate, 6).result()
+    assert seconds.num_cycles == len(recorder.cycles)
+    assert min(seconds.prompt, seconds.verify, seconds.draft, seconds.rest) > 0
