@@ -1,5 +1,7 @@
 """Training data without data: the target writes its own users' prompts, and answers them."""
 
+import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -187,7 +189,7 @@ class Synthesis:
             raise ValueError("There is nothing to answer. Give `num_prompts` above 0, or `questions`.")
         path.parent.mkdir(parents=True, exist_ok=True)
         begun_with: dict[str, Any] = fingerprints | asdict(settings)
-        begun_with |= {"system_prompts": list(system_prompts), "questions": repr(questions)}
+        begun_with |= {"system_prompts": list(system_prompts), "questions": _digest(questions)}
         check_begun_with(path, begun_with)
         self.writer, self.tokenizer, self.path, self.settings = writer, tokenizer, path, settings
         self.questions, self.cache = list(questions), cache
@@ -257,6 +259,10 @@ def _row(request: Request, text: Text) -> dict[str, Any]:
         return {"skipped": text.problem}
     messages = [*request.messages, {"role": "assistant", "content": text.text}]
     return {"messages": messages, "sampled": request.sampled, "ended": text.ended}
+
+
+def _digest(questions: Sequence[Prompt]) -> str:
+    return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
 
 
 def _count(reasons: Counter[str]) -> str:
