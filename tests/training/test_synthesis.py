@@ -2,8 +2,10 @@
 
 import errno
 import json
+import runpy
 import shutil
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from chat_target import make_chat_target, make_chat_tokenizer
 from targets import make_target
-from training_data import CHATML, STRICT, write_jsonl
+from training_data import CHATML, DEMO_TARGET, STRICT, write_jsonl
 from transformers import PreTrainedModel, TopPLogitsWarper
 
 from transformers_gumiho.training import (
@@ -31,9 +33,11 @@ from transformers_gumiho.training.synthesis.continuation import BatchContinuatio
 from transformers_gumiho.training.synthesis.degenerate import why_degenerate
 from transformers_gumiho.training.synthesis.near_duplicates import NearDuplicates
 from transformers_gumiho.training.synthesis.nucleus import sample_nucleus
+from transformers_gumiho.training.synthesis.target_writer import TargetWriter
 from transformers_gumiho.training.synthesis.user_turn import find_user_turn
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "synthesize_data.py"
 SETTINGS: dict[str, Any] = {
     "num_prompts": 7, "batch_size": 4, "max_prompt_tokens": 40, "max_new_tokens": 12, "sampled_share": 0.5,
 }  # fmt: skip
@@ -46,7 +50,8 @@ def target() -> PreTrainedModel:
 
 
 def synthesize(target: PreTrainedModel, path: Path, **arguments: Any) -> list[dict[str, Any]]:
-    settings = SynthesisSettings(**SETTINGS | {name: arguments.pop(name) for name in {*SETTINGS} & {*arguments}})
+    names = {item.name for item in fields(SynthesisSettings)} & {*arguments}
+    settings = SynthesisSettings(**SETTINGS | {name: arguments.pop(name) for name in names})
     template = arguments.pop("template", CHATML)
     arguments.setdefault("questions", QUESTIONS)
     synthesize_dataset(target, make_chat_tokenizer(template), path, settings, **arguments)
@@ -137,6 +142,22 @@ def test_a_killed_run_goes_on_to_the_same_result(
 def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, written: Path) -> None:
     with pytest.raises(ValueError, match="was begun with another feature_cache and another max_new_tokens"):
         synthesize(target, written / "a.jsonl", max_new_tokens=13)
+
+
+def test_prompts_begun_with_other_settings_are_refused(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was stopped before the first answer."""
+    monkeypatch.setattr(TargetWriter, "answer", _stop)
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(target, tmp_path / "a.jsonl", temperature=2.0)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"a.prompts.jsonl' was begun with another temperature"):
+        synthesize(target, tmp_path / "a.jsonl")
+
+
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_system_prompts_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -315,3 +336,25 @@ def test_settings_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         synthesize(target, tmp_path / "a.jsonl", **changes)
+
+
+def test_the_example_writes_answers_and_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "template.jinja").write_text(CHATML)
+    questions = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "def f(x):"}, {"prompt": "import"}, {"prompt": "class"}])
+    options = {
+        "target_model": DEMO_TARGET, "chat_template": tmp_path / "template.jinja", "num_prompts": 0,
+        "dtype": "float32", "questions": questions, "num_questions": 2, "max_new_tokens": 6,
+        "output_file": tmp_path / "a.jsonl", "feature_cache": tmp_path / "features",
+    }  # fmt: skip
+    _run_example(monkeypatch, options)
+    assert len(read(tmp_path / "a.jsonl")) == len(FeatureDataset(tmp_path / "features")) == 2
+    with pytest.raises(SystemExit, match="A server does not give its states: leave --feature_cache"):
+        _run_example(monkeypatch, options | {"endpoint": "http://localhost:1"})
+    with pytest.raises(SystemExit, match="has no chat template"):
+        _run_example(monkeypatch, {"target_model": DEMO_TARGET, "num_prompts": 1, "output_file": tmp_path / "b.jsonl"})
+
+
+def _run_example(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    monkeypatch.setattr("sys.argv", ["synthesize_data.py", *words])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")

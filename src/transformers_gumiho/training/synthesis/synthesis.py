@@ -28,6 +28,8 @@ from .writing import Request, Text, Writer
 # Prompts are written and answered in rounds of so many batches: answers come early, of all lengths, and rows of a
 # batch are of similar length.
 _BATCHES_PER_ROUND = 8
+# What prompts do not depend on.
+_ONLY_FOR_ANSWERS = {"num_prompts", "max_new_tokens", "sampled_share", "questions", "feature_cache"}
 
 
 @dataclass(frozen=True)
@@ -191,11 +193,13 @@ class Synthesis:
         begun_with: dict[str, Any] = fingerprints | asdict(settings)
         begun_with |= {"system_prompts": list(system_prompts), "questions": _digest(questions)}
         check_begun_with(path, begun_with)
+        prompt_path = path.with_name(path.name.removesuffix(".jsonl") + ".prompts.jsonl")
+        check_begun_with(prompt_path, {name: begun_with[name] for name in begun_with if name not in _ONLY_FOR_ANSWERS})
         self.writer, self.tokenizer, self.path, self.settings = writer, tokenizer, path, settings
         self.questions, self.cache = list(questions), cache
         self.problems: Counter[str] = Counter()
         self.prompt_file = PromptFile(
-            path.with_name(path.name.removesuffix(".jsonl") + ".prompts.jsonl"),
+            prompt_path,
             writer,
             list(system_prompts),
             list(tokenizer.all_special_tokens),
