@@ -29,9 +29,8 @@ def resident_gigabytes() -> float:
 def main() -> None:
     (args,) = HfArgumentParser(MeasurementArguments).parse_args_into_dataclasses()
     small = {"intermediate_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config = LlamaConfig(
-        vocab_size=args.vocab_size, hidden_size=args.hidden_size, num_hidden_layers=1, tie_word_embeddings=True, **small
-    )
+    shape = {"vocab_size": args.vocab_size, "hidden_size": args.hidden_size, "num_hidden_layers": 1}
+    config = LlamaConfig(tie_word_embeddings=True, **shape, **small)
     target = LlamaForCausalLM(config).to(torch.bfloat16)
     before = resident_gigabytes()
     drafter = GumihoModel.from_target(target, num_parallel_heads=0, intermediate_size=64)

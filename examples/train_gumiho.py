@@ -86,6 +86,8 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("Give the target with --target_model and the data with --dataset_name, or --features_dir.")
     if args.streaming and training_args.max_steps <= 0:
         raise SystemExit("--streaming needs --max_steps: a stream does not say how long it is.")
+    if args.streaming and training_args.draft_vocabulary_size is not None:
+        raise SystemExit("--draft_vocabulary_size is counted before training, and --streaming reads while training.")
     if args.lora_rank and args.drafter is None:
         raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
     if args.target_device_map is not None and training_args.world_size > 1:

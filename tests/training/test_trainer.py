@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.losses.terms import gumiho_loss
+from transformers_gumiho.losses.eager import gumiho_loss
 from transformers_gumiho.training import GumihoTrainer, measure_acceptance
 
 

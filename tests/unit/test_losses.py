@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformers_gumiho import GumihoOutput
-from transformers_gumiho.losses.terms import LossWeights, feature_loss, gumiho_loss, soft_cross_entropy
-from transformers_gumiho.training import chunked_gumiho_loss
+from transformers_gumiho.losses.closed_forms import CLOSED_FORMS
+from transformers_gumiho.losses.terms import TERMS, Readout, smooth_l1, soft_cross_entropy
+from transformers_gumiho.training import LossWeights, chunked_gumiho_loss, gumiho_loss
 
 
 WEIGHTS = LossWeights(feature=0.7, serial_cross_entropy=0.3, parallel_cross_entropy=0.2, unrolled=0.5)
@@ -67,22 +68,50 @@ def test_loss_is_the_published_one(masked: bool, unroll: bool, packed: bool) -> 
 
 
 def test_perfect_features_cost_only_the_entropy_of_the_target() -> None:
-    states = torch.randn(1, 6, 8)
+    states = torch.randn(6, 8)
     head = torch.nn.Linear(8, 5, bias=False)
-    mask = torch.ones(1, 6)
-    assert feature_loss(states, states, mask) == 0
-    probs = head(states).softmax(dim=-1)
-    entropy = -(probs * probs.log()).sum(dim=-1).mean()
-    torch.testing.assert_close(soft_cross_entropy(head(states), probs, mask), entropy)
-    assert soft_cross_entropy(head(-states), probs, mask) > entropy
+    target, weights = Readout.of_target(states, head), torch.ones(6)
+    assert not smooth_l1(Readout(states, head), target, weights).any()
+    entropies = -(target.probs * target.probs.log()).sum(dim=-1)
+    torch.testing.assert_close(soft_cross_entropy(Readout(states, head), target, weights), entropies)
+    assert (soft_cross_entropy(Readout(-states, head), target, weights) > entropies).all()
 
 
 def test_a_mask_of_zeros_gives_a_loss_of_zero() -> None:
-    states = torch.randn(1, 6, 8, requires_grad=True)
-    loss = feature_loss(states, torch.zeros(1, 6, 8), torch.zeros(1, 6))
-    loss.backward()
-    assert loss == 0
-    assert not states.grad.any()
+    for compute in (gumiho_loss, chunked_gumiho_loss):
+        output, leaves = random_output()
+        head = torch.nn.Linear(8, 5, bias=False)
+        loss, _ = compute(output, torch.randn(2, 11, 8), head, torch.zeros(2, 11), WEIGHTS)
+        loss.backward()
+        assert loss == 0
+        assert not any(leaf.grad.any() for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_weighs_each_position_alone(name: str) -> None:
+    """Whoever adds a term finds here what the sums rely on."""
+    head = torch.nn.Linear(8, 5, bias=False)
+    prediction, target = (Readout(torch.randn(6, 8), head) for _ in range(2))
+    values = TERMS[name](prediction, target, torch.ones(6))
+    assert values.shape == (6,)
+    assert values.dtype == torch.float32
+    weights = torch.tensor([0.0, 1.0, 0.5, 2.0, 0.0, 1.0])
+    torch.testing.assert_close(TERMS[name](prediction, target, weights), values * weights)
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+@pytest.mark.parametrize("scale", [1.0, 30.0])  # the second makes distributions of almost one token
+def test_a_closed_form_is_its_eager_term(name: str, scale: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    features, states = (torch.randn(6, 8, generator=generator) * scale for _ in range(2))
+    head = torch.nn.Linear(8, 12, bias=False)
+    results = []
+    for term in (TERMS[name], CLOSED_FORMS[name]):
+        leaf = features.clone().requires_grad_()
+        values = term(Readout(leaf, head), Readout.of_target(states, head), torch.linspace(0, 1, 6))
+        values.sum().backward()
+        results.append((values.detach(), leaf.grad))
+    torch.testing.assert_close(*results)
 
 
 def random_output(dtype: torch.dtype = torch.float32, unroll: bool = True) -> tuple[GumihoOutput, list[torch.Tensor]]:

@@ -1,6 +1,7 @@
 """The target's output head: what turns hidden states, and the drafter's features, into logits."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,22 +19,35 @@ def output_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tenso
 
 def drafting_head(target: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """
-    Returns the function from features `(..., H)` to the target's logits of some tokens, `(..., K)`.
-
-    A head that is just a matrix is cut to the rows of these tokens: a copy, of the weights as they are now. Of any
-    other (quantised, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
+    Returns the function from features `(..., H)` to the target's logits of some tokens, `(..., K)`: see [`cut_head`].
 
     Args:
         target: The target.
         token_ids (`(K,)`): The tokens.
     """
-    head = target.get_output_embeddings()
+    return cut_head(target.get_output_embeddings(), target.config, token_ids)
+
+
+def cut_head(
+    head: Any, target_config: PreTrainedConfig, token_ids: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """
+    Returns the function from features `(..., H)` to the logits of some tokens, `(..., K)`.
+
+    A head that is just a matrix is cut to the rows of these tokens: a copy, of the weights as they are now. Of any
+    other (quantised, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
+
+    Args:
+        head: The target's output head.
+        target_config: The target's.
+        token_ids (`(K,)`): The tokens.
+    """
     if not _is_plain_linear(head):
-        return scaled_head(lambda features: _select_last(head(features), token_ids), target.config)
+        return scaled_head(lambda features: _select_last(head(features), token_ids), target_config)
     rows = token_ids.to(head.weight.device)
     weight = head.weight.detach().index_select(0, rows)
     bias = None if head.bias is None else head.bias.detach().index_select(0, rows)
-    return scaled_head(_by_rows(lambda features: nn.functional.linear(features, weight, bias)), target.config)
+    return scaled_head(_by_rows(lambda features: nn.functional.linear(features, weight, bias)), target_config)
 
 
 def scaled_head(

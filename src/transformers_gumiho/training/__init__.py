@@ -9,7 +9,8 @@ if find_spec("datasets") is None:
     )
 
 from ..losses.chunked import chunked_gumiho_loss
-from ..losses.terms import LossWeights, gumiho_loss
+from ..losses.eager import gumiho_loss
+from ..losses.weights import LossWeights
 from .agreement import expected_acceptance_length
 from .arguments import GumihoTrainingArguments
 from .callbacks import AcceptanceCallback, measure_acceptance

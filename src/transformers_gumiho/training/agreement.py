@@ -5,13 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..losses.chunked import DEFAULT_CHUNK_SIZE, LMHead, select_positions
-from ..losses.terms import LossWeights, Predictor, cross_entropies, feature_distances, predictions_of
+from ..losses.chunked import DEFAULT_CHUNK_SIZE, pieces
+from ..losses.positions import select_positions
+from ..losses.predictors import Predictor, predictions_of
+from ..losses.terms import TERMS, LMHead, Readout
+from ..losses.weights import LossWeights
 from ..model.modeling_gumiho import GumihoOutput
 
 
-# The columns of a score table.
-AGREEMENTS, POSITIONS, FEATURE_LOSS, CROSS_ENTROPY = range(4)
+# The first columns of a score table. One for each loss term follows.
+AGREEMENTS, POSITIONS, FIRST_TERM = range(3)
 
 
 @torch.no_grad()
@@ -21,37 +24,40 @@ def score_predictions(
     lm_head: LMHead,
     loss_mask: torch.Tensor,
     position_ids: torch.Tensor | None = None,
+    weights: LossWeights | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    vocabulary: tuple[torch.Tensor, LMHead] | None = None,
 ) -> torch.Tensor:
     """
     Scores each prediction of each row. Arguments as in [`gumiho_loss`], with an output made with `unroll=True`, so
     that prediction q is the drafter's at draft position q + 1.
 
+    Args:
+        vocabulary: The tokens `(K,)` that may be drafted and the output head that is cut to them, where they are not
+            all. The loss terms are then over these tokens. Agreement is with the target's choice among all: where
+            that cannot be drafted, the prediction does not agree.
+
     Returns:
-        `(B, Q, 4)`: sums over the row's positions of the top-1 agreements with the target, of 1, of the smooth-L1
-        loss and of the soft cross-entropy.
+        `(B, Q, 2 + T)`: sums over the row's positions of the top-1 agreements with the target, of 1, and of each of
+        the `T` loss terms that have a place in `weights`.
     """
-    predictions = predictions_of(output, LossWeights())
+    predictions = predictions_of(output, weights or LossWeights())
     selected = select_positions(predictions, hidden_states, loss_mask, position_ids)
-    table = torch.zeros(len(loss_mask), len(predictions), 4, device=hidden_states.device)
-    for start in range(0, len(selected.rows), chunk_size):
-        piece = slice(start, start + chunk_size)
-        rows, targets = selected.rows[piece], selected.targets[piece]
-        probs = lm_head(targets).float().softmax(dim=-1)
-        top_tokens = probs.argmax(dim=-1)
+    token_ids, draft_head = vocabulary or (None, lm_head)
+    names = list(predictions[0][0].weights)
+    table = torch.zeros(len(loss_mask), len(predictions), FIRST_TERM + len(names), device=hidden_states.device)
+    for piece in pieces(len(selected.rows), chunk_size):
+        target = Readout.of_target(selected.targets[piece], draft_head)
+        whole = target if vocabulary is None else Readout.of_target(selected.targets[piece], lm_head)
+        top_tokens = whole.probs.argmax(dim=-1)
         for index in range(len(predictions)):
-            features, valid = selected.features[index, piece], selected.valid[index, piece].float()
-            logits = lm_head(features).float()
-            scores = torch.stack(
-                [
-                    (logits.argmax(dim=-1) == top_tokens).float(),
-                    torch.ones_like(valid),
-                    feature_distances(features, targets),
-                    cross_entropies(logits, probs),
-                ],
-                dim=-1,
-            )
-            table[:, index].index_add_(0, rows, scores * valid[:, None])
+            prediction = Readout(selected.features[index, piece], draft_head)
+            drafts = prediction.logits.argmax(dim=-1)
+            valid = selected.valid[index, piece].float()
+            agreements = ((drafts if token_ids is None else token_ids[drafts]) == top_tokens).float() * valid
+            terms = [TERMS[name](prediction, target, valid) for name in names]
+            scores = torch.stack([agreements, valid, *terms], dim=-1)
+            table[:, index].index_add_(0, selected.rows[piece], scores)
     return table
 
 
@@ -70,7 +76,7 @@ def agreement_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]
     Turns score tables into metrics.
 
     Args:
-        table (`(rows, Q, 4)`): What [`score_predictions`] returned, for all rows of an evaluation.
+        table (`(rows, Q, 2 + T)`): What [`score_predictions`] returned, for all rows of an evaluation.
         drafter_predictors: The `Q` predictors, with the weights under which their terms are summed into `loss`.
 
     Returns:
@@ -81,8 +87,8 @@ def agreement_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]
     means = sums / np.maximum(sums[:, POSITIONS : POSITIONS + 1], 1)
     metrics = {"loss": 0.0, "expected_acceptance_length": expected_acceptance_length(means[:, AGREEMENTS])}
     for position, (predictor, mean) in enumerate(zip(drafter_predictors, means, strict=True), start=1):
-        feature, cross_entropy = float(mean[FEATURE_LOSS]), float(mean[CROSS_ENTROPY])
         metrics[f"agreement_{position}"] = float(mean[AGREEMENTS])
-        metrics[f"{predictor.name}_feature"], metrics[f"{predictor.name}_ce"] = feature, cross_entropy
-        metrics["loss"] += predictor.feature_weight * feature + predictor.cross_entropy_weight * cross_entropy
+        for (name, weight), value in zip(predictor.weights.items(), mean[FIRST_TERM:].tolist(), strict=True):
+            metrics[f"{predictor.name}_{name}"] = value
+            metrics["loss"] += weight * value
     return metrics

@@ -1,11 +1,12 @@
 """The settings of a drafter's training."""
 
+import json
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
 from ..losses.chunked import DEFAULT_CHUNK_SIZE
-from ..losses.terms import LossWeights
+from ..losses.weights import LossWeights
 
 
 @dataclass
@@ -46,6 +47,16 @@ class GumihoTrainingArguments(TrainingArguments):
         metadata={"help": "Train serial tokens beyond the first on the drafter's own features, as in drafting."},
     )
     unrolled_weight: float = field(default=1.0, metadata={"help": "Weight of those tokens' loss."})
+    loss_term_weights: dict[str, float] | str | None = field(
+        default=None,
+        metadata={"help": "Weights of further loss terms by their names in `losses.terms.TERMS`, as JSON."},
+    )
+    draft_vocabulary_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Draft only so many tokens, those that the training answers hold most often; by default all."
+        },
+    )
     loss_chunk_size: int = field(
         default=DEFAULT_CHUNK_SIZE, metadata={"help": "Rows of tokens x vocabulary logits to hold at a time."}
     )
@@ -59,6 +70,14 @@ class GumihoTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.loss_term_weights, str):
+            self.loss_term_weights = json.loads(self.loss_term_weights)
+        self.loss_weights(epoch=None)  # refuses names that there are no terms of
+        if self.draft_vocabulary_size is not None and self.draft_vocabulary_size < 1:
+            raise ValueError(
+                f"`draft_vocabulary_size` must be at least 1, or `None` for all tokens, got "
+                f"{self.draft_vocabulary_size}."
+            )
         if self.loss_chunk_size < 1:
             raise ValueError(f"`loss_chunk_size` must be at least 1, got {self.loss_chunk_size}.")
         if self.remove_unused_columns:
@@ -77,4 +96,5 @@ class GumihoTrainingArguments(TrainingArguments):
             decay=self.parallel_decay,
             parallel=self.parallel_weight,
             unrolled=self.unrolled_weight,
+            further=self.loss_term_weights or {},  # type: ignore[arg-type]
         )

@@ -5,6 +5,7 @@ embedding and output head, and `shard-*.safetensors` the rows. A shard appears u
 that a run that is killed goes on from the shards that are there.
 """
 
+import copy
 import json
 from bisect import bisect_right
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
-from ..target.output_head import scaled_head
+from ..target.output_head import cut_head, scaled_head
 from .fingerprint import target_fingerprint, tokenizer_fingerprints
 
 
@@ -125,6 +126,13 @@ class FeatureDataset(torch.utils.data.Dataset):
         return self.manifest.num_rows
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._read(index, [*self.manifest.columns, "hidden_states"])
+
+    def tokens_of(self, index: int) -> dict[str, torch.Tensor]:
+        """Returns a row without its `hidden_states`, which are not read."""
+        return self._read(index, self.manifest.columns)
+
+    def _read(self, index: int, columns: list[str]) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"Row {index} of a cache of {len(self)} rows.")
         shard, row = self.manifest.find_row(index)
@@ -132,7 +140,7 @@ class FeatureDataset(torch.utils.data.Dataset):
             self._open[shard] = safe_open(shard_path(self.folder, shard), framework="pt")
         file = self._open[shard]
         start, stop = file.get_slice("offsets")[row : row + 2].tolist()
-        return {name: file.get_slice(name)[start:stop] for name in [*self.manifest.columns, "hidden_states"]}
+        return {name: file.get_slice(name)[start:stop] for name in columns}
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers of a data loader open the files themselves.
@@ -186,6 +194,12 @@ class CachedFeatures:
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
         return lambda features: self._head(features.to(self._linear.weight.dtype))
+
+    def restricted_to(self, token_ids: torch.Tensor) -> "CachedFeatures":
+        """Returns the same features with the logits of the tokens `(K,)` alone."""
+        restricted = copy.copy(self)
+        restricted._head = cut_head(self._linear, self.config, token_ids)
+        return restricted
 
 
 def shard_path(folder: Path, index: int) -> Path:

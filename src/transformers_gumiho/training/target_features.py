@@ -1,5 +1,6 @@
 """What the target contributes to a drafter's training: its last hidden states and its output head, both frozen."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -7,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from ..target.output_head import output_head
+from ..target.output_head import drafting_head, output_head
 
 
 class TargetFeatures(Protocol):
@@ -30,6 +31,9 @@ class TargetFeatures(Protocol):
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the function from features `(..., H)` to logits `(..., V)`, for states like `like`."""
+
+    def restricted_to(self, token_ids: torch.Tensor) -> "TargetFeatures":
+        """Returns the same features with an output head that knows some tokens `(K,)` only, as it is now."""
 
 
 class OnlineFeatures:
@@ -75,6 +79,12 @@ class OnlineFeatures:
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype to logits where `like` is."""
         return lambda features: self._head(features.to(like.dtype)).to(like.device)
+
+    def restricted_to(self, token_ids: torch.Tensor) -> "OnlineFeatures":
+        """Returns the same features with the logits of the tokens `(K,)` alone: see [`drafting_head`]."""
+        restricted = copy.copy(self)
+        restricted._head = drafting_head(self.target, token_ids)
+        return restricted
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
         kwargs: dict[str, Any] = {}

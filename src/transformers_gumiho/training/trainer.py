@@ -12,14 +12,16 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..losses.chunked import chunked_gumiho_loss, count_positions
-from ..losses.terms import LossWeights, Predictor, predictors
+from ..losses.chunked import chunked_gumiho_loss
+from ..losses.positions import count_positions
+from ..losses.predictors import Predictor, predictors
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .collator import GumihoDataCollator
+from .draft_restriction import DraftRestriction
 from .feature_cache import CachedFeatures, FeatureDataset
 from .model_card import model_card_of
 from .target_features import OnlineFeatures, TargetFeatures
@@ -87,6 +89,7 @@ class GumihoTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.target_features.to(args.device)
+        self._restriction = DraftRestriction(self)
         self._terms = _TermAverages()
         if args.acceptance_steps:
             if not acceptance_prompts:
@@ -114,7 +117,7 @@ class GumihoTrainer(Trainer):
         loss, terms = chunked_gumiho_loss(
             output,
             states,
-            self.target_features.lm_head(states),
+            self._restriction.features.lm_head(states),
             inputs["loss_mask"],
             self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None),
             inputs.get("position_ids"),
@@ -145,7 +148,9 @@ class GumihoTrainer(Trainer):
                 self.target_features.lm_head(states),
                 inputs["loss_mask"],
                 inputs.get("position_ids"),
+                self.args.loss_weights(epoch=None),
                 self.args.loss_chunk_size,
+                self._restriction.vocabulary(states),
             )
         if prediction_loss_only:
             metrics = agreement_metrics(scores.cpu().numpy(), self._predictors(unroll=True))
@@ -170,6 +175,7 @@ class GumihoTrainer(Trainer):
                 )
         self._terms = _TermAverages()
         self._warn_of_schedule()
+        self._restriction.find(resume_from_checkpoint or None)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_parameters()
         return output
@@ -212,9 +218,8 @@ class GumihoTrainer(Trainer):
         # In float32, in which the states of a target in half precision do not swallow it.
         return states.float() + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
-    def _predictors(self, unroll: bool, weights: LossWeights | None = None) -> list[Predictor]:
-        config = self.drafter.config
-        weights = weights or self.args.loss_weights(epoch=None)
+    def _predictors(self, unroll: bool) -> list[Predictor]:
+        config, weights = self.drafter.config, self.args.loss_weights(epoch=None)
         return predictors(config.num_serial_tokens, config.num_parallel_heads, unroll, weights)
 
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:

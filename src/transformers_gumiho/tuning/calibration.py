@@ -15,7 +15,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..losses.terms import LossWeights, predictions_of
+from ..losses.predictors import predictions_of
+from ..losses.weights import LossWeights
 from ..model.modeling_gumiho import GumihoModel
 from ..target.output_head import output_head
 from .answers import Answer

@@ -1,0 +1,54 @@
+"""The predictors of a drafter, what each predicts, and how much each of its loss terms counts.
+
+The text is `x_0 .. x_{L-1}` and `h_k` the target's last hidden state at `x_k`. The drafter reads tokens `x_1 ..` and
+states `h_0 ..`. With `S` serial tokens its serial feature at position t predicts `h_{t+1}` and parallel head i
+predicts `h_{t+1+S+i}`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..model.modeling_gumiho import GumihoOutput
+from .weights import LossWeights
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """
+    One predictor of the drafter: the serial head, an unrolled step of it, or a parallel head.
+
+    Attributes:
+        name: `serial`, `unrolled_j` or `parallel_i`.
+        shift: Its feature at position t predicts the target's state `t + shift`.
+        weights: Of its terms in the loss, by name.
+    """
+
+    name: str
+    shift: int
+    weights: Mapping[str, float]
+
+
+def predictors(num_serial_tokens: int, num_parallel_heads: int, unroll: bool, weights: LossWeights) -> list[Predictor]:
+    """Returns the predictors of a drafter. With `unroll` the q-th of them makes the draft at position q + 1."""
+    serial, parallel = weights.serial_cross_entropy, weights.parallel_cross_entropy
+    found = [Predictor("serial", 1, weights.of_terms(serial))]
+    for step in range(1, num_serial_tokens if unroll else 1):
+        found.append(Predictor(f"unrolled_{step}", 1 + step, weights.of_terms(serial, weights.unrolled)))
+    for head in range(num_parallel_heads):
+        factor = weights.parallel * weights.decay ** (head + 1)
+        found.append(Predictor(f"parallel_{head}", 1 + num_serial_tokens + head, weights.of_terms(parallel, factor)))
+    return found
+
+
+def predictions_of(output: GumihoOutput, weights: LossWeights) -> list[tuple[Predictor, torch.Tensor]]:
+    """Returns each predictor of a drafter's output with its features `(B, T', H)`, in the order of [`predictors`]."""
+    serial, parallel = output.serial_features, output.parallel_features
+    if serial is None or parallel is None:
+        raise ValueError("The loss needs the features of both the serial and the parallel heads.")
+    unrolled = output.unrolled_features
+    # In a text without a single path every count does: no head has a position.
+    num_serial_tokens = serial.shape[1] - parallel.shape[2] if unrolled is None else len(unrolled) + 1
+    found = predictors(num_serial_tokens, parallel.shape[1], unrolled is not None, weights)
+    return list(zip(found, (serial, *(unrolled or ()), *parallel.unbind(dim=1)), strict=True))
