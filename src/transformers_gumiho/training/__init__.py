@@ -22,6 +22,15 @@ from .feature_extraction import cache_size, write_feature_cache
 from .preparation import PreparationReport, collect_prompts, prepare_dataset
 from .regeneration import regenerate_dataset
 from .rendering import UnstableTemplateError
+from .synthesis import (
+    Endpoint,
+    EndpointError,
+    SynthesisSettings,
+    UserTurnNotFoundError,
+    read_questions,
+    synthesize_dataset,
+    synthesize_from_endpoint,
+)
 from .target_features import OnlineFeatures, TargetFeatures
 from .trainer import GumihoTrainer
 
@@ -29,6 +38,8 @@ from .trainer import GumihoTrainer
 __all__ = [
     "AcceptanceCallback",
     "CachedFeatures",
+    "Endpoint",
+    "EndpointError",
     "FeatureDataset",
     "GumihoDataCollator",
     "GumihoTrainer",
@@ -36,8 +47,10 @@ __all__ = [
     "LossWeights",
     "OnlineFeatures",
     "PreparationReport",
+    "SynthesisSettings",
     "TargetFeatures",
     "UnstableTemplateError",
+    "UserTurnNotFoundError",
     "cache_size",
     "chunked_gumiho_loss",
     "collect_prompts",
@@ -47,6 +60,9 @@ __all__ = [
     "load_conversations",
     "measure_acceptance",
     "prepare_dataset",
+    "read_questions",
     "regenerate_dataset",
+    "synthesize_dataset",
+    "synthesize_from_endpoint",
     "write_feature_cache",
 ]

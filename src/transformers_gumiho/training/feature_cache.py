@@ -7,8 +7,10 @@ that a run that is killed goes on from the shards that are there.
 
 import copy
 import json
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ class CacheManifest:
         num_rows: Rows in all shards.
         num_tokens: Tokens in all rows.
         rows_per_shard: Rows in each shard but the last.
+        shard_rows: Rows in each shard, where they are not so many.
     """
 
     fingerprints: dict[str, str]
@@ -49,11 +52,20 @@ class CacheManifest:
     num_rows: int
     num_tokens: int
     rows_per_shard: int
+    shard_rows: list[int] | None = None
 
     @property
     def num_shards(self) -> int:
         """Shards of a complete cache."""
-        return -(-self.num_rows // self.rows_per_shard)
+        return len(self.shard_rows) if self.shard_rows else -(-self.num_rows // self.rows_per_shard)
+
+    def find_row(self, index: int) -> tuple[int, int]:
+        """Returns the shard of a row, and which row of it it is."""
+        if not self.shard_rows:
+            return divmod(index, self.rows_per_shard)
+        ends = list(accumulate(self.shard_rows))
+        shard = bisect_right(ends, index)
+        return shard, index - (ends[shard] - self.shard_rows[shard])
 
     @classmethod
     def load(cls, folder: Path) -> "CacheManifest":
@@ -124,7 +136,7 @@ class FeatureDataset(torch.utils.data.Dataset):
     def _read(self, index: int, columns: list[str]) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"Row {index} of a cache of {len(self)} rows.")
-        shard, row = divmod(index, self.manifest.rows_per_shard)
+        shard, row = self.manifest.find_row(index)
         if shard not in self._open:
             self._open[shard] = safe_open(shard_path(self.folder, shard), framework="pt")
         file = self._open[shard]

@@ -74,7 +74,7 @@ def write_feature_cache(
     state.wait_for_everyone()
     if state.is_main_process:
         _check_space(folder, manifest, cache_size(dataset, target.config, dtype))
-        _begin(folder, manifest, target, tokenizer)
+        begin_cache(folder, manifest, target, tokenizer)
     state.wait_for_everyone()
     features = OnlineFeatures(target)
     # Each process has its shards whatever the others have written meanwhile.
@@ -83,7 +83,7 @@ def write_feature_cache(
     for index in tqdm(missing, desc="extracting features", unit="shard", disable=not state.is_local_main_process):
         rows = range(index * manifest.rows_per_shard, min((index + 1) * manifest.rows_per_shard, manifest.num_rows))
         tensors = _extract(dataset, rows, features, manifest.columns, getattr(torch, manifest.dtype), batch_size)
-        _save(tensors, shard_path(folder, index))
+        save_whole(tensors, shard_path(folder, index))
     state.wait_for_everyone()
 
 
@@ -131,7 +131,9 @@ def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
         )
 
 
-def _begin(folder: Path, manifest: CacheManifest, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def begin_cache(
+    folder: Path, manifest: CacheManifest, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Writes everything but the shards, the manifest last."""
     for leftover in folder.glob("*.partial"):
         leftover.unlink()
@@ -141,7 +143,7 @@ def _begin(folder: Path, manifest: CacheManifest, target: PreTrainedModel, token
     target.config.save_pretrained(target_folder)
     tokenizer.save_pretrained(target_folder)
     weights = {"embed_tokens.weight": target.get_input_embeddings().weight} | _head_weights(target)
-    _save(
+    save_whole(
         {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}, target_folder / WEIGHTS
     )
     partial = folder / f"{MANIFEST}.partial"
@@ -189,7 +191,7 @@ def _extract(
     return {"offsets": lengths.cumsum(0)} | {name: torch.cat(tensors) for name, tensors in pieces.items()}
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Writes a file that is either whole or not there."""
     partial = path.with_name(path.name + ".partial")
     try:

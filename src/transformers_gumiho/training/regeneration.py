@@ -18,6 +18,7 @@ from .conversations import Conversation, MalformedRowError, RawText, read_row
 from .fingerprint import target_fingerprint, tokenizer_fingerprints
 from .preparation import check_settings
 from .rendering import encode_prompt, render_prompt
+from .resumable_file import check_begun_with, cut_unfinished_batch
 
 
 def regenerate_dataset(
@@ -60,14 +61,14 @@ def regenerate_dataset(
     check_settings(tokenizer, target.config, max_length)
     path = Path(output_file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _check_settings(
+    check_begun_with(
         path,
         {"target": target_fingerprint(target)}
         | tokenizer_fingerprints(tokenizer)
         | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
         | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
     )
-    done = _resume(path, batch_size)
+    done = cut_unfinished_batch(path, batch_size)
     remaining = islice(iter(dataset), done, None)
     writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
     total = len(dataset) if isinstance(dataset, Dataset) else None
@@ -79,32 +80,6 @@ def regenerate_dataset(
             file.flush()
             done += len(batch)
             progress.update(len(batch))
-
-
-def _check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Keeps the settings of a file next to it, and raises `ValueError` where it was begun with others."""
-    beside = path.with_name(path.name + ".settings.json")
-    if path.exists() and path.stat().st_size and beside.exists():
-        before = json.loads(beside.read_text(encoding="utf-8"))
-        if changed := sorted(name for name in settings if before.get(name) != settings[name]):
-            raise ValueError(
-                f"{str(path)!r} was begun with another {' and another '.join(changed)}. Write into another file, or "
-                f"delete this one."
-            )
-    beside.write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
-def _resume(path: Path, batch_size: int) -> int:
-    """Cuts an unfinished batch off the file; returns the number of rows that are left in it."""
-    if not path.exists():
-        return 0
-    lines = path.read_bytes().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-    num_kept = len(lines) - len(lines) % batch_size
-    with path.open("rb+") as file:
-        file.truncate(sum(map(len, lines[:num_kept])))
-    return num_kept
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,107 @@
+"""The states computed while a target answers, kept as a feature cache: no second pass is needed."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..feature_cache import MANIFEST, CacheManifest, shard_path
+from ..feature_extraction import begin_cache, save_whole
+from ..fingerprint import rows_fingerprint, target_fingerprint, tokenizer_fingerprints
+
+
+_COLUMNS = ["input_ids", "loss_mask"]
+
+
+@dataclass(frozen=True)
+class AnswerFeatures:
+    """
+    A prompt and its answer as a row of a feature cache.
+
+    Attributes:
+        prompt: Token ids.
+        answer: Token ids, with the end where there is one.
+        states (`(T, H)`): The target's last hidden states of both.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    states: torch.Tensor
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """1 at the states that count as targets: those of answer tokens that another answer token follows."""
+        return [0] * len(self.prompt) + [1] * (len(self.answer) - 1) + [0]
+
+
+class AnswerFeatureCache:
+    """
+    A feature cache with a shard for each batch of answers. It is one, with a manifest, when all are there.
+
+    Args:
+        folder: The cache.
+        dtype: Of the features.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype):
+        self.folder, self.dtype = folder, dtype
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def has(self, batch: int) -> bool:
+        """Whether the features of a batch are there."""
+        return shard_path(self.folder, batch).exists()
+
+    def write(self, batch: int, rows: Sequence[AnswerFeatures]) -> None:
+        """
+        Writes the features of a batch.
+
+        Raises:
+            ValueError: They do not fit into the dtype.
+            OSError: The disk is full. The batches before are complete.
+        """
+        ids = [torch.tensor(row.prompt + row.answer, dtype=torch.int32) for row in rows]
+        states = torch.cat([row.states for row in rows]) if rows else torch.zeros(0, 0, dtype=self.dtype)
+        if not torch.isfinite(states).all():
+            raise ValueError(f"The target's states are too large for {self.dtype}. Keep them as bfloat16.")
+        none = torch.zeros(0, dtype=torch.int32)
+        masks = [torch.tensor(row.loss_mask, dtype=torch.int32) for row in rows]
+        tensors = {
+            "offsets": torch.tensor([0] + [len(row) for row in ids]).cumsum(0),
+            "input_ids": torch.cat([none, *ids]),
+            "loss_mask": torch.cat([none, *masks]),
+            "hidden_states": states,
+        }
+        save_whole(tensors, shard_path(self.folder, batch))
+
+    def finish(self, num_batches: int, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes the manifest and what the cache holds of the target."""
+        if (self.folder / MANIFEST).exists():
+            return
+        offsets = [self._tensor(batch, "offsets") for batch in range(num_batches)]
+        shard_rows = [len(values) - 1 for values in offsets]
+        data = rows_fingerprint(self._rows(offsets), _COLUMNS)
+        manifest = CacheManifest(
+            fingerprints={"target": target_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer),
+            columns=_COLUMNS,
+            dtype=str(self.dtype).removeprefix("torch."),
+            target_name=target.config.name_or_path,
+            num_rows=sum(shard_rows),
+            num_tokens=sum(int(values[-1]) for values in offsets),
+            rows_per_shard=max(shard_rows),
+            shard_rows=shard_rows,
+        )
+        begin_cache(self.folder, manifest, target, tokenizer)
+
+    def _rows(self, offsets: list[torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        for batch, values in enumerate(offsets):
+            columns = {name: self._tensor(batch, name) for name in _COLUMNS}
+            for start, stop in itertools.pairwise(values.tolist()):
+                yield {name: column[start:stop] for name, column in columns.items()}
+
+    def _tensor(self, batch: int, name: str) -> torch.Tensor:
+        with safe_open(shard_path(self.folder, batch), framework="pt") as file:
+            return file.get_tensor(name)

@@ -1,0 +1,80 @@
+"""Where a chat template opens a user's turn: what a target writes after it is what it takes users to say."""
+
+from dataclasses import dataclass
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+
+# What no template writes by itself.
+_MARK = "9b1f6c-the-user-speaks-here-4e02"
+
+
+class UserTurnNotFoundError(ValueError):
+    """A chat template under which a target cannot be asked for a user's turn."""
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """
+    What a chat template writes around what the user says in the first turn.
+
+    Attributes:
+        opening: Text before it.
+        closing: Text after it, without the assistant's opening.
+    """
+
+    opening: str
+    closing: str
+
+    def opening_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Returns the token ids of the opening."""
+        return list(tokenizer(self.opening, add_special_tokens=False)["input_ids"])
+
+    def ends(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+        """Returns the tokens that end a user's turn: the tokenizer's end, and special ones that begin the closing."""
+        ids = tokenizer(self.closing.strip(), add_special_tokens=False)["input_ids"][:1]
+        special = {token for token in ids if token in tokenizer.all_special_ids}
+        return special | ({tokenizer.eos_token_id} - {None})
+
+    def cut(self, text: str) -> str:
+        """Returns what was said before the closing, where the text holds it."""
+        closing = self.closing.strip()
+        return (text.split(closing)[0] if closing else text).strip()
+
+
+def find_user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> UserTurn:
+    """
+    Finds what the tokenizer's chat template writes around a first user turn.
+
+    Args:
+        tokenizer: The target's.
+        system: What the system says before it. By default, whatever the template says by itself.
+
+    Raises:
+        UserTurnNotFoundError: There is no template, it refuses the messages, or it does not show where users speak.
+    """
+    if not tokenizer.chat_template:
+        raise UserTurnNotFoundError(
+            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so the target cannot be asked for a "
+            f"user's turn. Give a template (`--chat_template FILE`), or a target that was made for chats."
+        )
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    try:
+        text = tokenizer.apply_chat_template([*messages, {"role": "user", "content": _MARK}], tokenize=False)
+    except jinja2.TemplateError as error:
+        raise UserTurnNotFoundError(
+            f"The chat template of {tokenizer.name_or_path!r} refuses a user's turn"
+            f"{' after a system prompt' if system is not None else ''}: {error}. "
+            f"{'Leave the system prompts away' if system is not None else 'Give another template'}, or give prompts "
+            f"of your own (`--questions FILE --num_prompts 0`)."
+        ) from error
+    opening, *rest = text.split(_MARK)
+    if len(rest) != 1 or not opening.strip():
+        how = "writes nothing before it" if len(rest) == 1 else f"shows it {len(rest)} times"
+        raise UserTurnNotFoundError(
+            f"The chat template of {tokenizer.name_or_path!r} does not tell where the user speaks: it {how}. Give a "
+            f"template with a user opening (`--chat_template FILE`), or prompts of your own (`--questions FILE "
+            f"--num_prompts 0`)."
+        )
+    return UserTurn(opening, rest[0])

@@ -1,0 +1,51 @@
+"""Who writes prompts and answers: the target in this process, or one behind a server."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .answer_features import AnswerFeatures
+
+
+@dataclass(frozen=True)
+class Text:
+    """
+    What was written.
+
+    Attributes:
+        text: Without special tokens.
+        ended: Whether the target ended it, rather than a limit.
+        num_tokens: Tokens of it.
+        problem: Why it is of no use, if it is not.
+        features: What the target computed for it, if kept.
+    """
+
+    text: str
+    ended: bool
+    num_tokens: int
+    problem: str | None = None
+    features: AnswerFeatures | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """
+    Messages for the target to answer.
+
+    Attributes:
+        messages: The system's, if any, and the user's.
+        sampled: Whether the answer is sampled.
+    """
+
+    messages: list[dict[str, str]]
+    sampled: bool
+
+
+class Writer(Protocol):
+    """Writes a batch of prompts, or of answers."""
+
+    def write_user_turns(self, systems: Sequence[str | None], seed: int) -> list[Text]:
+        """Returns what a user might say first after each system prompt."""
+
+    def answer(self, requests: Sequence[Request], seed: int) -> list[Text]:
+        """Returns the answer to each request."""

