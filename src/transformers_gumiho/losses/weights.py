@@ -44,6 +44,6 @@ class LossWeights:
             )
 
     def of_terms(self, cross_entropy: float, factor: float = 1.0) -> dict[str, float]:
-        """Returns the weight of each term of a predictor that has this weight of its cross-entropy, times `factor`."""
+        """Returns the weight of each term of a predictor whose `cross_entropy` has this weight, times `factor`."""
         weights = {"feature": self.feature, "ce": cross_entropy, **self.further}
         return {name: factor * weight for name, weight in weights.items()}

@@ -130,7 +130,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         return self._read(index, [*self.manifest.columns, "hidden_states"])
 
     def tokens_of(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns a row without its `hidden_states`, which are not read."""
+        """Returns row `index`, tensors `(L,)`, without its `hidden_states`, which are not read."""
         return self._read(index, self.manifest.columns)
 
     def _read(self, index: int, columns: list[str]) -> dict[str, torch.Tensor]:
@@ -183,7 +183,7 @@ class CachedFeatures:
 
     def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
         """
-        Returns the cached states of `L` tokens among the `inputs`, a batch of rows of a [`FeatureDataset`].
+        Returns the cached states of the tokens `(B, L)` among the `inputs`, a batch of rows of a [`FeatureDataset`].
 
         Raises:
             ValueError: The rows come from elsewhere and have none.
@@ -197,7 +197,7 @@ class CachedFeatures:
         return lambda features: self.head(features.to(self._linear.weight.dtype))
 
     def restricted_to(self, token_ids: torch.Tensor) -> "CachedFeatures":
-        """Returns the same features with the logits of the tokens `(K,)` alone."""
+        """Returns the same features with the logits of `token_ids` `(K,)` alone."""
         restricted = copy.copy(self)
         restricted.head = cut_head(self._linear, self.config, token_ids)
         return restricted

@@ -26,13 +26,13 @@ class TargetFeatures(Protocol):
         """Moves what is not placed on a device already to `device`."""
 
     def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
-        """Returns the states of `L` tokens of `inputs`, a batch of [`GumihoDataCollator`]."""
+        """Returns the states of the tokens `(B, L)` of `inputs`, a batch of [`GumihoDataCollator`]."""
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the function from features `(..., H)` to logits `(..., V)`, for states like `like`."""
 
     def restricted_to(self, token_ids: torch.Tensor) -> "TargetFeatures":
-        """Returns the same features with an output head that knows some tokens `(K,)` only, as it is now."""
+        """Returns the same features with an output head that knows `token_ids` `(K,)` only, as it is now."""
 
 
 class OnlineFeatures:
@@ -81,7 +81,7 @@ class OnlineFeatures:
         return lambda features: self.head(features.to(like.dtype)).to(like.device)
 
     def restricted_to(self, token_ids: torch.Tensor) -> "OnlineFeatures":
-        """Returns the same features with the logits of the tokens `(K,)` alone: see [`drafting_head`]."""
+        """Returns the same features with the logits of `token_ids` `(K,)` alone: see [`drafting_head`]."""
         restricted = copy.copy(self)
         restricted.head = drafting_head(self.target, token_ids)
         return restricted
