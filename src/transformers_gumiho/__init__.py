@@ -14,7 +14,8 @@ from .drafting.candidate_generator import GumihoCandidateGenerator
 from .drafting.settings import DraftingSettings
 from .model.checkpoint_conversion import register_released_names
 from .model.configuration_gumiho import GumihoConfig
-from .model.modeling_gumiho import GumihoModel, GumihoOutput
+from .model.modeling_gumiho import GumihoModel
+from .model.outputs import GumihoOutput
 
 
 __version__ = "0.1.0"

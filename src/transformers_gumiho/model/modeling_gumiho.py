@@ -1,6 +1,5 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRotaryEmbedding,
 )
-from transformers.utils import ModelOutput
 
 from ..internals import adopt_attention_implementation, capture_outputs
 from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside
@@ -21,6 +19,7 @@ from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .damaged_files import DamagedFileError, damaged_json_named, damaged_weights_named
 from .draft_vocabulary import adopt_released_vocabulary
+from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .released_configs import find_packaged_folder
 from .token_embedding import BorrowedEmbedding, fitting_rows
@@ -36,38 +35,6 @@ DECODING_DEFAULTS: dict[str, Any] = {
     "draft_temperature": None,
     "draft_vocabulary": None,
 }
-
-
-@dataclass
-class GumihoOutput(ModelOutput):
-    """
-    Output of [`GumihoModel`]. `B` batch size, `T` tokens, `H` hidden size, `S` serial tokens, `P` parallel heads.
-
-    Args:
-        serial_features (`torch.Tensor` of shape `(B, T, H)`):
-            At position t, the prediction of the target's hidden state t+1. The target's output head turns it into the
-            distribution of the token after `input_ids[:, t]`.
-        parallel_features (`torch.Tensor` of shape `(B, P, max(T - S, 0), H)`):
-            For head i at position t, the prediction of the target's hidden state t+1+S+i, made from the tokens
-            `input_ids[:, t + 1 : t + 1 + S]` and the features that predict them: the serial features of the text, or
-            with `unroll=True` those that the drafter itself would have at this point.
-        unrolled_features (`tuple[torch.Tensor]`, *optional*, with `unroll=True`):
-            For each serial token j = 1..S-1 beyond the first, `(B, T - j, H)`: at position t, the prediction of the
-            target's hidden state t+1+j that the serial head makes from its own feature of token j-1.
-        past_key_values (`Cache`, *optional*):
-            The keys and values of the serial head, with `use_cache=True`.
-        hidden_states (`tuple[torch.Tensor]`, *optional*):
-            Input of the serial head and output of each of its layers, each `(B, T, H)`.
-        attentions (`tuple[torch.Tensor]`, *optional*):
-            Attention weights of each layer, each `(B, heads, T, keys)`.
-    """
-
-    serial_features: torch.Tensor | None = None
-    parallel_features: torch.Tensor | None = None
-    unrolled_features: tuple[torch.Tensor, ...] | None = None
-    past_key_values: Cache | None = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-    attentions: tuple[torch.Tensor, ...] | None = None
 
 
 class GumihoPreTrainedModel(SavingMixin, PreTrainedModel):
@@ -430,4 +397,4 @@ def unwrap_drafter(model: Any) -> GumihoModel | None:
     return model if isinstance(model, GumihoModel) else None
 
 
-__all__ = ["DECODING_DEFAULTS", "GumihoModel", "GumihoOutput", "GumihoPreTrainedModel", "unwrap_drafter"]
+__all__ = ["DECODING_DEFAULTS", "GumihoModel", "GumihoPreTrainedModel", "unwrap_drafter"]

@@ -10,7 +10,7 @@ from ..losses.positions import select_positions
 from ..losses.predictors import Predictor, predictions_of
 from ..losses.terms import TERMS, LMHead, Readout
 from ..losses.weights import LossWeights
-from ..model.modeling_gumiho import GumihoOutput
+from ..model.outputs import GumihoOutput
 
 
 # The first columns of a score table. One for each loss term follows.
