@@ -1,0 +1,42 @@
+"""What a drafter returns."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+
+@dataclass
+class GumihoOutput(ModelOutput):
+    """
+    Output of [`GumihoModel`]. `B` batch size, `T` tokens, `H` hidden size, `S` serial tokens, `P` parallel heads.
+
+    Args:
+        serial_features (`torch.Tensor` of shape `(B, T, H)`):
+            At position t, the prediction of the target's hidden state t+1. The target's output head turns it into the
+            distribution of the token after `input_ids[:, t]`.
+        parallel_features (`torch.Tensor` of shape `(B, P, max(T - S, 0), H)`):
+            For head i at position t, the prediction of the target's hidden state t+1+S+i, made from the tokens
+            `input_ids[:, t + 1 : t + 1 + S]` and the features that predict them: the serial features of the text, or
+            with `unroll=True` those that the drafter itself would have at this point.
+        unrolled_features (`tuple[torch.Tensor]`, *optional*, with `unroll=True`):
+            For each serial token j = 1..S-1 beyond the first, `(B, T - j, H)`: at position t, the prediction of the
+            target's hidden state t+1+j that the serial head makes from its own feature of token j-1.
+        past_key_values (`Cache`, *optional*):
+            The keys and values of the serial head, with `use_cache=True`.
+        hidden_states (`tuple[torch.Tensor]`, *optional*):
+            Input of the serial head and output of each of its layers, each `(B, T, H)`.
+        attentions (`tuple[torch.Tensor]`, *optional*):
+            Attention weights of each layer, each `(B, heads, T, keys)`.
+    """
+
+    serial_features: torch.Tensor | None = None
+    parallel_features: torch.Tensor | None = None
+    unrolled_features: tuple[torch.Tensor, ...] | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
+
+
+__all__ = ["GumihoOutput"]
