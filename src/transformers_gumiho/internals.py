@@ -117,6 +117,11 @@ def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
     return bool(target._supports_default_dynamic_cache())
 
 
+def cache_argument(target: PreTrainedModel) -> str:
+    """Returns the argument that the target takes its cache by: `generate()` settles it by the name of the class."""
+    return "cache_params" if "mamba" in type(target).__name__.lower() else "past_key_values"
+
+
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Returns what the layers that read this config attend with: only its name tells which masks it takes."""
     return config._attn_implementation
@@ -182,6 +187,7 @@ __all__ = [
     "WeightRenaming",
     "adopt_attention_implementation",
     "attention_implementation",
+    "cache_argument",
     "capture_outputs",
     "compile_on_every_device",
     "dataset_fingerprint",

@@ -12,16 +12,20 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from ..drafting.candidate_generator import GumihoCandidateGenerator
 from ..drafting.committed_tokens import CommittedTokens
 from ..drafting.settings import DraftingSettings
+from ..internals import cache_argument
 from ..model.modeling_gumiho import GumihoModel
+from ..target.continuation import check_continuation
 from ..target.cycle_shapes import CycleShapes, cycle_shapes
 from ..target.feature_reader import TargetStates
 from ..target.output_head import head_for_drafting
-from ..target.requirements import check_cache, check_positions
-from ..target.session import TargetOutput, TargetSession, read_prompt
+from ..target.prompt import prompt_positions, read_prompt
+from ..target.requirements import check_cache, check_positions, tree_obstacle, verification_kind
+from ..target.session import TargetOutput, TargetSession
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import bare_root
 from ..tree.verification import AcceptedPath, pick
@@ -29,6 +33,9 @@ from .observers import GenerationEvents
 from .sequences import CommittedSequences
 from .step_records import CycleRecords
 from .token_choice import TokenChooser
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -65,13 +72,14 @@ def decode_with_tree(
     Returns:
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
-    settings = _drafting_settings(assistant_model, generation_config)
+    is_chain = verification_kind(target) == "chain"
+    settings = _drafting_settings(target, assistant_model, generation_config)
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
-    check_positions(target, model_kwargs["position_ids"], max_new_tokens)
+    check_positions(target, prompt_positions(input_ids, model_kwargs), max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
     shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes)
-    chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes)
+    chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain)
     records = CycleRecords(len(input_ids), generation_config)
     events = GenerationEvents.begin(len(input_ids))
 
@@ -90,7 +98,7 @@ def decode_with_tree(
                 tree = generator.draft_tree(_committed_prompt(sequences, session, output, assistant_model))
         while not sequences.finished:
             with events.stage("verify"):
-                output = session.run_tree(tree)
+                output = session.run_tree(sequences.pad_ended_rows(tree) if is_chain else tree)
             path = chooser.commit(tree, output.logits)
             events.cycle(tree, path)
             sequences.stream()
@@ -123,9 +131,19 @@ def _output(
     )
 
 
-def _drafting_settings(drafter: GumihoModel, generation_config: GenerationConfig) -> DraftingSettings:
+def _drafting_settings(
+    target: PreTrainedModel, drafter: GumihoModel, generation_config: GenerationConfig
+) -> DraftingSettings:
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
-    return DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, temperature)
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, temperature)
+    obstacle = tree_obstacle(target)
+    if obstacle is None:
+        return settings
+    if settings.branching_factor > 1:
+        logger.warning_once(
+            f"{type(target).__name__} {obstacle}. It verifies chains instead: `branching_factor` is 1 here."
+        )
+    return settings.as_chain()
 
 
 def _prepare_shapes(
@@ -137,7 +155,9 @@ def _prepare_shapes(
         # The static cache that `generate()` prepared is dropped; unless the prompt is read in chunks it has taken no
         # memory yet.
         model_kwargs["past_key_values"] = DynamicCache(config=target.config.get_text_config(decoder=True))
-    check_cache(model_kwargs.get("past_key_values"))
+    check_cache(target, model_kwargs.get(cache_argument(target)))
+    if verification_kind(target) == "chain":
+        check_continuation(target, model_kwargs.get("attention_mask"))
     return shapes
 
 

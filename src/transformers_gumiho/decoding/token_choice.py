@@ -78,6 +78,8 @@ class TokenChooser:
         stopping_criteria: As prepared by `generate()`.
         generation_config: As prepared by `generate()`.
         shapes: What cycles run in.
+        rows_together: Whether all open rows have to take the same number of tokens, and none goes on in the cycle in
+            which another one ends.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class TokenChooser:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         shapes: CycleShapes,
+        rows_together: bool = False,
     ):
         self.sequences = sequences
         self.logits_processor = logits_processor
@@ -99,10 +102,11 @@ class TokenChooser:
         self.scores = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_scores))
         self.logits = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_logits))
         # Where one row's scores or end may depend on the others, or on earlier calls, all rows take the same steps.
-        self.in_lockstep = self.batch_size > 1 and not (
-            all(type(processor) in _ROW_WISE_PROCESSORS for processor in logits_processor)
-            and all(type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria)
+        self.rows_together = rows_together
+        is_row_wise = all(type(processor) in _ROW_WISE_PROCESSORS for processor in logits_processor) and all(
+            type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria
         )
+        self.in_lockstep = self.batch_size > 1 and (rows_together or not is_row_wise)
         self.whole_tree = (
             not self.do_sample
             and not self.in_lockstep
@@ -194,6 +198,8 @@ class TokenChooser:
             if self.in_lockstep and not all(
                 found for found, is_open in zip(found_child, going_on, strict=True) if is_open
             ):
+                break
+            if self.rows_together and any(was and not is_open for was, is_open in zip(walking, going_on, strict=True)):
                 break
             walking = [
                 is_walking and found and is_open

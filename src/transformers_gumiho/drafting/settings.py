@@ -78,6 +78,10 @@ class DraftingSettings:
         # No path is longer than the tree has nodes; what would be drafted below is not drafted at all.
         return replace(settings, tree_depth=min(settings.tree_depth, settings.num_assistant_tokens))
 
+    def as_chain(self) -> "DraftingSettings":
+        """Returns the settings under which the tree is its best path alone."""
+        return replace(self, branching_factor=1, num_assistant_tokens=self.tree_depth)
+
     def _validate(self, config: GumihoConfig) -> None:
         for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
             value = getattr(self, name)

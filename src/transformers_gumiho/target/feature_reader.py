@@ -29,6 +29,12 @@ class TargetStates:
         """Returns the states for a drafter that reads the last ones `(B, T, H)`."""
         return cls(drafter_input=last, last=last)
 
+    def newest(self, num_tokens: int) -> "TargetStates":
+        """Returns the states of the last `num_tokens` tokens."""
+        last = self.last[:, self.last.shape[1] - num_tokens :]
+        is_one = self.drafter_input is self.last
+        return TargetStates(last if is_one else self.drafter_input[:, self.last.shape[1] - num_tokens :], last)
+
     def to(self, device: torch.device) -> "TargetStates":
         """Returns the states on `device`."""
         last = self.last.to(device)

@@ -1,14 +1,14 @@
 """What decoding with a draft tree refuses, before any model runs: each with its cause and the way out."""
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 
-from ..internals import attention_implementation, is_stateful, keeps_dynamic_cache
+from ..internals import attention_implementation, cache_argument, is_stateful, keeps_dynamic_cache
 from ..model.modeling_gumiho import GumihoModel
 from .cache_moving import is_convertible
 
@@ -61,6 +61,11 @@ def check_request(
         )
     check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
     check_target(target)
+    if generation_config.cache_implementation == "static" and (obstacle := tree_obstacle(target)):
+        raise ValueError(
+            f"`cache_implementation='static'` is not available here: {type(target).__name__} {obstacle}, and chains "
+            f"are verified against the target's own growing cache. Leave `cache_implementation` unset."
+        )
     check_pair(target, drafter)
 
 
@@ -87,42 +92,46 @@ def check_tokenizers(
         )
 
 
+def verification_kind(target: PreTrainedModel) -> Literal["tree", "chain"]:
+    """Returns whether the target verifies draft trees, or chains by its own causal pass over its own cache."""
+    return "tree" if tree_obstacle(target) is None else "chain"
+
+
+def tree_obstacle(target: PreTrainedModel) -> str | None:
+    """Returns why the target cannot verify a draft tree, to follow its name; `None` where it can."""
+    config = target.config.get_text_config(decoder=True)
+    unsupported = attention_types(target) - set(ATTENTION_TYPES)
+    if is_stateful(target) or unsupported:
+        kinds = f"layers of type {', '.join(sorted(unsupported))}" if unsupported else "a recurrent state"
+        return f"has {kinds}, whose state cannot hold the branches of a draft tree"
+    takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+    if not takes_positions or getattr(config, "alibi", False):
+        return (
+            "does not take the positions of its tokens from `position_ids` (ALiBi-style attention counts them "
+            "itself), so the branches of a draft tree cannot share positions"
+        )
+    if "local" in getattr(config, "attention_layers", ()):
+        return "cuts its local attention windows by cache slot, not by the attention mask"
+    return None
+
+
 def check_target(target: PreTrainedModel) -> None:
-    """Raises `ValueError` for a target that cannot verify a draft tree in one pass."""
+    """Raises `ValueError` for a target that can verify neither draft trees nor chains."""
     name = type(target).__name__
     config = target.config.get_text_config(decoder=True)
     if target.config.is_encoder_decoder:
         raise ValueError(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
-    unsupported = attention_types(target) - set(ATTENTION_TYPES)
-    if is_stateful(target) or unsupported:
-        kinds = f"layers of type {', '.join(sorted(unsupported))}" if unsupported else "a recurrent state"
-        raise ValueError(
-            f"{name} has {kinds}, whose state cannot hold the branches of a draft tree. A Gumiho assistant needs a "
-            f"target with full or sliding-window attention only."
-        )
     if getattr(config, "cross_attention_layers", None):
         raise ValueError(
             f"{name} has layers that attend to an image instead of the text, whose keys and values a draft tree has "
             f"no place for. Generate without `assistant_model`."
         )
-    takes_positions = "position_ids" in inspect.signature(target.forward).parameters
-    if not takes_positions or getattr(config, "alibi", False):
-        raise ValueError(
-            f"{name} does not take the positions of its tokens from `position_ids` (ALiBi-style attention counts "
-            f"them itself), so the branches of a draft tree cannot share positions. Generate without "
-            f"`assistant_model`."
-        )
-    if "local" in getattr(config, "attention_layers", ()):
-        raise ValueError(
-            f"{name} cuts its local attention windows by cache slot, not by the attention mask, so it cannot verify a "
-            f"draft tree. Generate without `assistant_model`."
-        )
     check_attention(target)
-    takes_cache = "past_key_values" in inspect.signature(target.forward).parameters
+    takes_cache = cache_argument(target) in inspect.signature(target.forward).parameters
     if not takes_cache or not keeps_dynamic_cache(target):
         raise ValueError(
-            f"{name} keeps no key-value cache in a `DynamicCache`, against which a draft tree could be verified. "
-            f"Generate without `assistant_model`."
+            f"{name} keeps no cache in a `DynamicCache`, against which drafts could be verified. Generate without "
+            f"`assistant_model`."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
@@ -186,14 +195,18 @@ def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new
             )
 
 
-def check_cache(cache: Any) -> None:
-    """Raises `ValueError` for a cache that a draft tree cannot be verified against."""
-    if not is_convertible(cache):
-        layers = {type(layer).__name__ for layer in getattr(cache, "layers", [])}
+def check_cache(target: PreTrainedModel, cache: Any) -> None:
+    """Raises `ValueError` for a cache that drafts of the target cannot be verified against."""
+    layers = {type(layer).__name__ for layer in getattr(cache, "layers", [])}
+    is_offloaded = getattr(cache, "offloading", False)
+    if verification_kind(target) == "chain":
+        is_usable = isinstance(cache, DynamicCache) and not is_offloaded
+    else:
+        is_usable = is_convertible(cache)
+    if not is_usable:
         raise ValueError(
             f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
-            f"{type(cache).__name__} with layers {sorted(layers)}"
-            f"{' and offloading' if getattr(cache, 'offloading', False) else ''}. "
-            f"Pass `past_key_values=DynamicCache(config=target.config)`, or none; for fixed shapes set "
+            f"{type(cache).__name__} with layers {sorted(layers)}{' and offloading' if is_offloaded else ''}. "
+            f"Pass `{cache_argument(target)}=DynamicCache(config=target.config)`, or none; for fixed shapes set "
             f"`cache_implementation='static'` instead of passing a cache."
         )

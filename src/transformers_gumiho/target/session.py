@@ -1,4 +1,4 @@
-"""One generation of the target: the prompt as plain decoding reads it, then a draft tree per pass."""
+"""One generation of the target behind its prompt: a draft tree per pass."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -6,20 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..internals import run_prompt
+from ..internals import cache_argument
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 from .cycle_shapes import CycleShapes
 from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
 from .requirements import attention_types
-from .tree_cache import TreeCache
 from .verification_cache import VerificationCache
-
-
-# Slots allocated for new tokens at once; longer generations double the cache when they get there.
-MAX_RESERVED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -59,87 +54,6 @@ class TargetPrompt:
     next_position: torch.Tensor
     cache: Any
     num_reserved: int
-
-
-def read_prompt(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    num_nodes: int,
-    max_new_tokens: int,
-    shapes: CycleShapes,
-) -> tuple["TargetSession", TargetOutput]:
-    """
-    Runs the prompt as plain `generate()` does, and all of it through all layers.
-
-    Args:
-        model: The target.
-        input_ids (`(B, T)`): As prepared by `generate()`.
-        generation_config: As prepared by `generate()`.
-        model_kwargs: As prepared by `generate()`, with the cache that the prompt goes through.
-        num_nodes: The most nodes that a later pass will have, root included.
-        max_new_tokens: The most tokens that may follow.
-        shapes: What the passes over trees run in.
-
-    Returns:
-        The session that goes on from here, and what the target computed.
-    """
-    reader = FeatureReader(model)
-    # What they are before the pass, which may put others in their places.
-    mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
-    caller_cache = model_kwargs["past_key_values"]
-    outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
-    # A target split over devices moves its inputs itself; the parameters of an offloaded one are nowhere.
-    device = states.last.device
-    batch_size, num_read = states.last.shape[:2]
-    position_ids = position_ids.to(device)
-    length = caller_cache.get_seq_length()
-    # A cache of fixed shapes never grows.
-    reserved = max_new_tokens if shapes.are_fixed else min(max_new_tokens, MAX_RESERVED_TOKENS)
-    prompt = TargetPrompt(
-        length=length,
-        mask=None if mask is None or bool(mask.all()) else mask.to(device).bool(),
-        next_position=position_ids[..., -1:].expand(*position_ids.shape[:-2], batch_size, 1) + 1,
-        cache=caller_cache,
-        num_reserved=shapes.slots_for(length + reserved + num_nodes) - length,
-    )
-    cache = _verification_cache(prompt, shapes, device)
-    session = TargetSession(model, model_kwargs, reader, cache, prompt, max_new_tokens, states.last.dtype, shapes)
-    output = TargetOutput(
-        logits=outputs.logits[:, -1:],
-        states=states,
-        position_ids=_text_positions(position_ids)[:, -num_read:].expand(batch_size, -1),
-        hidden_states=outputs.hidden_states,
-    )
-    return session, output
-
-
-def _run_prompt(
-    model: PreTrainedModel,
-    reader: FeatureReader,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> tuple[Any, TargetStates]:
-    """Returns what the target returns for the prompt, and its states."""
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "num_kv_shared_layers", 0) and "logits_to_keep" in model_kwargs:
-        # With a number here, decoders whose last layers read the keys and values of earlier ones run these on the
-        # last token alone; the drafter wants the states of the whole prompt.
-        model_kwargs["logits_to_keep"] = torch.tensor([-1])
-    with reader.listening():
-        begin_capture()
-        outputs = run_prompt(model, input_ids, generation_config, model_kwargs)
-        return outputs, reader.collect(end_capture())
-
-
-def _verification_cache(prompt: TargetPrompt, shapes: CycleShapes, device: torch.device) -> VerificationCache:
-    """Returns the cache that draft trees are verified against; it takes over the entries of the prompt."""
-    cache = TreeCache.from_dynamic(prompt.cache, prompt.length + prompt.num_reserved, prompt.mask)
-    if shapes.are_fixed:
-        cache.fix_shapes(device)
-    return cache
 
 
 class TargetSession:
@@ -222,7 +136,7 @@ class TargetSession:
         return TargetOutput(
             logits=outputs.logits,
             states=self._reader.collect(captured),
-            position_ids=_text_positions(position_ids),
+            position_ids=text_positions(position_ids),
             hidden_states=outputs.hidden_states,
         )
 
@@ -258,14 +172,24 @@ class TargetSession:
         self.cache.truncate([max(-number, 0) for number in num_missing])
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:
-        advanced = self.cache.starts(self.device) - self.prompt.length
+        return self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
+
+    def _positions(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Returns the positions of tokens `offsets` `(B, n)` behind the prompt."""
         # Nodes behind the last position are never committed.
-        position_ids = self.prompt.next_position + (advanced + tree.depths).clamp_(max=self._last_offset)
+        position_ids = self.prompt.next_position + offsets.clamp(max=self._last_offset)
         return position_ids if self._num_positions is None else position_ids.clamp_(max=self._num_positions - 1)
 
     def _node_kwargs(self, num_nodes: int) -> dict[str, Any]:
         """Returns the arguments of the caller that go to every pass, extended to `num_nodes` nodes where needed."""
-        handled = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
+        handled = (
+            "past_key_values",
+            "cache_params",
+            "attention_mask",
+            "position_ids",
+            "inputs_embeds",
+            "logits_to_keep",
+        )
         kwargs = {name: value for name, value in self._model_kwargs.items() if name not in handled}
         if (token_type_ids := kwargs.get("token_type_ids")) is not None:
             kwargs["token_type_ids"] = token_type_ids[:, -1:].expand(-1, num_nodes)
@@ -287,6 +211,6 @@ def _tree_masks(
     return {kind: cache.attention_mask(tree.ancestors, tree.depths, dtype, window) for kind, window in windows.items()}
 
 
-def _text_positions(position_ids: torch.Tensor) -> torch.Tensor:
+def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
     """Returns `(B, n)`: of several positions per token `(P, B, n)` the first."""
     return position_ids if position_ids.ndim == 2 else position_ids[0]

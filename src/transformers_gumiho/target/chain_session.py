@@ -1,0 +1,73 @@
+"""Verifying draft chains by the target's own causal pass, over its own cache."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..internals import cache_argument
+from ..tree.draft_tree import DraftTree
+from ..tree.verification import AcceptedPath
+from .chain_cache import ChainCache
+from .session import TargetOutput, TargetSession, text_positions
+
+
+# Pending tokens make passes longer, which costs little while reading the weights takes longest. Beyond this, one pass
+# without drafts runs them for good.
+MAX_PENDING = 48
+
+
+class ChainSession(TargetSession):
+    """A target that verifies chains: trees whose nodes are one path, in order. All rows advance together."""
+
+    cache: ChainCache
+
+    def run_tree(self, tree: DraftTree) -> TargetOutput:
+        """Runs all nodes of a chain, root included, behind the accepted tokens that the cache does not hold yet."""
+        if self.cache.num_pending > MAX_PENDING:
+            self._catch_up(tree.tokens)
+        return self._run(tree.tokens.to(self.device))
+
+    def commit(self, path: AcceptedPath) -> None:
+        """Keeps the accepted nodes of the newest pass. Rows that have ended keep as many, which are padding there."""
+        self.cache.commit(path)
+
+    def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
+        """Leaves in the cache what plain decoding does: the longest row's new tokens that it has run, for each row."""
+        num_removed = self.cache.lengths[0] - self.prompt.length - max(num_tokens)
+        self.cache.truncate([num_removed] * len(num_tokens))
+        self._catch_up(tree.tokens)
+
+    def _catch_up(self, tokens: torch.Tensor) -> None:
+        """Runs pending tokens for good."""
+        if self.cache.num_pending:
+            self._run(tokens[:, :0].to(self.device))
+
+    def _run(self, nodes: torch.Tensor) -> TargetOutput:
+        start = self.cache.lengths[0] - self.prompt.length
+        tokens = self.cache.begin_pass(nodes)
+        num_tokens, num_nodes = tokens.shape[1], nodes.shape[1]
+        offsets = torch.arange(start + num_nodes - num_tokens, start + num_nodes, device=self.device)
+        position_ids = self._positions(offsets.expand(len(tokens), -1))
+        model_inputs = self.model.prepare_inputs_for_generation(
+            tokens,
+            **self._node_kwargs(num_tokens),
+            **{cache_argument(self.model): self.cache.past_key_values},
+            attention_mask=self._attention_mask(start + num_nodes),
+            **({} if self._model_kwargs.get("position_ids") is None else {"position_ids": position_ids}),
+        )
+        outputs, captured = self._run_model(self.model, model_inputs)
+        hidden_states = outputs.hidden_states
+        return TargetOutput(
+            logits=outputs.logits[:, num_tokens - num_nodes :],
+            states=self._reader.collect(captured).newest(num_nodes),
+            position_ids=text_positions(position_ids)[:, num_tokens - num_nodes :],
+            hidden_states=hidden_states and tuple(states[:, num_tokens - num_nodes :] for states in hidden_states),
+        )
+
+    def _attention_mask(self, num_new: int) -> torch.Tensor | None:
+        """Returns the mask as plain decoding extends it by `num_new` tokens, `None` where the caller's has none."""
+        if self._model_kwargs.get("attention_mask") is None:
+            return None
+        mask, length = self.prompt.mask, self.prompt.length
+        new = torch.ones(len(self.cache.lengths), num_new, dtype=torch.long, device=self.device)
+        return torch.cat((new.new_ones(len(new), length) if mask is None else mask.long(), new), dim=1)

@@ -1,0 +1,138 @@
+"""Tiny random targets that verify chains, and drafts for them that are accepted in part."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    BloomConfig,
+    FalconConfig,
+    FalconH1Config,
+    GPTNeoConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    Mamba2Config,
+    MambaConfig,
+    MptConfig,
+    NemotronHConfig,
+    OlmoHybridConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
+from transformers_gumiho.drafting.committed_tokens import CommittedTokens
+from transformers_gumiho.tree.draft_tree import DraftTree
+
+
+VOCAB_SIZE = 24
+_TOKENS: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.4,
+}
+_COMMON = _TOKENS | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
+
+CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_next": lambda: Qwen3NextConfig(**_COMMON, **_LINEAR, head_dim=8, num_experts=0, mlp_only_layers=[0, 1, 2]),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**_COMMON, **_LINEAR, head_dim=8),
+    "lfm2": lambda: Lfm2Config(**_COMMON, layer_types=["conv", "full_attention", "conv"]),
+    "falcon_h1": lambda: FalconH1Config(**_COMMON, **_MAMBA2, mamba_d_ssm=64),
+    "granite_hybrid": lambda: GraniteMoeHybridConfig(
+        **_COMMON, **_MAMBA2, layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=48,
+        num_local_experts=0,
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **_COMMON, layers_block_type=["mamba", "attention", "mamba"], mamba_num_heads=4, mamba_head_dim=16,
+        n_groups=1, ssm_state_size=8, head_dim=8,
+    ),
+    "olmo_hybrid": lambda: OlmoHybridConfig(**_COMMON, **_LINEAR),
+    "bamba": lambda: BambaConfig(**_COMMON, **_MAMBA2, attn_layer_indices=[1]),
+    "jamba": lambda: JambaConfig(
+        **_COMMON, attn_layer_period=2, attn_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=8,
+        mamba_dt_rank=4, use_mamba_kernels=False,
+    ),
+    "bloom": lambda: BloomConfig(**_TOKENS, hidden_size=32, n_layer=3, n_head=4),
+    "mpt": lambda: MptConfig(**_TOKENS, d_model=32, n_layers=3, n_heads=4, max_seq_len=256),
+    "falcon_alibi": lambda: FalconConfig(
+        **_TOKENS, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, alibi=True
+    ),
+    "gpt_neo": lambda: GPTNeoConfig(
+        **_TOKENS, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        window_size=6, max_position_embeddings=256,
+    ),
+    "llama4": lambda: Llama4TextConfig(
+        **_COMMON, intermediate_size_mlp=48, head_dim=8, num_local_experts=2, attention_chunk_size=12,
+        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+    ),
+    "mamba": lambda: MambaConfig(**_TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8),
+    "mamba2": lambda: Mamba2Config(
+        **_TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=1,
+    ),
+}  # fmt: skip
+
+
+def make_chain_target(family: str, seed: int = 0) -> PreTrainedModel:
+    """Returns a tiny random target, in float64 where its code knows that."""
+    torch.manual_seed(seed)
+    target = AutoModelForCausalLM.from_config(CHAIN_FAMILIES[family]()).double().eval()
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+@contextmanager
+def partly_right_drafts(answers: torch.Tensor, prompt_length: int) -> Iterator[None]:
+    """
+    Within it chains are drafted of the target's own tokens, of which about one in nine is made wrong.
+
+    Args:
+        answers (`(B, T)`): Prompts of `prompt_length` tokens, and what the target goes on with.
+    """
+    draft = GumihoCandidateGenerator.draft_tree
+    lengths: dict[int, list[int]] = {}
+
+    def draft_tree(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
+        tree = draft(self, committed)
+        now = lengths.get(id(self))
+        # In the first call the committed tokens are those of the prompt, moved on by one.
+        now = [prompt_length + 1 for _ in committed.accepted_lengths] if now is None else [
+            length + number for length, number in zip(now, committed.accepted_lengths, strict=True)
+        ]  # fmt: skip
+        lengths[id(self)] = now
+        tokens = tree.tokens.clone()
+        for row, length in enumerate(now):
+            for node in range(1, tokens.shape[1]):
+                place = min(length + node - 1, answers.shape[1] - 1)
+                is_wrong = (7 * place + row) % 9 == 0
+                tokens[row, node] = (answers[row, place] + is_wrong) % VOCAB_SIZE
+        return replace(tree, tokens=tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GumihoCandidateGenerator, "draft_tree", draft_tree)
+        yield
