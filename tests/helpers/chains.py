@@ -76,8 +76,7 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "bamba": lambda: BambaConfig(**_COMMON, **_MAMBA2, attn_layer_indices=[1]),
     "jamba": lambda: JambaConfig(
         **_COMMON, attn_layer_period=2, attn_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=8,
-        mamba_dt_rank=4, use_mamba_kernels=False,
-    ),
+        mamba_dt_rank=4,     ),
     "bloom": lambda: BloomConfig(**_TOKENS, hidden_size=32, n_layer=3, n_head=4),
     "mpt": lambda: MptConfig(**_TOKENS, d_model=32, n_layers=3, n_heads=4, max_seq_len=256),
     "falcon_alibi": lambda: FalconConfig(
@@ -88,7 +87,7 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         window_size=6, max_position_embeddings=256,
     ),
     "llama4": lambda: Llama4TextConfig(
-        **_COMMON, intermediate_size_mlp=48, head_dim=8, num_local_experts=2, attention_chunk_size=12,
+        **_COMMON, intermediate_size_mlp=48, num_experts_per_tok=1, head_dim=8, num_local_experts=2, attention_chunk_size=12,
         layer_types=["chunked_attention", "full_attention", "chunked_attention"],
     ),
     "mamba": lambda: MambaConfig(**_TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8),
@@ -99,9 +98,12 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def make_chain_target(family: str, seed: int = 0) -> PreTrainedModel:
-    """Returns a tiny random target, in float64 where its code knows that."""
+    """Returns a tiny random target, in float64 where its code knows that and does not turn padding into NaN."""
     torch.manual_seed(seed)
-    target = AutoModelForCausalLM.from_config(CHAIN_FAMILIES[family]()).double().eval()
+    target = AutoModelForCausalLM.from_config(CHAIN_FAMILIES[family]()).eval()
+    if family not in ("bloom", "mpt"):
+        target = target.double()
+    target.generation_config.use_cache = True
     target.generation_config.pad_token_id = 0
     return target
 

@@ -55,10 +55,12 @@ class ChainSession(TargetSession):
             attention_mask=self._attention_mask(start + num_nodes),
             **({} if self._model_kwargs.get("position_ids") is None else {"position_ids": position_ids}),
         )
+        if "logits_to_keep" in model_inputs:  # some models put in their own
+            model_inputs["logits_to_keep"] = max(num_nodes, 1)
         outputs, captured = self._run_model(self.model, model_inputs)
         hidden_states = outputs.hidden_states
         return TargetOutput(
-            logits=outputs.logits[:, num_tokens - num_nodes :],
+            logits=outputs.logits[:, outputs.logits.shape[1] - num_nodes :],
             states=self._reader.collect(captured).newest(num_nodes),
             position_ids=text_positions(position_ids)[:, num_tokens - num_nodes :],
             hidden_states=hidden_states and tuple(states[:, num_tokens - num_nodes :] for states in hidden_states),

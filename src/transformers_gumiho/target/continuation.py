@@ -1,6 +1,7 @@
 """Whether a target computes the same for several tokens behind its cache as for one after the other."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,16 +41,18 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     # Not the other way round: nothing is less than not-a-number.
     if not _measured[key] <= tolerance:
         raise ValueError(
-            f"{type(target).__name__} cannot verify drafts{' in a padded batch' if is_padded else ''}: its logits for "
-            f"{NUM_TOKENS} tokens at once differ from those of one token after the other by {_measured[key]:.1e} of "
-            f"their size (rounding explains {tolerance:.0e}). Generate without `assistant_model`."
+            f"{type(target).__name__} cannot verify drafts{' in a padded batch' if is_padded else ''}: what it "
+            f"computes for {NUM_TOKENS} tokens at once behind its cache differs from one token after the other by "
+            f"{_measured[key]:.1e} of its size, and rounding explains {tolerance:.0e}. Generate without "
+            f"`assistant_model`."
         )
 
 
 def measure_continuation(target: PreTrainedModel, is_padded: bool = False) -> float:
     """
-    Returns the root mean square of how the logits of a few tokens differ when they are run behind the cache at once
-    and one after the other, relative to that of the logits.
+    Returns by how much it differs whether a few tokens are run behind the cache at once or one after the other: the
+    root mean square of the difference relative to that of the values, the largest of the logits and of each tensor
+    in the cache. (A state that is lost may hardly show in the logits of a model that is not trained.)
 
     Args:
         target: The target.
@@ -65,12 +68,26 @@ def measure_continuation(target: PreTrainedModel, is_padded: bool = False) -> fl
     # The last token tells whether the state behind the others is the same.
     at_once = _run(target, tokens, mask, [NUM_PROMPT_TOKENS, NUM_TOKENS, 1])
     singly = _run(target, tokens, mask, [NUM_PROMPT_TOKENS, *[1] * (NUM_TOKENS + 1)])
-    return ((at_once - singly).square().mean() / singly.square().mean()).sqrt().item()
+    return max(
+        (_difference(*pair) for pair in zip(at_once, singly, strict=True)), key=lambda value: (value != value, value)
+    )
+
+
+def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
+    if values.shape != expected.shape:
+        return float("inf")
+    values, expected = values.double(), expected.double()
+    size = expected.square().mean()
+    error = (values - expected).square().mean()
+    return (error / size).sqrt().item() if size > 0 else error.sqrt().item()
 
 
 @torch.no_grad()
-def _run(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Runs `tokens` in passes of these lengths, and returns the logits of all passes but the first."""
+def _run(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    """
+    Runs `tokens` in passes of these lengths. Returns the logits of all passes but the first, and what is in the cache
+    after the last one.
+    """
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
@@ -85,5 +102,17 @@ def _run(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, leng
             use_cache=True,
             is_first_iteration=start == 0,
         )
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = length
         logits.append(target(**model_inputs, return_dict=True).logits)
-    return torch.cat(logits[1:], dim=1).double()
+    return [torch.cat(logits[1:], dim=1), *(tensor for layer in cache.layers for tensor in _tensors(vars(layer)))]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of floating-point numbers in nested containers."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.numel() > 0:
+            yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
