@@ -42,6 +42,16 @@ class TargetStates:
         return TargetStates(last if is_one else self.drafter_input.to(device), last)
 
 
+def find_decoder(target: PreTrainedModel) -> nn.Module:
+    """
+    Returns the module that ends with the final norm. `get_decoder` returns the whole target where its class names
+    another module than it has (Llama 4 without images); then its only submodel is the one.
+    """
+    decoder = target.get_decoder()
+    submodels = [module for module in target.children() if isinstance(module, PreTrainedModel)]
+    return submodels[0] if decoder is target and len(submodels) == 1 else decoder
+
+
 class FeatureReader:
     """
     Reads the states of a target: of texts that it runs through the decoder, or of passes that somebody else makes.
@@ -62,13 +72,13 @@ class FeatureReader:
             **kwargs: Further arguments of the decoder.
         """
         return TargetStates.from_last(
-            self.target.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+            find_decoder(self.target)(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
         )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Within it the states of passes are kept between `begin_capture` and `end_capture`."""
-        handle = self.target.get_decoder().register_forward_hook(keep_states)
+        handle = find_decoder(self.target).register_forward_hook(keep_states)
         try:
             yield
         finally:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..internals import cache_argument
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 from .cycle_shapes import CycleShapes

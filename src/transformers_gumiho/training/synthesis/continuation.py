@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from ...target.feature_reader import find_decoder
 from ..target_features import OnlineFeatures
 from .nucleus import sample_nucleus
 from .roomy_cache import attends_everywhere, make_roomy_cache
@@ -54,7 +55,7 @@ class BatchContinuation:
         self, target: PreTrainedModel, ends: set[int], sampling: Sampling, states_dtype: torch.dtype | None = None
     ):
         self.target = target.eval()
-        self.decoder, self.features = target.get_decoder(), OnlineFeatures(target)
+        self.decoder, self.features = find_decoder(target), OnlineFeatures(target)
         self.ends, self.sampling, self.states_dtype = ends, sampling, states_dtype
 
     @torch.inference_mode()

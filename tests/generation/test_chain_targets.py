@@ -1,0 +1,221 @@
+"""Targets that cannot verify a tree verify chains, by their own pass over their own cache, and write the same text."""
+
+from typing import Any
+
+import pytest
+import torch
+from chains import (
+    CHAIN_FAMILIES,
+    INEXACT_FAMILIES,
+    draft_rate,
+    make_chain_drafter,
+    make_chain_target,
+    partly_right_drafts,
+)
+from targets import make_prompts, passes_of
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from transformers_gumiho.target.chain_session import MAX_PENDING
+
+
+BATCH = [4, 17, 9]
+
+
+def both(target: PreTrainedModel, prompt: dict[str, Any], seed: int = 1, **settings: Any) -> tuple[Any, Any]:
+    """Returns what plain decoding returns, and what it returns with drafts that are right in part."""
+    settings = {"max_new_tokens": 48, "return_dict_in_generate": True} | settings
+    drafter = make_chain_drafter(target)
+    torch.manual_seed(seed)
+    plain = target.generate(**prompt, **settings)
+    torch.manual_seed(seed)
+    with partly_right_drafts(plain.sequences, prompt["input_ids"].shape[1]):
+        drafted = target.generate(**prompt, **settings, assistant_model=drafter)
+    return plain, drafted
+
+
+@pytest.mark.parametrize("family", CHAIN_FAMILIES)
+def test_texts_equal_plain(family: str) -> None:
+    target = make_chain_target(family)
+    for lengths in ([1], [5], BATCH):
+        for do_sample in (False, True):
+            plain, drafted = both(target, make_prompts(lengths), do_sample=do_sample)
+            assert torch.equal(drafted.sequences, plain.sequences)
+            assert len(set(plain.sequences[0].tolist())) > 3, "the text must depend on what came before"
+            assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
+
+
+def entries(cache: Any) -> list[torch.Tensor]:
+    """Returns all that a cache holds."""
+
+    def tensors(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        return [tensor for item in value.values() for tensor in tensors(item)] if isinstance(value, dict) else []
+
+    return [tensor for layer in cache.layers for tensor in tensors(vars(layer))]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba", "bloom", "llama4", "mamba2"])
+@pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
+def test_returned_cache_is_that_of_plain_decoding(family: str, lengths: list[int]) -> None:
+    target = make_chain_target(family)
+    prompt = make_prompts(lengths)
+    first = target.generate(**prompt, max_new_tokens=40)
+    # Rows end at different tokens, and padding goes through those that have ended.
+    target.generation_config.eos_token_id = [int(first[0, -20])]
+    plain, drafted = both(target, prompt, max_new_tokens=40)
+    assert torch.equal(drafted.sequences, plain.sequences)
+    pairs = list(zip(entries(drafted.past_key_values), entries(plain.past_key_values), strict=True))
+    assert len(pairs) >= 4
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    if len(lengths) > 1:
+        return
+    target.generation_config.eos_token_id = None
+    name = "cache_params" if family == "mamba2" else "past_key_values"
+    longer = torch.cat((plain.sequences, torch.tensor([[3, 7]])), dim=1)
+    prompt = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+    expected = target.generate(**prompt, **{name: plain.past_key_values}, max_new_tokens=20)
+    with partly_right_drafts(expected, longer.shape[1]):
+        texts = target.generate(
+            **prompt,
+            **{name: drafted.past_key_values},
+            max_new_tokens=20,
+            assistant_model=make_chain_drafter(target),
+        )
+    assert torch.equal(texts, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "llama4"])
+@pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
+def test_returned_fields(family: str, lengths: list[int]) -> None:
+    target = make_chain_target(family)
+    settings = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "max_new_tokens": 20}
+    plain, drafted = both(target, make_prompts(lengths), do_sample=True, top_k=9, **settings)
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(drafted, name), getattr(plain, name)
+        assert len(ours) == len(theirs) == 20
+        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-3, atol=1e-3)
+    assert [len(step) for step in drafted.hidden_states] == [len(step) for step in plain.hidden_states]
+    for ours, theirs in zip(drafted.hidden_states, plain.hidden_states, strict=True):
+        for our_layer, their_layer in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(our_layer, their_layer, rtol=1e-3, atol=1e-3)
+
+
+class _EndsAtSum(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -6:].sum(dim=1) > 95
+
+
+class _ForbidsTwoBack(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, input_ids[:, -2:-1], -torch.inf)
+
+
+class _Notes(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.tokens.append([])
+
+
+@pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
+def test_processors_criteria_and_streamers(lengths: list[int]) -> None:
+    target = make_chain_target("qwen3_5")
+    for do_sample in (False, True):
+        settings: dict[str, Any] = {
+            "do_sample": do_sample,
+            "repetition_penalty": 1.2,
+            "logits_processor": LogitsProcessorList([_ForbidsTwoBack()]),
+            "stopping_criteria": StoppingCriteriaList([_EndsAtSum()]),
+            "max_new_tokens": 40,
+        }
+        if len(lengths) == 1:
+            settings["streamer"] = streamer = _Notes()
+        plain, drafted = both(target, make_prompts(lengths), **settings)
+        assert torch.equal(drafted.sequences, plain.sequences)
+        if len(lengths) == 1:
+            half = len(streamer.tokens) // 2
+            assert streamer.tokens[:half] == streamer.tokens[half:]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "llama4"])
+def test_passes_of_the_target(family: str) -> None:
+    target = make_chain_target(family)
+    prompt = make_prompts([5])
+    both(target, prompt, max_new_tokens=4)  # what is tried at the first call is not tried again
+    plain = target.generate(**prompt, max_new_tokens=250)
+    with partly_right_drafts(plain, 5):
+        passes, drafted = passes_of(
+            target,
+            lambda: target.generate(
+                **prompt, max_new_tokens=250, assistant_model=make_chain_drafter(target), return_dict_in_generate=True
+            ),
+        )
+    assert torch.equal(drafted.sequences, plain)
+    num_cycles = len(drafted.accepted_lengths[0])
+    assert num_cycles < 100
+    assert passes - 1 <= 1.1 * num_cycles  # the prompt is no cycle
+
+
+def test_rejected_drafts_do_not_pile_up() -> None:
+    target = make_chain_target("qwen3_5")
+    prompt = make_prompts([5])
+    plain = target.generate(**prompt, max_new_tokens=3 * MAX_PENDING)
+    lengths = []
+    handle = target.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with partly_right_drafts((plain + 1) % 24, 5):
+        drafted = target.generate(**prompt, max_new_tokens=3 * MAX_PENDING, assistant_model=make_chain_drafter(target))
+    handle.remove()
+    assert torch.equal(drafted, plain)
+    assert MAX_PENDING < max(lengths) <= MAX_PENDING + 8
+
+
+def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
+    class Breaks(_Notes):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if sum(map(len, self.tokens[1:])) > 12:
+                raise InterruptedError
+
+    for family in ("qwen3_5", "llama4"):
+        target = make_chain_target(family)
+        prompt = make_prompts([5])
+        plain = target.generate(**prompt, max_new_tokens=40)
+        cache = DynamicCache(config=target.config)
+        with partly_right_drafts(plain, 5), pytest.raises(InterruptedError):
+            target.generate(
+                **prompt,
+                max_new_tokens=40,
+                past_key_values=cache,
+                streamer=Breaks(),
+                assistant_model=make_chain_drafter(target),
+            )
+        assert 5 <= cache.get_seq_length() < 5 + 14
+        longer = {"input_ids": plain[:, :25], "attention_mask": torch.ones(1, 25, dtype=torch.long)}
+        assert torch.equal(target.generate(**longer, past_key_values=cache, max_new_tokens=20), plain)
+
+
+@pytest.mark.parametrize("family", INEXACT_FAMILIES)
+def test_what_is_measured_to_differ_is_refused(family: str) -> None:
+    target = make_chain_target(family)
+    with pytest.raises(ValueError, match=r"differs from one token after the other by \d.*Generate without"):
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(target))
+
+
+def test_what_chains_do_not_allow() -> None:
+    target = make_chain_target("qwen3_5")
+    drafter = make_chain_drafter(target)
+    with pytest.raises(ValueError, match=r"'static'` is not available here: Qwen3_5.* has layers of type linear"):
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, cache_implementation="static")
+    cache = DynamicCache(config=target.config, offloading=True)
+    with pytest.raises(ValueError, match=r"needs an ordinary `DynamicCache`.*and offloading"):
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, past_key_values=cache)
