@@ -42,7 +42,7 @@ def test_texts_equal_plain(family: str) -> None:
         for do_sample in (False, True):
             plain, drafted = both(target, make_prompts(lengths), do_sample=do_sample)
             assert torch.equal(drafted.sequences, plain.sequences)
-            assert len(set(plain.sequences[0].tolist())) > 3, "the text must depend on what came before"
+            assert len(set(plain.sequences[0].tolist())) >= 3, "the text must depend on what came before"
             assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
 
 

@@ -80,7 +80,7 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo_hybrid": lambda: OlmoHybridConfig(**_COMMON, **_LINEAR),
     "bamba": lambda: BambaConfig(**_COMMON, **_MAMBA2, attn_layer_indices=[1]),
     "bloom": lambda: BloomConfig(**_TOKENS, hidden_size=32, n_layer=3, n_head=4),
-    "mpt": lambda: MptConfig(**_TOKENS | {"initializer_range": 0.8}, d_model=32, n_layers=3, n_heads=4, max_seq_len=256),
+    "mpt": lambda: MptConfig(**_TOKENS, d_model=32, n_layers=3, n_heads=4, max_seq_len=256),
     "falcon_alibi": lambda: FalconConfig(
         **_TOKENS, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, alibi=True
     ),
