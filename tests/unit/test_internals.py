@@ -167,6 +167,11 @@ def test_what_a_target_keeps_of_its_context() -> None:
     assert not internals.is_stateful(llama)
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9))
     assert internals.is_stateful(mamba)
+    for target in (llama, mamba):
+        name = internals.cache_argument(target)
+        output = target.generate(torch.tensor([[1, 2]]), max_new_tokens=2, return_dict_in_generate=True)
+        assert output.past_key_values is not None
+        target(torch.tensor([[1, 2]]), **{name: output.past_key_values})
 
 
 def test_attention_is_adopted_from_another_config() -> None:

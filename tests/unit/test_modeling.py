@@ -9,7 +9,15 @@ import pytest
 import torch
 from checkpoints import HIDDEN_SIZE, VOCAB_SIZE, reference_shapes, small_config, write_reference_checkpoint
 from targets import FAMILIES, make_drafter, make_prompts, make_target
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    RwkvConfig,
+)
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
@@ -140,6 +148,14 @@ def test_auto_classes_load_the_drafter_with_its_settings(tmp_path: Path, auto_cl
 def test_config_is_validated(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         GumihoConfig(**fields)
+
+
+@pytest.mark.parametrize("config_class", [MambaConfig, RwkvConfig])
+def test_from_target_without_attention_heads(config_class: type[PreTrainedConfig]) -> None:
+    layers = GumihoConfig.from_target(config_class(vocab_size=500, hidden_size=768)).model
+    assert (layers.num_hidden_layers, layers.hidden_size, layers.vocab_size) == (2, 768, 500)
+    assert layers.num_attention_heads == layers.num_key_value_heads == 12
+    assert GumihoConfig.from_target(config_class(hidden_size=40)).model.num_attention_heads == 1
 
 
 def test_from_target_refuses_unknown_overrides() -> None:

@@ -17,6 +17,8 @@ logger = logging.get_logger(__name__)
 
 # The rotary scalings that a Llama layer can take over from the target as they are.
 _TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Of a drafter for a target without attention heads.
+HEAD_DIM = 64
 
 
 @strict
@@ -172,7 +174,7 @@ class GumihoConfig(PreTrainedConfig):
 
         Raises:
             TypeError: An override names no such field.
-            ValueError: The target has no attention heads, or an embedding of another width than its states.
+            ValueError: The target has no vocabulary, or an embedding of another width than its states.
         """
         llama_fields = {field.name for field in dataclasses.fields(LlamaConfig)}
         own_fields = {field.name for field in dataclasses.fields(cls)} - {"model"}
@@ -192,7 +194,9 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
     _check_derivable(target, overrides)
     # Decoders that project their output (OPT 350M) hand the drafter states of the embedding's size.
     hidden_size = overrides.get("hidden_size") or getattr(target, "word_embed_proj_dim", None) or target.hidden_size
-    num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target.num_attention_heads)
+    # Targets without attention (Mamba, RWKV) have no heads to copy.
+    target_heads = getattr(target, "num_attention_heads", None) or max(hidden_size // HEAD_DIM, 1)
+    num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target_heads)
     num_kv_heads = _divisor_up_to(num_heads, getattr(target, "num_key_value_heads", None) or num_heads)
     intermediate_size = next(
         (
@@ -222,13 +226,13 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
 
 
 def _check_derivable(target: PreTrainedConfig, overrides: dict[str, Any]) -> None:
-    """Raises `ValueError` for a target that a drafter of the same width and heads cannot be derived from."""
+    """Raises `ValueError` for a target that a drafter of the same width cannot be derived from."""
     name = type(target).__name__
-    for field in ("vocab_size", "hidden_size", "num_attention_heads"):
+    for field in ("vocab_size", "hidden_size"):
         if not hasattr(target, field) and field not in overrides:
             raise ValueError(
-                f"{name} has no `{field}`, which a drafter's configuration is derived from. A Gumiho drafter needs a "
-                f"target with attention layers; for another one, pass `{field}` as an override."
+                f"{name} has no `{field}`, which a drafter's configuration is derived from. Pass `{field}` as an "
+                f"override."
             )
     widths = [getattr(target, field, None) for field in ("input_embedding_size", "embedding_size")]
     width = next((width for width in widths if width), target.hidden_size)

@@ -1,6 +1,7 @@
 """Whether a target computes the same for several tokens behind its cache as for one after the other."""
 
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,10 +9,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..internals import attention_implementation, cache_argument
+from ..tree.verification import AcceptedPath
+from .chain_cache import ChainCache
 
 
 NUM_PROMPT_TOKENS = 9
-NUM_TOKENS = 6
+NUM_TOKENS = 7
+NUM_ACCEPTED = 3
 NUM_PADDED = 2
 
 # What was measured, by class, config and kind of batch. A config alone says which code runs.
@@ -42,7 +46,7 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     if not _measured[key] <= tolerance:
         raise ValueError(
             f"{type(target).__name__} cannot verify drafts{' in a padded batch' if is_padded else ''}: what it "
-            f"computes for {NUM_TOKENS} tokens at once behind its cache differs from one token after the other by "
+            f"computes for several tokens at once behind its cache differs from one token after the other by "
             f"{_measured[key]:.1e} of its size, and rounding explains {tolerance:.0e}. Generate without "
             f"`assistant_model`."
         )
@@ -50,27 +54,52 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
 
 def measure_continuation(target: PreTrainedModel, is_padded: bool = False) -> float:
     """
-    Returns by how much it differs whether a few tokens are run behind the cache at once or one after the other: the
-    root mean square of the difference relative to that of the values, the largest of the logits and of each tensor
-    in the cache. (A state that is lost may hardly show in the logits of a model that is not trained.)
+    Returns by how much it differs whether a few tokens are run behind the cache one after the other, or at once, after
+    others that are taken back: the root mean square of the difference relative to that of the values, the largest of
+    the logits and of each tensor in the cache. (A state that is lost may hardly show in the logits of a model that is
+    not trained.)
 
     Args:
         target: The target.
         is_padded: Whether to try two rows, the first of which begins with padding.
     """
     device = target.get_input_embeddings().weight.device
-    length = NUM_PROMPT_TOKENS + NUM_TOKENS + 1
+    length = NUM_PROMPT_TOKENS + NUM_TOKENS
     num_ids = min(target.config.get_text_config(decoder=True).vocab_size, 97)
     tokens = (torch.arange((1 + is_padded) * length, device=device) * 5 % (num_ids - 1) + 1).view(-1, length)
     mask = torch.ones_like(tokens)
     if is_padded:
         mask[0, :NUM_PADDED] = 0
-    # The last token tells whether the state behind the others is the same.
-    at_once = _run(target, tokens, mask, [NUM_PROMPT_TOKENS, NUM_TOKENS, 1])
-    singly = _run(target, tokens, mask, [NUM_PROMPT_TOKENS, *[1] * (NUM_TOKENS + 1)])
-    return max(
-        (_difference(*pair) for pair in zip(at_once, singly, strict=True)), key=lambda value: (value != value, value)
-    )
+    pairs = zip(_run_at_once(target, tokens, mask), _run_singly(target, tokens, mask), strict=True)
+    differences = [_difference(*pair) for pair in pairs]
+    return float("nan") if any(map(math.isnan, differences)) else max(differences)
+
+
+def _run_singly(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the logits of the last tokens, and what is in the cache after them."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    _run(target, tokens[:, :NUM_PROMPT_TOKENS], mask[:, :NUM_PROMPT_TOKENS], cache)
+    logits = [
+        _run(target, tokens[:, place : place + 1], mask[:, : place + 1], cache)
+        for place in range(NUM_PROMPT_TOKENS, tokens.shape[1])
+    ]
+    return [torch.cat(logits[NUM_ACCEPTED:], dim=1), *_tensors([vars(layer) for layer in cache.layers])]
+
+
+def _run_at_once(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the same after two passes over drafts, the first of which are accepted in part."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    _run(target, tokens[:, :NUM_PROMPT_TOKENS], mask[:, :NUM_PROMPT_TOKENS], cache)
+    chain = ChainCache(cache, NUM_PROMPT_TOKENS, len(tokens))
+    drafts = tokens[:, NUM_PROMPT_TOKENS:].clone()
+    drafts[:, NUM_ACCEPTED:] = tokens[:, NUM_ACCEPTED:NUM_TOKENS]
+    _run(target, chain.begin_pass(drafts), mask, cache)
+    chain.commit(AcceptedPath(drafts, drafts, [NUM_ACCEPTED]))
+    rest = tokens[:, NUM_PROMPT_TOKENS + NUM_ACCEPTED :]
+    logits = _run(target, chain.begin_pass(rest), mask, cache)[:, -rest.shape[1] :]
+    chain.commit(AcceptedPath(rest, rest, [rest.shape[1]]))
+    chain.restore(cache)
+    return [logits, *_tensors([vars(layer) for layer in cache.layers])]
 
 
 def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
@@ -83,29 +112,23 @@ def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def _run(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    """
-    Runs `tokens` in passes of these lengths. Returns the logits of all passes but the first, and what is in the cache
-    after the last one.
-    """
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
+def _run(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """Runs `tokens` `(B, n)`, the last ones of those that `mask` `(B, T)` is for. Returns their logits `(B, n, V)`."""
+    num_tokens = tokens.shape[1]
+    positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -num_tokens:]
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
-    logits, stop = [], 0
-    for length in lengths:
-        start, stop = stop, stop + length
-        model_inputs = target.prepare_inputs_for_generation(
-            tokens[:, start:stop],
-            **{cache_argument(target): cache},
-            attention_mask=mask[:, :stop],
-            position_ids=positions[:, start:stop] if takes_positions else None,
-            use_cache=True,
-            is_first_iteration=start == 0,
-        )
-        if "logits_to_keep" in model_inputs:
-            model_inputs["logits_to_keep"] = length
-        logits.append(target(**model_inputs, return_dict=True).logits)
-    return [torch.cat(logits[1:], dim=1), *(tensor for layer in cache.layers for tensor in _tensors(vars(layer)))]
+    model_inputs = target.prepare_inputs_for_generation(
+        tokens,
+        **{cache_argument(target): cache},
+        attention_mask=mask,
+        position_ids=positions if takes_positions else None,
+        use_cache=True,
+        is_first_iteration=num_tokens == mask.shape[1],
+    )
+    if "logits_to_keep" in model_inputs:
+        model_inputs["logits_to_keep"] = num_tokens
+    logits: torch.Tensor = target(**model_inputs, return_dict=True).logits
+    return logits
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
