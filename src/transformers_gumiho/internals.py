@@ -7,11 +7,15 @@ an upgrade of those libraries may break is therefore in this file, and `tests/un
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -167,6 +171,38 @@ def num_compiled_graphs() -> int:
     return graphs["unique_graphs"]
 
 
+@contextmanager
+def computing_in_float32() -> Iterator[None]:
+    """
+    Within it every operation of PyTorch on 16-bit floats computes and returns float32. Weights are converted one at a
+    time, for the operation that reads them. What is written in place keeps its type. Kernels that are no operations
+    of PyTorch see what comes.
+    """
+    with _WideOperations(), _WideConvolutions():
+        yield
+
+
+class _WideOperations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kept = 1 if func._schema.is_mutable else 0  # an operation in place writes into its first argument
+        return func(*args[:kept], *tree_map(_widen, args[kept:]), **tree_map(_widen, kwargs or {}))
+
+
+class _WideConvolutions(TorchFunctionMode):
+    """Convolutions compare the types of their arguments before they are dispatched as operations."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (nn.functional.conv1d, nn.functional.conv2d):
+            args, kwargs = tree_map(_widen, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.to(torch.float32)
+    return torch.float32 if value is torch.float16 or value is torch.bfloat16 else value
+
+
 def drive_one_device(args: Any) -> None:
     """
     Makes a `Trainer` with these `TrainingArguments` drive at most one device in this process. It would wrap the model
@@ -190,6 +226,7 @@ __all__ = [
     "cache_argument",
     "capture_outputs",
     "compile_on_every_device",
+    "computing_in_float32",
     "dataset_fingerprint",
     "drive_one_device",
     "generation_step",

@@ -1,5 +1,6 @@
 """Targets that cannot verify a tree verify chains, by their own pass over their own cache, and write the same text."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from transformers_gumiho.target import continuation
 from transformers_gumiho.target.chain_session import MAX_PENDING
 
 
@@ -204,11 +206,33 @@ def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
         assert torch.equal(target.generate(**longer, past_key_values=cache, max_new_tokens=20), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", INEXACT_FAMILIES)
-def test_what_is_measured_to_differ_is_refused(family: str) -> None:
-    target = make_chain_target(family)
+def test_what_is_measured_to_differ_is_refused(family: str, dtype: torch.dtype) -> None:
+    target = make_chain_target(family).to(dtype)
     with pytest.raises(ValueError, match=r"differs from one token after the other by \d.*Generate without"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(target))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granite_hybrid"])
+def test_low_precision_is_tried_in_float32(family: str) -> None:
+    """16 bits hide neither what is right nor, above, what is wrong."""
+    target = make_chain_target(family).bfloat16()
+    assert continuation.measure_continuation(target) > 1e-3
+    target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
+
+
+def test_kernels_that_take_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_float32(module: Any, args: Any) -> None:
+        if args[0].dtype != torch.bfloat16:
+            raise RuntimeError("This kernel takes bfloat16.")
+
+    monkeypatch.setattr(continuation, "_measured", {})
+    for family, is_exact in (("qwen3_5", True), ("jamba", False)):
+        target = make_chain_target(family).bfloat16()
+        target.lm_head.register_forward_pre_hook(refuse_float32)
+        with nullcontext() if is_exact else pytest.raises(ValueError, match="rounding explains 9e-02"):
+            target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
 
 
 def test_what_chains_do_not_allow() -> None:
