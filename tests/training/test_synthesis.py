@@ -103,7 +103,7 @@ def test_the_cached_features_are_those_of_a_second_pass(target: PreTrainedModel,
     rows = FeatureDataset(written / "features", target, tokenizer)
     assert len(rows) == SETTINGS["num_prompts"] + len(QUESTIONS)
     batch = GumihoDataCollator()([rows[index] for index in range(len(rows))])
-    again = OnlineFeatures(target).hidden_states({"input_ids": batch["input_ids"]})
+    again = OnlineFeatures(target).states({"input_ids": batch["input_ids"]}).last
     for index, (row, conversation) in enumerate(zip(rows, read(written / "a.jsonl"), strict=True)):
         length = len(row["input_ids"])
         torch.testing.assert_close(row["hidden_states"], again[index, :length], atol=1e-4, rtol=1e-4)
