@@ -15,8 +15,10 @@ from chains import (
 )
 from targets import make_prompts, passes_of
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from transformers_gumiho.target import continuation
 from transformers_gumiho.target.chain_session import MAX_PENDING
@@ -243,3 +245,22 @@ def test_what_chains_do_not_allow() -> None:
     cache = DynamicCache(config=target.config, offloading=True)
     with pytest.raises(ValueError, match=r"needs an ordinary `DynamicCache`.*and offloading"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, past_key_values=cache)
+
+    class WindowedStates(DynamicLayer):
+        pass
+
+    cache = DynamicCache(config=target.config)
+    cache.layers[1] = WindowedStates()
+    with pytest.raises(ValueError, match="keeps WindowedStates in its cache"):
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, past_key_values=cache)
+
+
+def test_the_log_says_once_that_chains_are_drafted(caplog: pytest.LogCaptureFixture) -> None:
+    logging.get_logger("transformers_gumiho.decoding.loop").warning_once.cache_clear()
+    target = make_chain_target("gpt_neo")
+    drafter = make_chain_drafter(target)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter)
+    assert caplog.text.count("GPTNeoForCausalLM cuts its local attention windows") == 1
+    assert caplog.text.count("`branching_factor` is 1 here") == 1
