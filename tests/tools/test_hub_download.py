@@ -23,7 +23,8 @@ TOKEN = "hf_token"
 LOAD = """
 import sys
 from pathlib import Path
-from transformers_gumiho import GumihoModel, released_configs
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.model import released_configs
 
 released_configs._FOLDERS = (Path(sys.argv[1]),)
 model = GumihoModel.from_pretrained(sys.argv[2], cache_dir=sys.argv[3], revision="v2", token=sys.argv[4])

@@ -24,12 +24,19 @@ from transformers import (
     PreTrainedModel,
     TorchAoConfig,
     TrainerCallback,
+    TrainingArguments,
 )
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import adopt_attention_implementation
 from transformers_gumiho.losses.eager import gumiho_loss
 from transformers_gumiho.training import GumihoTrainer, measure_acceptance
+
+
+# Its name in newer releases of transformers, which warn of the other one.
+CHECKPOINTING = (
+    f"{'activation' if hasattr(TrainingArguments, 'activation_checkpointing') else 'gradient'}_checkpointing"
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +104,8 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "unroll_serial_head": True},
+        {CHECKPOINTING: True},
+        {CHECKPOINTING: True, "unroll_serial_head": True},
         {"torch_compile": True, "torch_compile_backend": "aot_eager"},
         {"torch_compile": True, "torch_compile_backend": "aot_eager", "unroll_serial_head": True},
         {"loss_chunk_size": 3},
