@@ -327,7 +327,7 @@ def test_questions_are_read_in_both_forms(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
     path = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "Why?"}, {"messages": chat}, {"text": "no question"}])
     assert read_questions(path, 2) == [Prompt("Why?"), Prompt("Hello?", "Be kind.")]
-    with pytest.raises(ValueError, match=r"q.jsonl:3 has no question: it needs a `prompt`, or `messages`"):
+    with pytest.raises(ValueError, match=r"q.jsonl:3 has no question. A line of this file is JSON with a `prompt`"):
         read_questions(path)
     # Characters at which `str.splitlines` splits, too.
     write_jsonl(tmp_path / "q.jsonl", ['{"prompt": "Why\u2028or\x85how?"}'])

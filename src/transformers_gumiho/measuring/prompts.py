@@ -57,7 +57,7 @@ def read_questions(
         dataset = _load_dataset(path, name, split)
         rows = list(dataset.select(range(min(num_questions or len(dataset), len(dataset)))))
     if not rows:
-        raise ValueError(f"{name!r} holds no questions.")
+        raise ValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
     return [_read_question(row, index, column, name) for index, row in enumerate(rows)]
 
 

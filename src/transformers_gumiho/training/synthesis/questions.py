@@ -42,4 +42,6 @@ def _read(line: str, where: str) -> Prompt:
             raise TypeError("not text")
         return Prompt(said["user"], said.get("system"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where} has no question: it needs a `prompt`, or `messages` with a user's turn.") from error
+        raise ValueError(
+            f"{where} has no question. A line of this file is JSON with a `prompt`, or with `messages` and a user's turn in them."
+        ) from error
