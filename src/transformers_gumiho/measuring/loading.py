@@ -38,9 +38,9 @@ def load_pair(
 
 def _check_folder(name: str) -> None:
     """Raises `FileNotFoundError` for what can only be a folder: names on the Hub have one slash at the most."""
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        if not Path(name).is_dir():
-            raise FileNotFoundError(
-                f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
-                f"'amd/Gumiho-llama3-8b'."
-            )
+    is_folder = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
+    if is_folder and not Path(name).is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
+            f"'amd/Gumiho-llama3-8b'."
+        )

@@ -43,5 +43,6 @@ def _read(line: str, where: str) -> Prompt:
         return Prompt(said["user"], said.get("system"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{where} has no question. A line of this file is JSON with a `prompt`, or with `messages` and a user's turn in them."
+            f"{where} has no question. A line of this file is JSON with a `prompt`, or with `messages` and a user's "
+            f"turn in them."
         ) from error
