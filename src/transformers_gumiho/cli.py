@@ -42,6 +42,9 @@ def main() -> None:
         commands[name](sys.argv[2:])
     except ModuleNotFoundError as error:
         raise SystemExit(f"{error}. Install it with `pip install 'transformers-gumiho[benchmark]'`.") from error
+    except (OSError, ValueError) as error:
+        # What a user can mend: the message says how, and where it was raised does not help.
+        raise SystemExit(f"gumiho {name}: {error}") from error
 
 
 def run_generate_command(arguments: list[str]) -> None:

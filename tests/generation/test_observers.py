@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from targets import make_drafter, make_prompts, make_target
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationEvents, GenerationObserver, Stage, observing
@@ -200,3 +200,23 @@ def test_stages_of_a_cycle_are_timed(generate: Callable[..., Any], settings: dic
             pool.submit(generate, 6).result()
     assert seconds.num_cycles == len(recorder.cycles)
     assert min(seconds.prompt, seconds.verify, seconds.draft, seconds.rest) > 0
+
+
+@pytest.mark.parametrize("stage", ["prompt", "draft", "verify"])
+def test_an_observer_that_raises_leaves_the_callers_cache_whole(
+    target: PreTrainedModel, drafter: GumihoModel, stage: Stage
+) -> None:
+    class Raising(GenerationObserver):
+        def on_stage_end(self, ended: Stage) -> None:
+            if ended == stage:
+                raise KeyError(stage)
+
+    prompt, cache = make_prompts([5]), DynamicCache(config=target.config)
+    with pytest.raises(KeyError, match=stage), observing(Raising()):
+        target.generate(**prompt, assistant_model=drafter, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    plain = DynamicCache(config=target.config)
+    target(**prompt, past_key_values=plain)
+    assert cache.get_seq_length() == 5
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        torch.testing.assert_close(ours.values, theirs.values)

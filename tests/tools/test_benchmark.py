@@ -169,13 +169,13 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
     rows = [
         {"question_id": 81, "category": "writing", "turns": ["Compose.", "Shorten."]},
         {"prompt": "Say it."},
-        {"text": "It goes on"},
+        '{"text": "It goes\u2028on"}',  # a character at which `str.splitlines` splits, too
     ]
     name = write_jsonl(tmp_path / "questions.jsonl", rows)
     assert read_questions(name) == [
         Question("81", "writing", ("Compose.", "Shorten.")),
         Question("1", "all", ("Say it.",)),
-        Question("2", "all", ("It goes on",)),
+        Question("2", "all", ("It goes\u2028on",)),
     ]
     assert len(read_questions(name, num_questions=2)) == 2
     column = write_jsonl(tmp_path / "other.jsonl", [{"body": "x"}])

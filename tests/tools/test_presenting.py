@@ -405,3 +405,20 @@ def test_wrong_commands_are_answered_with_the_usage(
         cli.main()
     assert caught.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "no/such/folder"], "^gumiho generate: There is no folder 'no/such/folder'. Give an existing"),
+        (["--assistant", "./gumihoo"], "^gumiho generate: There is no folder './gumihoo'"),
+        (["--dtype", "flaot32"], "^gumiho generate: There is no precision 'flaot32'. Give 'auto', 'float32'"),
+    ],
+)
+def test_what_a_user_can_mend_is_told_without_a_traceback(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--target", str(DEMO_TARGET), "--assistant", str(DEMO_TARGET.with_name("gumiho")), "--prompt", "a"]
+    monkeypatch.setattr(sys, "argv", ["gumiho", "generate", *given, *options])
+    with pytest.raises(SystemExit, match=message):
+        cli.main()

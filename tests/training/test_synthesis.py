@@ -139,6 +139,20 @@ def test_a_killed_run_goes_on_to_the_same_result(
         torch.testing.assert_close(first["hidden_states"], second["hidden_states"])
 
 
+def test_features_belong_to_the_answers_that_lie_next_to_them(
+    target: PreTrainedModel, written: Path, tmp_path: Path
+) -> None:
+    """Also where those before were deleted, and their features were not."""
+    folder = tmp_path / "run"
+    shutil.copytree(written, folder)
+    (folder / "a.jsonl").unlink()
+    arguments: dict[str, Any] = {"num_prompts": 3, "feature_cache": folder / "features"}
+    synthesize(target, folder / "a.jsonl", features_dtype=torch.float32, **arguments)
+    rows = FeatureDataset(folder / "features")
+    assert [len(row["input_ids"]) for row in rows] == [len(row["hidden_states"]) for row in rows]
+    assert len(rows) == 3 + len(QUESTIONS)
+
+
 def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, written: Path) -> None:
     with pytest.raises(ValueError, match="was begun with another feature_cache and another max_new_tokens"):
         synthesize(target, written / "a.jsonl", max_new_tokens=13)
@@ -313,9 +327,11 @@ def test_questions_are_read_in_both_forms(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
     path = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "Why?"}, {"messages": chat}, {"text": "no question"}])
     assert read_questions(path, 2) == [Prompt("Why?"), Prompt("Hello?", "Be kind.")]
-    with pytest.raises(ValueError, match=r"q.jsonl:3 has no question: it needs a `prompt`, or `messages`"):
+    with pytest.raises(ValueError, match=r"q.jsonl:3 has no question. A line of this file is JSON with a `prompt`"):
         read_questions(path)
-    write_jsonl(tmp_path / "q.jsonl", [{"prompt": "Why?"}])
+    # Characters at which `str.splitlines` splits, too.
+    write_jsonl(tmp_path / "q.jsonl", ['{"prompt": "Why\u2028or\x85how?"}'])
+    assert read_questions(path) == [Prompt("Why\u2028or\x85how?")]
     with pytest.raises(ValueError, match="has 1 questions, and 2 were asked for"):
         read_questions(path, 2)
     with pytest.raises(FileNotFoundError, match="There is no file"):

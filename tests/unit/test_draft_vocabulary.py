@@ -175,6 +175,7 @@ def test_plain_head_is_cut_to_the_rows_of_the_vocabulary(family: str, monkeypatc
     monkeypatch.setattr(nn.Linear, "forward", lambda *args: pytest.fail("the whole head ran"))
     head = drafting_head(target, torch.tensor(SUBSET))
     torch.testing.assert_close(head(features), expected)
+    assert head(features[:, :0]).shape == (2, 0, len(SUBSET))  # of a batch in which no position counts
 
 
 @pytest.mark.parametrize("change", WRAPPED)

@@ -1,6 +1,6 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit what the target agrees with."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +83,13 @@ def decode_with_tree(
     records = CycleRecords(len(input_ids), generation_config)
     events = GenerationEvents.begin(len(input_ids))
 
-    with events.stage("prompt"):
-        session, output = read_prompt(
-            target, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes
-        )
-    with session:
+    with ExitStack() as running:
+        with events.stage("prompt"):
+            session, output = read_prompt(
+                target, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes
+            )
+            # At once: it has the entries of the caller's cache, and gives them back whatever an observer raises.
+            running.enter_context(session)
         records.hidden_states.add_prompt(output.hidden_states)
         tree = bare_root(input_ids.new_zeros(len(input_ids)))
         chooser.commit(tree, output.logits)

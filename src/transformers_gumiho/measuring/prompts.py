@@ -50,13 +50,14 @@ def read_questions(
     if path.suffix == ".jsonl":
         if not path.is_file():
             raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not `splitlines`, which also splits at characters that stand in JSON strings (U+2028).
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         rows: Sequence[Mapping[str, Any]] = [json.loads(line) for line in lines[:num_questions]]
     else:
         dataset = _load_dataset(path, name, split)
         rows = list(dataset.select(range(min(num_questions or len(dataset), len(dataset)))))
     if not rows:
-        raise ValueError(f"{name!r} holds no questions.")
+        raise ValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
     return [_read_question(row, index, column, name) for index, row in enumerate(rows)]
 
 

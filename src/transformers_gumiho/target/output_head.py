@@ -96,7 +96,8 @@ def _by_rows(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Te
     """
 
     def logits_of(features: torch.Tensor) -> torch.Tensor:
-        return head(features.reshape(-1, features.shape[-1])).view(*features.shape[:-1], -1)
+        logits = head(features.reshape(-1, features.shape[-1]))
+        return logits.view(*features.shape[:-1], logits.shape[-1])
 
     return logits_of
 

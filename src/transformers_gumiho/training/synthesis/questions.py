@@ -22,7 +22,8 @@ def read_questions(path: str | Path, num_questions: int | None = None) -> list[P
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r} to read questions from.")
     questions: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not `splitlines`, which also splits at characters that stand in JSON strings (U+2028).
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if len(questions) == num_questions:
             break
         if line.strip():
@@ -41,4 +42,7 @@ def _read(line: str, where: str) -> Prompt:
             raise TypeError("not text")
         return Prompt(said["user"], said.get("system"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where} has no question: it needs a `prompt`, or `messages` with a user's turn.") from error
+        raise ValueError(
+            f"{where} has no question. A line of this file is JSON with a `prompt`, or with `messages` and a user's "
+            f"turn in them."
+        ) from error
