@@ -10,10 +10,11 @@ from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..target.cycle_shapes import CycleShapes
 from ..target.tree_cache import TreeCache
-from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level
+from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..tree.recombination import Recombinations
 from .committed_tokens import CommittedTokens
 from .settings import DraftingSettings
+from .transitions import NUM_CANDIDATES, DraftTransitions
 
 
 class GumihoDrafter:
@@ -59,6 +60,10 @@ class GumihoDrafter:
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
         offsets = torch.arange(settings.tree_depth + 1, device=device)
         causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
+        self._transitions = None
+        if model.transition is not None and settings.tree_depth > model.config.num_serial_tokens:
+            with torch.no_grad():
+                self._transitions = DraftTransitions(model, self.score, token_ids)
         self._committed = [(causal[:, :n, :n], offsets[:n].expand(len(causal), -1)) for n in range(len(offsets) + 1)]
         self._recombinations = self._find_recombinations(len(past_key_values.lengths))
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
@@ -69,16 +74,16 @@ class GumihoDrafter:
             settings.sampling_temperature or 1.0, dtype=torch.float32, device=device
         )
         self._shapes = shapes or CycleShapes()
-        for tensor in (
-            [tensor for pair in self._head_weights or [] for tensor in pair] if self.has_fixed_shapes else []
-        ):
-            mark_static_address(tensor)
+        if self.has_fixed_shapes:
+            fixed = [tensor for pair in self._head_weights or [] for tensor in pair]
+            for tensor in fixed + (self._transitions.tables if self._transitions else []):
+                mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
 
     def _find_recombinations(self, batch_size: int) -> Recombinations | None:
         settings, config = self.settings, self.model.config
         num_heads = settings.tree_depth - config.num_serial_tokens
-        if not settings.recombines or num_heads < 1:
+        if not settings.recombines or num_heads < 1 or self._transitions is not None:
             return None
         vocab_size = config.get_text_config().vocab_size if self.token_ids is None else len(self.token_ids)
         # As wide as the serial levels will be.
@@ -208,8 +213,8 @@ class GumihoDrafter:
                 break
             # Each kept path carries its own tokens and the features that predict them from here on.
             parents = level.parents.to(feature.device)
-            fused = self._fuse(level.tokens.to(feature.device), _gather_rows(feature, parents))
-            path_inputs = [_gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
+            fused = self._fuse(level.tokens.to(feature.device), gather_rows(feature, parents))
+            path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < num_serial_tokens:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
                 positions = (position_ids + step).expand(-1, fused.shape[1])
@@ -226,10 +231,27 @@ class GumihoDrafter:
         num_heads = settings.tree_depth - self.model.config.num_serial_tokens
         features = self._run_heads(torch.cat(path_inputs, dim=-1), num_heads)
         heads_noise = None if noise is None else noise[:, -num_heads:, None]
+        if self._transitions is not None:
+            return self._search_recombinations(last_level, features, heads_noise)
         tokens, log_probs = self._best_tokens(features, settings.extension[1], self._heads_temperatures, heads_noise)
         if self._recombinations is not None:
             return [self._recombinations.grow(last_level, tokens, log_probs)]
         return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
+
+    def _search_recombinations(
+        self, last_level: DraftLevel, features: torch.Tensor, noise: torch.Tensor | None
+    ) -> list[DraftLevel]:
+        """As [`_draft_in_parallel`], from the heads' features `(B, heads, P, H)`, where they have transitions."""
+        assert self._transitions is not None
+        temperatures = self._heads_temperatures
+        places, log_probs = self._best_places(features, NUM_CANDIDATES, temperatures, noise)
+        if noise is not None:
+            temperatures = temperatures * self._sampling_temperature
+        serial_tokens = last_level.first(self.settings.branching_factor).tokens
+        candidates = self._transitions.apply(
+            serial_tokens, places, self._tokens_at(places), log_probs, temperatures.to(log_probs.device)
+        )
+        return candidates.grow(last_level, self.settings.num_assistant_tokens, *self.settings.extension)
 
     def _extend_best(self, level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor) -> list[DraftLevel]:
         """Extends the serial paths `(B, P)` depth by depth, by tokens `(B, heads, P, M)` with these probabilities."""
@@ -237,7 +259,7 @@ class GumihoDrafter:
         paths = None  # the serial path above each node; those of the first head's parents are in their order
         for candidates, scores in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
             if paths is not None:
-                candidates, scores = _gather_rows(candidates, paths), _gather_rows(scores, paths)
+                candidates, scores = gather_rows(candidates, paths), gather_rows(scores, paths)
             levels.append(extend_level(level, candidates, scores, self.settings.num_assistant_tokens))
             level = levels[-1].first(self.settings.extension[0])
             paths = level.parents if paths is None else paths.gather(1, level.parents)
@@ -251,16 +273,24 @@ class GumihoDrafter:
         `(B, ..., n, num_tokens)`, under temperatures that can be broadcast to `(B, ..., n, 1)` and noise that can be
         to `(B, ..., n, K)`.
         """
+        places, log_probs = self._best_places(features, num_tokens, temperatures, noise)
+        return self._tokens_at(places), log_probs
+
+    def _best_places(
+        self, features: torch.Tensor, num_tokens: int, temperatures: torch.Tensor, noise: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`_best_tokens`], with the tokens' places among those that may be drafted."""
         logits = self.score(features).float()
         if noise is not None:
             logits = logits / self._sampling_temperature.to(logits.device) + noise.to(logits.device)
         log_probs = (logits / temperatures.to(logits.device)).log_softmax(dim=-1)
         best = log_probs.topk(min(num_tokens, logits.shape[-1]))
-        tokens = best.indices
-        if self.token_ids is not None:
-            tokens = self.token_ids.to(tokens.device)[tokens]
         # Neither rounding nor an overflow in the drafter may lift a node above its parent.
-        return tokens, best.values.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        return best.indices, best.values.clamp_(max=0.0).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+
+    def _tokens_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Returns the ids of tokens that may be drafted, by their places."""
+        return places if self.token_ids is None else self.token_ids.to(places.device)[places]
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`."""
@@ -313,7 +343,7 @@ def _append_candidates(
     own_depths = torch.full_like(parents, depth)
     if visible is None or depths is None:
         return itself, own_depths
-    return torch.cat((_gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
+    return torch.cat((gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
 
 
 def _last_of_rows(tensor: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -332,10 +362,3 @@ def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, device=device)
-
-
-def _gather_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Picks `rows` `(B, m)` from the second dimension of `tensor` `(B, n, width)`."""
-    if tensor.shape[1] == 1:
-        return tensor.expand(-1, rows.shape[1], -1)
-    return tensor.gather(1, rows[:, :, None].expand(-1, -1, tensor.shape[2]))

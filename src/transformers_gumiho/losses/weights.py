@@ -17,6 +17,7 @@ class LossWeights:
         parallel_cross_entropy: Of the soft cross-entropy of the parallel heads. The recipe holds it at zero for the
             first two epochs.
         decay: Parallel head i counts `decay ** (i + 1)`.
+        serial: Of the serial head.
         parallel: Of the sum over all parallel heads.
         unrolled: Of each serial token beyond the first that was drafted from the drafter's own feature. The recipe
             has none; they are there where the drafter's forward pass was asked to `unroll`.
@@ -30,6 +31,7 @@ class LossWeights:
     serial_cross_entropy: float = 0.1
     parallel_cross_entropy: float = 0.1
     decay: float = 0.8
+    serial: float = 1.0
     parallel: float = 1 / 9
     unrolled: float = 1.0
     further: Mapping[str, float] = field(default_factory=dict)

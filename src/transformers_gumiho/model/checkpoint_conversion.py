@@ -17,6 +17,7 @@ logger = logging.get_logger(__name__)
 IGNORED_KEYS = {r"^(?:model\.){0,2}lm_head\."}
 
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
+_TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(?:down|up)")
 
 
 class RenamingOnLoad(WeightRenaming):
@@ -35,7 +36,7 @@ def register_released_names() -> None:
         GumihoConfig.model_type,
         [
             # As in vLLM, around the whole drafter or the serial head alone.
-            RenamingOnLoad(r"^(?:model\.){1,2}(embed_tokens|fc|layers|mlp)\.", r"\1."),
+            RenamingOnLoad(r"^(?:model\.){1,2}(embed_tokens|fc|layers|mlp|transition)\.", r"\1."),
             # As the reference's training writes them.
             RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
         ],
@@ -76,6 +77,41 @@ def set_surplus_heads_aside(
         f"{config.max_draft_depth} tokens long."
     )
     return unexpected.difference(*surplus)
+
+
+def set_transitions_aside(
+    unexpected_keys: Iterable[str], missing_keys: Iterable[str], config: GumihoConfig, name_or_path: Any
+) -> tuple[set[str], set[str]]:
+    """
+    Accepts a checkpoint without transitions for a config with them: they are new, and change nothing until they are
+    trained. Accepts one with transitions for a config without them, or for fewer heads: they are left out.
+
+    Args:
+        unexpected_keys: The checkpoint's entries that the model has no place for.
+        missing_keys: The model's entries that the checkpoint does not have.
+        config: The drafter's.
+        name_or_path: The checkpoint.
+
+    Returns:
+        The entries that are still unexpected, and still missing.
+    """
+    unexpected, missing = set(unexpected_keys), set(missing_keys)
+    surplus = {
+        key
+        for key in unexpected
+        if (match := _TRANSITION_TENSOR.fullmatch(key))
+        and (not config.has_transitions or int(match[1]) >= config.num_parallel_heads)
+    }
+    if surplus and not config.has_transitions:
+        logger.warning(f"The transitions of {str(name_or_path)!r} are left out, as `transition_rank` is 0.")
+    new = {key for key in missing if _TRANSITION_TENSOR.fullmatch(key)}
+    if len(new) == 2 * config.num_parallel_heads and config.has_transitions:
+        logger.warning(
+            f"The checkpoint {str(name_or_path)!r} has no transitions. Those of rank {config.transition_rank}, as its "
+            f"config asks for, are new: they change nothing until they are trained (`--train_only transition`)."
+        )
+        missing -= new
+    return unexpected - surplus, missing
 
 
 def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) -> None:

@@ -37,6 +37,9 @@ class GumihoConfig(PreTrainedConfig):
             MLP heads, each of which drafts one more token; all of them run in one pass.
         num_residual_blocks (`int`, defaults to 5):
             Residual blocks in each parallel head, after the block that narrows its input to the hidden size.
+        transition_rank (`int`, defaults to 0):
+            Rank of the transitions, by which each parallel head takes the token above its own into account; see
+            [`GumihoTransition`]. The published drafters have none.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
         initializer_range (`float`, defaults to 0.02):
@@ -72,6 +75,7 @@ class GumihoConfig(PreTrainedConfig):
     num_serial_tokens: int = 2
     num_parallel_heads: int = 5
     num_residual_blocks: int = 5
+    transition_rank: int = 0
     gumiho_fc_bias: bool = True
     initializer_range: float = 0.02
     has_embedding: bool = True
@@ -94,7 +98,8 @@ class GumihoConfig(PreTrainedConfig):
         Raises:
             ValueError: A number is too small, or `model` does not describe a Llama.
         """
-        for name, minimum in {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0}.items():
+        smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
+        for name, minimum in smallest.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
         if not isinstance(self.model, LlamaConfig):
@@ -153,6 +158,11 @@ class GumihoConfig(PreTrainedConfig):
                 "and that are not available here. Load this drafter with vLLM."
             )
         return super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
+
+    @property
+    def has_transitions(self) -> bool:
+        """Whether the parallel heads take the token above into account."""
+        return self.transition_rank > 0 and self.num_parallel_heads > 0
 
     @property
     def max_draft_depth(self) -> int:

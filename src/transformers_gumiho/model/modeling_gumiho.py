@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..internals import adopt_attention_implementation, capture_outputs
-from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside
+from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside, set_transitions_aside
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .damaged_files import DamagedFileError, damaged_json_named, damaged_weights_named
@@ -23,6 +23,7 @@ from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .released_configs import find_packaged_folder
 from .token_embedding import BorrowedEmbedding, fitting_rows
+from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unrolled_attention_mask
 
 
@@ -61,6 +62,8 @@ class GumihoPreTrainedModel(SavingMixin, PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, GumihoHeadLinear):
             nn.init.zeros_(module.weight)
+        elif isinstance(module, GumihoTransition):
+            module.reset_parameters()
 
 
 class GumihoModel(GumihoPreTrainedModel):
@@ -85,6 +88,7 @@ class GumihoModel(GumihoPreTrainedModel):
         self.layers[0].input_layernorm = nn.Identity()
         self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
+        self.transition = GumihoTransitions(config) if config.has_transitions else None
         self.gradient_checkpointing = False
         self._complete_generation_config()
         self.post_init()
@@ -225,7 +229,10 @@ class GumihoModel(GumihoPreTrainedModel):
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
-        unexpected = set_surplus_heads_aside(info["unexpected_keys"], config, settings, name)
+        unexpected, info["missing_keys"] = set_transitions_aside(
+            info["unexpected_keys"], info["missing_keys"], config, name
+        )
+        unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
         vocab_size = config.get_text_config().vocab_size
         info["unexpected_keys"] = adopt_released_vocabulary(settings, unexpected, vocab_size, name, kwargs)
         check_fit(info, name, allow_mismatch)
@@ -341,7 +348,7 @@ class GumihoModel(GumihoPreTrainedModel):
             path_inputs = self._path_inputs(input_ids, serial_features)
         return GumihoOutput(
             serial_features=serial_features,
-            parallel_features=self.mlp(path_inputs),
+            parallel_features=self._parallel_features(input_ids, path_inputs),
             unrolled_features=unrolled_features,
             past_key_values=past_key_values,
         )
@@ -352,6 +359,16 @@ class GumihoModel(GumihoPreTrainedModel):
         num_paths = max(input_ids.shape[1] - serial_tokens, 0)
         fused = self.fuse(input_ids[:, 1:], serial_features[:, :-1])
         return torch.cat([fused[:, offset : offset + num_paths] for offset in range(serial_tokens)], dim=-1)
+
+    def _parallel_features(self, input_ids: torch.Tensor, path_inputs: torch.Tensor) -> torch.Tensor:
+        """Returns `(B, P, max(T - S, 0), H)`: what the heads make, moved by the tokens that the text has above."""
+        features = self.mlp(path_inputs)
+        if self.transition is None:
+            return features
+        above = self.embed_tokens(input_ids[:, self.config.num_serial_tokens :])
+        # Behind the end of the text nothing counts.
+        above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
+        return self.transition(features, above.to(features))
 
     def _unroll(
         self,

@@ -51,6 +51,13 @@ class GumihoTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Weights of further loss terms by their names in `losses.terms.TERMS`, as JSON."},
     )
+    train_only: str | None = field(
+        default=None,
+        metadata={
+            "help": "`transition` trains the transitions of the parallel heads alone, with all loss weights of these "
+            "from the start; all else stays as it is."
+        },
+    )
     draft_vocabulary_size: int | None = field(
         default=None,
         metadata={
@@ -72,6 +79,8 @@ class GumihoTrainingArguments(TrainingArguments):
         super().__post_init__()
         if isinstance(self.loss_term_weights, str):
             self.loss_term_weights = json.loads(self.loss_term_weights)
+        if self.train_only not in (None, "transition"):
+            raise ValueError(f"`train_only` must be 'transition' or None, got {self.train_only!r}.")
         self.loss_weights(epoch=None)  # refuses names that there are no terms of
         if self.draft_vocabulary_size is not None and self.draft_vocabulary_size < 1:
             raise ValueError(
@@ -88,12 +97,14 @@ class GumihoTrainingArguments(TrainingArguments):
 
     def loss_weights(self, epoch: float | None) -> LossWeights:
         """Returns the weights of the loss terms at `epoch`; `None` stands for the end of the schedule."""
-        started = epoch is None or epoch >= self.parallel_ce_start_epoch
+        only_parallel = self.train_only == "transition"
+        started = epoch is None or only_parallel or epoch >= self.parallel_ce_start_epoch
         return LossWeights(
             feature=self.feature_weight,
             serial_cross_entropy=self.serial_ce_weight,
             parallel_cross_entropy=self.parallel_ce_weight if started else 0.0,
             decay=self.parallel_decay,
+            serial=0.0 if only_parallel else 1.0,
             parallel=self.parallel_weight,
             unrolled=self.unrolled_weight,
             further=self.loss_term_weights or {},  # type: ignore[arg-type]

@@ -72,6 +72,8 @@ class GumihoTrainer(Trainer):
         for name in ("train_dataset", "eval_dataset"):
             _check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
+        if args.train_only is not None:
+            _freeze_all_but_transitions(self.drafter)
         if not self.drafter.config.has_embedding:
             self.drafter.adopt_embedding(self.target_features.embedding)
         # The target is on one device, or split over several that are then all its own.
@@ -301,6 +303,17 @@ class _TermAverages:
             self.sums[name] = self.sums.get(name, 0) + term
             self.steps[name] += name not in self._seen
             self._seen.add(name)
+
+
+def _freeze_all_but_transitions(drafter: GumihoModel) -> None:
+    """Raises `ValueError` where there are no transitions."""
+    if drafter.transition is None:
+        raise ValueError(
+            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
+            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
+        )
+    drafter.requires_grad_(False)
+    drafter.transition.requires_grad_(True)
 
 
 def _check_rows(dataset: Any, features: TargetFeatures) -> None:

@@ -187,3 +187,10 @@ def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
         reach = torch.bmm(reach, reach)
         distance *= 2
     return reach > 0
+
+
+def gather_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Picks `rows` `(B, m)` from the second dimension of `tensor` `(B, n, width)`."""
+    if tensor.shape[1] == 1:
+        return tensor.expand(-1, rows.shape[1], -1)
+    return tensor.gather(1, rows[:, :, None].expand(-1, -1, tensor.shape[2]))
