@@ -1,0 +1,79 @@
+"""The parallel heads' transitions in drafting: for pairs of candidate tokens alone."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import linear
+
+from ..model.modeling_gumiho import GumihoModel
+from ..tree.conditional import ConditionalCandidates, condition
+
+
+# Tokens that are candidates of a head under a serial path. A token that a head alone ranks behind them has no part in
+# a tree, whatever the token above it.
+NUM_CANDIDATES = 32
+
+
+class DraftTransitions:
+    """
+    What the token above a parallel head's draft adds to the logits, as two tables over the tokens that may be drafted:
+    the product of an entry of each is the term of a pair. They are made once for a call of `generate()`.
+
+    Args:
+        model: A drafter with transitions.
+        lm_head: As in [`GumihoDrafter`].
+        token_ids (`(K,)`, *optional*): As in [`GumihoDrafter`].
+    """
+
+    def __init__(
+        self,
+        model: GumihoModel,
+        lm_head: Callable[[torch.Tensor], torch.Tensor],
+        token_ids: torch.Tensor | None,
+    ):
+        heads = list(model.transition or ())
+        embedding = model.embed_tokens.weight
+        drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
+        up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2)  # (P, rank, H)
+        # The output head is linear, but for its bias. (Where it caps logits, the term of a pair is nearly right.)
+        below = lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))
+        self.embed_tokens, self.first_down = model.embed_tokens, heads[0].down.detach()
+        self.below = below.transpose(1, 2).contiguous()  # (P, K, rank)
+        above = [linear(drafted, head.down.detach()) for head in heads[1:]]
+        self.above = torch.stack(above).to(below) if above else below.new_empty(0)  # (P - 1, K, rank)
+
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """Tensors that stay in their place during a generation."""
+        return [self.below, self.above]
+
+    def apply(
+        self,
+        serial_tokens: torch.Tensor,
+        choices: torch.Tensor,
+        tokens: torch.Tensor,
+        log_probs: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> ConditionalCandidates:
+        """
+        Returns the candidates of the heads with their probabilities under the tokens above them.
+
+        Args:
+            serial_tokens (`(B, P)`): The last token of each serial path.
+            choices (`(B, heads, P, M)`): The candidates, as places among the tokens that may be drafted.
+            tokens (`(B, heads, P, M)`): Their token ids.
+            log_probs (`(B, heads, P, M)`): Their log-probabilities by the heads alone.
+            temperatures (`(heads, 1, 1)`): By which logits are divided.
+        """
+        num_heads = choices.shape[1]
+        heads = torch.arange(num_heads, device=choices.device)[:, None, None]
+        below = self.below[heads, choices].float()  # (B, heads, P, M, rank)
+        embedded = self.embed_tokens(serial_tokens.to(self.first_down.device)).to(self.first_down)
+        first_above = linear(embedded, self.first_down).to(below)
+        moves = (below[:, 0] @ first_above[..., None]).squeeze(-1) / temperatures[0]
+        first = condition(log_probs[:, 0], moves)
+        if num_heads == 1:
+            return ConditionalCandidates(tokens, first, first.new_empty(0))
+        above = self.above[heads[:-1], choices[:, :-1]].float()
+        moves = above @ below[:, 1:].transpose(-1, -2) / temperatures[1:, None]
+        return ConditionalCandidates(tokens, first, condition(log_probs[:, 1:, :, None], moves))
