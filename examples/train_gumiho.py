@@ -37,6 +37,13 @@ class ScriptArguments:
         default=None, metadata={"help": "`auto` splits the target over all devices; needs a single process."}
     )
     drafter: str | None = field(default=None, metadata={"help": "Train this drafter on, instead of a new one."})
+    transition_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rank of the parallel heads' transitions; with `--drafter` and `--train_only transition` they are "
+            "added to a drafter that is there. By default the drafter's own, and none of a new one."
+        },
+    )
     lora_rank: int = field(default=0, metadata={"help": "Train LoRA adapters of this rank instead of all weights."})
 
     dataset_name: str | None = field(default=None, metadata={"help": "A file, a folder, or a name on the Hub."})
@@ -157,12 +164,13 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: G
 
 def make_drafter(args: ScriptArguments, source: PreTrainedModel | CachedFeatures) -> torch.nn.Module:
     """Returns the drafter to train, in float32: mixed precision is the trainer's affair."""
+    fields = {} if args.transition_rank is None else {"transition_rank": args.transition_rank}
     if args.drafter is not None:
-        drafter = GumihoModel.from_pretrained(args.drafter, dtype=torch.float32)
+        drafter = GumihoModel.from_pretrained(args.drafter, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):
-        drafter = source.make_drafter().float()
+        drafter = source.make_drafter(**fields).float()
     else:
-        drafter = GumihoModel.from_target(source).float()
+        drafter = GumihoModel.from_target(source, **fields).float()
     if not args.lora_rank:
         return drafter
     from peft import LoraConfig, get_peft_model

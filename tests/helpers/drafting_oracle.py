@@ -42,5 +42,9 @@ def score_of_path(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tens
     if len(path) > num_serial_tokens:
         features = drafter.mlp(torch.cat(fused, dim=-1))[0, :, 0]
         for head, token in enumerate(path[num_serial_tokens:]):
-            score += float(log_probs(features[head], num_serial_tokens + head + 1)[token])
+            depth = num_serial_tokens + head + 1
+            feature = features[head]
+            if drafter.transition is not None:
+                feature = feature + drafter.transition[head](drafter.embed_tokens(torch.tensor(path[depth - 2])))
+            score += float(log_probs(feature, depth)[token])
     return score

@@ -60,16 +60,20 @@ def check_scores(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tenso
     torch.testing.assert_close(tree.scores[row].tolist(), [0.0, *expected], atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("transition_rank", [0, 3])
 @pytest.mark.parametrize("draft_temperature", [1.3, [0.6, 2.0, 0.8, 1.5, 9.0], [1.5, 0.7, 1.1]], ids=str)
 @pytest.mark.parametrize(("num_serial_tokens", "tree_depth"), [(1, 3), (2, 2), (2, 4), (3, 4)])
 def test_tree_holds_the_best_paths_of_all_recombinations(
-    num_serial_tokens: int, tree_depth: int, draft_temperature: float | list[float]
+    num_serial_tokens: int, tree_depth: int, draft_temperature: float | list[float], transition_rank: int
 ) -> None:
     target = make_target(vocab_size=4)
     torch.manual_seed(0)
-    drafter = GumihoModel.from_target(target, num_serial_tokens=num_serial_tokens, num_parallel_heads=2).eval()
-    for parameter in drafter.mlp.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    drafter = GumihoModel.from_target(
+        target, num_serial_tokens=num_serial_tokens, num_parallel_heads=2, transition_rank=transition_rank
+    ).eval()
+    for module in (drafter.mlp, drafter.transition or torch.nn.Module()):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
     # With every token kept at each serial step, all serial prefixes are there to be recombined with.
     for name, value in {
         "tree_depth": tree_depth,

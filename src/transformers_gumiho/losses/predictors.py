@@ -35,7 +35,8 @@ def predictors(num_serial_tokens: int, num_parallel_heads: int, unroll: bool, we
     serial, parallel = weights.serial_cross_entropy, weights.parallel_cross_entropy
     found = [Predictor("serial", 1, weights.of_terms(serial, weights.serial))]
     for step in range(1, num_serial_tokens if unroll else 1):
-        found.append(Predictor(f"unrolled_{step}", 1 + step, weights.of_terms(serial, weights.serial * weights.unrolled)))
+        terms = weights.of_terms(serial, weights.serial * weights.unrolled)
+        found.append(Predictor(f"unrolled_{step}", 1 + step, terms))
     for head in range(num_parallel_heads):
         factor = weights.parallel * weights.decay ** (head + 1)
         found.append(Predictor(f"parallel_{head}", 1 + num_serial_tokens + head, weights.of_terms(parallel, factor)))
