@@ -9,6 +9,7 @@ from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..target.cycle_shapes import CycleShapes
+from ..target.grouped_attention import groups_in_place
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level
 from ..tree.recombination import Recombinations
@@ -103,6 +104,7 @@ class GumihoDrafter:
         return self._shapes.are_fixed
 
     @torch.no_grad()
+    @groups_in_place()
     def draft(self, committed: CommittedTokens) -> DraftTree:
         """Takes in the newly committed tokens, on the drafter's device, and drafts a tree after the last of them."""
         noise = self._upcoming_noise()
