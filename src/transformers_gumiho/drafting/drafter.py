@@ -58,7 +58,7 @@ class GumihoDrafter:
         self._head_weights = model.mlp.batched_weights()
         device = model.fc.weight.device
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
-        offsets = torch.arange(settings.tree_depth + 1, device=device)
+        offsets = torch.arange(settings.longest_path + 1, device=device)
         causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
         self._committed = [(causal[:, :n, :n], offsets[:n].expand(len(causal), -1)) for n in range(len(offsets) + 1)]
         self._recombinations = self._find_recombinations(len(past_key_values.lengths))
