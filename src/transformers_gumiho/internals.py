@@ -20,6 +20,7 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreT
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.generation import GenerationMixin
+from transformers.integrations import sdpa_attention as _sdpa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import is_torch_greater_or_equal
@@ -164,6 +165,11 @@ def attention_reads_groups(mask: torch.Tensor | None, key: torch.Tensor, value: 
     return bool(use_gqa_in_sdpa(mask, key, value))
 
 
+def packs_single_queries() -> bool:
+    """Whether transformers' `sdpa` function folds the heads of a group itself for one query: since 5.23."""
+    return hasattr(_sdpa, "pack_gqa")
+
+
 def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """
     Whether PyTorch's fused attention on CPUs takes grouped keys and values: since 2.9, with heads of one width. Other
@@ -272,6 +278,7 @@ __all__ = [
     "mark_static_address",
     "num_compiled_graphs",
     "num_hooks",
+    "packs_single_queries",
     "pad_token_id",
     "register_checkpoint_conversion_mapping",
     "replace_generation_step",

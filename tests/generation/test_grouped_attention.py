@@ -58,7 +58,7 @@ def make_inputs(
 def test_attention_in_place_is_bit_identical(num_groups: int, dtype: torch.dtype) -> None:
     attend, layer = ALL_ATTENTION_FUNCTIONS["sdpa"], Layer(num_groups)
     torch.manual_seed(0)
-    for sizes in ((1, 1, 2, 9), (1, 2, 17, 130), (3, 1, 33, 77), (3, 3, 5, 600), (2, 2, 65, 66)):
+    for sizes in ((1, 1, 2, 9), (1, 2, 17, 130), (3, 1, 33, 77), (3, 3, 5, 600), (2, 2, 65, 66), (2, 2, 1, 50)):
         query, key, value, mask = make_inputs(sizes[0], num_groups, *sizes[1:], dtype)
         for given in (mask, mask == 0):
             expected = sdpa_attention_forward(layer, query, key, value, given, scaling=0.3)[0]

@@ -21,6 +21,7 @@ from ..internals import (
     attention_reads_groups,
     cpu_attention_reads_groups,
     is_own_sdpa_attention,
+    packs_single_queries,
     replace_sdpa_attention,
     sdpa_attention,
 )
@@ -80,8 +81,8 @@ def _dispatching(plain: AttentionFunction) -> AttentionFunction:
 
 
 def _is_plainly_masked(query: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> bool:
-    """Whether a mask that all heads share is all that there is to attention over several tokens."""
-    if mask.ndim != 4 or mask.shape[1] != 1 or query.shape[2] == 1:
+    """Whether a mask that all heads share is all that there is to attention."""
+    if mask.ndim != 4 or mask.shape[1] != 1:
         return False
     for name in _OTHER_OPTIONS:
         option = options.get(name)
@@ -96,6 +97,8 @@ def _would_copy(
     """Whether transformers' function would copy keys and values for each query head, and that can be spared."""
     num_groups = getattr(module, "num_key_value_groups", 1)
     if num_groups == 1 or query.shape[1] != num_groups * key.shape[1] or attention_reads_groups(mask, key, value):
+        return False
+    if query.shape[2] == 1 and packs_single_queries():
         return False
     if query.device.type == "cpu":
         return cpu_attention_reads_groups(query, key, value)
