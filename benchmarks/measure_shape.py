@@ -4,11 +4,14 @@
 
 The weights are random, so no text is worth reading and no tau worth counting; what counts is the ratio of a cycle's
 time to that of a plain step, both with static caches and compiled. The speed-up of a trained drafter is tau / ratio.
+The last columns are those of cycles in which attention copies keys and values for each query head of a group, as
+transformers' own `sdpa` function does.
 Where both are bound by reading weights, the ratio is at least 1 + bytes that the drafter reads in a cycle / bytes that
 the target reads in a step.
 """
 
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +21,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Pr
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.measuring.copied_groups import copying_groups
 from transformers_gumiho.tuning.timing import time_drafted, time_plain
 
 
@@ -72,8 +76,13 @@ def bytes_read(target: PreTrainedModel, gumiho: GumihoModel) -> tuple[int, int]:
     return size(target.get_decoder()) - size(target.get_input_embeddings()) + size(head), drafter
 
 
-def measure(target: PreTrainedModel, gumiho: GumihoModel, args: ShapeArguments) -> tuple[float, dict[int, float]]:
-    """Returns the median seconds of a plain step, and of a cycle with trees of each size; measured in turns."""
+def measure(
+    target: PreTrainedModel, gumiho: GumihoModel, args: ShapeArguments
+) -> tuple[float, dict[int, tuple[float, ...]]]:
+    """
+    Returns the median seconds of a plain step, and of a cycle with trees of each size, without and with copies of
+    grouped keys and values; measured in turns.
+    """
     settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     if args.compile:
         settings |= {"cache_implementation": "static", "compile_config": compile_on_every_device()}
@@ -81,13 +90,17 @@ def measure(target: PreTrainedModel, gumiho: GumihoModel, args: ShapeArguments) 
     ids = torch.randint(vocab_size, (1, args.context), generator=torch.Generator().manual_seed(0)).to(target.device)
     plain: list[float] = []
     cycles: dict[int, list[float]] = {size: [] for size in args.nodes}
+    copied: dict[int, list[float]] = {size: [] for size in args.nodes}
     for _ in range(args.repeats + 1):  # the first one warms up
         taken = time_plain(target, ids, **settings)
         plain.append(taken.seconds / taken.num_tokens)
         for size in args.nodes:
-            taken = time_drafted(target, gumiho, ids, {"num_assistant_tokens": size}, **settings)
-            cycles[size].append(taken.seconds / taken.num_cycles)
-    return statistics.median(plain[1:]), {size: statistics.median(times[1:]) for size, times in cycles.items()}
+            for way, times in ((nullcontext, cycles[size]), (copying_groups, copied[size])):
+                with way():
+                    taken = time_drafted(target, gumiho, ids, {"num_assistant_tokens": size}, **settings)
+                times.append(taken.seconds / taken.num_cycles)
+    medians = {size: tuple(statistics.median(of[size][1:]) for of in (cycles, copied)) for size in args.nodes}
+    return statistics.median(plain[1:]), medians
 
 
 def main() -> None:
@@ -105,9 +118,9 @@ def main() -> None:
         f"weights read: {of_target / 1e9:.3f} GB by a plain step, {of_drafter / 1e9:.3f} GB by the drafter in a cycle"
     )
     print(f"plain step: {1e3 * step:.2f} ms; the ratio is at least {1 + of_drafter / of_target:.2f}")
-    print("| drafted tokens | cycle | ratio |\n|---|---|---|")
-    for size, seconds in cycles.items():
-        print(f"| {size} | {1e3 * seconds:.2f} ms | {seconds / step:.2f} |")
+    print("| drafted tokens | cycle | ratio | cycle with copies | ratio |\n|---|---|---|---|---|")
+    for size, ways in cycles.items():
+        print(f"| {size} | " + " | ".join(f"{1e3 * seconds:.2f} ms | {seconds / step:.2f}" for seconds in ways) + " |")
 
 
 if __name__ == "__main__":

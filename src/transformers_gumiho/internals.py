@@ -20,6 +20,10 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreT
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.generation import GenerationMixin
+from transformers.integrations import sdpa_attention as _sdpa
+from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils import is_torch_greater_or_equal
 from transformers.utils.output_capturing import capture_outputs
 
 
@@ -27,6 +31,8 @@ from transformers.utils.output_capturing import capture_outputs
 # into them. The first checks a call, the second decodes.
 VALIDATION_STEP = "_validate_generation_mode"
 DECODING_STEP = "_assisted_decoding"
+
+_CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
 
 # Names that subclasses in this package give a value or a body to, for transformers to find: there is no other place
 # for them than the class. By the class that first has them.
@@ -139,6 +145,39 @@ def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedCo
     config._attn_implementation = other._attn_implementation
 
 
+def sdpa_attention() -> Callable[..., Any]:
+    """Returns what layers with the attention implementation `sdpa` call."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def replace_sdpa_attention(function: Callable[..., Any]) -> None:
+    """Makes layers with the attention implementation `sdpa` call this function."""
+    AttentionInterface.register("sdpa", function)
+
+
+def is_own_sdpa_attention(function: Callable[..., Any]) -> bool:
+    """Whether this is transformers' own function for `sdpa`, whose result is known to be what its name says."""
+    return function is sdpa_attention_forward
+
+
+def attention_reads_groups(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether transformers' `sdpa` function leaves grouped keys and values as they are, and PyTorch to read them."""
+    return bool(use_gqa_in_sdpa(mask, key, value))
+
+
+def packs_single_queries() -> bool:
+    """Whether transformers' `sdpa` function folds the heads of a group itself for one query: since 5.23."""
+    return hasattr(_sdpa, "pack_gqa")
+
+
+def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """
+    Whether PyTorch's fused attention on CPUs takes grouped keys and values: since 2.9, with heads of one width. Other
+    calls go to its plain implementation, which copies them.
+    """
+    return _CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
+
+
 def runs_as_defined(module: nn.Module) -> bool:
     """
     Whether calling the module runs the `forward` of its class and nothing else: no hook, and no other `forward` put
@@ -223,24 +262,30 @@ __all__ = [
     "WeightRenaming",
     "adopt_attention_implementation",
     "attention_implementation",
+    "attention_reads_groups",
     "cache_argument",
     "capture_outputs",
     "compile_on_every_device",
     "computing_in_float32",
+    "cpu_attention_reads_groups",
     "dataset_fingerprint",
     "drive_one_device",
     "generation_step",
     "has_placement_hook",
+    "is_own_sdpa_attention",
     "is_stateful",
     "keeps_dynamic_cache",
     "mark_static_address",
     "num_compiled_graphs",
     "num_hooks",
+    "packs_single_queries",
     "pad_token_id",
     "register_checkpoint_conversion_mapping",
     "replace_generation_step",
+    "replace_sdpa_attention",
     "repository_of_call",
     "run_prompt",
     "runs_as_defined",
+    "sdpa_attention",
     "would_compile",
 ]

@@ -57,7 +57,8 @@ def samples(target: PreTrainedModel, drafter: GumihoModel) -> list[Sample]:
 
 def test_every_mode_decodes_every_prompt_to_plain_decodings_text(samples: list[Sample], drafter: GumihoModel) -> None:
     modes = [
-        "plain", "prompt lookup", "assisted generation", "gumiho", "gumiho without FTA", "chain of 3", "chain of 6",
+        "plain", "prompt lookup", "assisted generation", "gumiho", "gumiho with prompt lookup",
+        "gumiho without FTA", "chain of 3", "chain of 6",
         "serial head only", "one serial token", "tree of 4",
     ]  # fmt: skip
     alone = [sample for sample in samples if sample.batch_size == 1]

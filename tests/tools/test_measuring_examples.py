@@ -64,10 +64,20 @@ def test_a_cycle_is_measured_in_plain_steps(tmp_path: Path) -> None:
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     step = float(re.search(r"plain step: ([\d.]+) ms", output)[1])
-    rows = re.findall(r"^\| (\d+) \| ([\d.]+) ms \| ([\d.]+) \|$", output, flags=re.M)
-    assert [int(size) for size, _, _ in rows] == [4, 8]
-    for _, cycle, ratio in rows:
-        assert float(ratio) == pytest.approx(float(cycle) / step, rel=0.02)
+    rows = re.findall(r"^\| (\d+)" + 2 * r" \| ([\d.]+) ms \| ([\d.]+)" + r" \|$", output, flags=re.M)
+    assert [int(size) for size, *_ in rows] == [4, 8]
+    for _, *ways in rows:
+        for cycle, ratio in zip(ways[::2], ways[1::2], strict=True):
+            assert float(ratio) == pytest.approx(float(cycle) / step, rel=0.02)
+
+
+def test_a_cycle_is_measured_with_and_without_copies() -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "measure_attention.py")]
+    options = ["--lengths", "96", "--num_layers", "2", "--nodes", "4", "--cycles", "4", "--rounds", "1"]
+    output = subprocess.run([*script, *options], check=True, capture_output=True, text=True).stdout
+    row = re.search(r"^\| 96 \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+)x \| \d+ MB \| \d+ MB \|$", output, flags=re.M)
+    copied, in_place, gain = map(float, row.groups())
+    assert gain == pytest.approx(copied / in_place, rel=0.05)
 
 
 def test_bound_is_that_of_the_weights_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

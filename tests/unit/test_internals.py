@@ -59,6 +59,11 @@ SIGNATURES = {
     ),
     "transformers.core_model_loading.WeightRenaming": "source_patterns, target_patterns",
     "transformers.core_model_loading.WeightRenaming.reverse_transform": "self",
+    "transformers.integrations.sdpa_attention.sdpa_attention_forward": (
+        "module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias"
+    ),
+    "transformers.integrations.sdpa_attention.use_gqa_in_sdpa": "attention_mask, key, value",
+    "transformers.modeling_utils.AttentionInterface.register": "key, value",
     "transformers.utils.hub.create_and_tag_model_card": "repo_id, tags, token",
     "transformers.utils.output_capturing.capture_outputs": "func",
     "torch._dynamo.mark_static_address": "t",

@@ -71,10 +71,12 @@ def decoding_modes(
     config = drafter.config
     gumiho = {"assistant_model": drafter}
     modes = [DecodingMode(PLAIN)]
-    modes.append(DecodingMode("prompt lookup", {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}, max_batch_size=1))
+    lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+    modes.append(DecodingMode("prompt lookup", lookup, max_batch_size=1))
     if draft_model is not None:
         modes.append(DecodingMode("assisted generation", {"assistant_model": draft_model}, max_batch_size=1))
     modes.append(DecodingMode("gumiho", gumiho))
+    modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
     modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False}))
     for length in (3, 6):
         if length <= config.max_draft_depth:

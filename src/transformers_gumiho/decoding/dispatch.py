@@ -10,6 +10,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from ..internals import DECODING_STEP, VALIDATION_STEP, generation_step, replace_generation_step
 from ..model.modeling_gumiho import unwrap_drafter
+from ..target import grouped_attention
 from ..target.requirements import check_request
 from .loop import decode_with_tree
 
@@ -71,13 +72,14 @@ class GumihoGenerationMixin(GenerationMixin):
 
 def install() -> None:
     """
-    Makes every generating class of transformers dispatch on a Gumiho assistant. Every other call takes transformers'
-    own path. Calling this again changes nothing.
+    Makes every generating class of transformers dispatch on a Gumiho assistant, and attention on whether it is part
+    of a pass of this package. Every other call takes transformers' own path. Calling this again changes nothing.
     """
     for name, dispatcher in _DISPATCHERS.items():
         plain = generation_step(name)
         if not hasattr(plain, _MARK):
             replace_generation_step(name, _dispatching(plain, dispatcher))
+    grouped_attention.install()
 
 
 def _dispatching(plain: Callable[..., Any], dispatcher: Callable[..., Any]) -> Callable[..., Any]:

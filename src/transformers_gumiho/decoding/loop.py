@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from ..drafting.candidate_generator import GumihoCandidateGenerator
 from ..drafting.committed_tokens import CommittedTokens
+from ..drafting.context_drafts import ContextDrafts
 from ..drafting.settings import DraftingSettings
 from ..internals import cache_argument
 from ..model.modeling_gumiho import GumihoModel
@@ -138,6 +139,7 @@ def _drafting_settings(
 ) -> DraftingSettings:
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
     settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, temperature)
+    settings = settings.looking_up(generation_config)
     obstacle = tree_obstacle(target)
     if obstacle is None:
         return settings
@@ -174,7 +176,7 @@ def _make_generator(
     # Not the states themselves: the drafter would keep those of the whole prompt.
     device, dtype = states.last.device, states.last.dtype
     # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
-    num_new = max(settings.tree_depth + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
+    num_new = max(settings.longest_path + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
     head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype)
     return GumihoCandidateGenerator(
         drafter,
@@ -183,9 +185,29 @@ def _make_generator(
         past_key_values=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
         shapes=session.shapes,
         token_ids=token_ids,
+        context_drafts=_context_drafts(session, settings, chooser.sequences),
         peek_noise=chooser.peek_noise,
         # Within a compiled function nobody could be told.
         around_pass=nullcontext if session.shapes.are_compiled else events.each("drafter_pass"),
+    )
+
+
+def _context_drafts(
+    session: TargetSession, settings: DraftingSettings, sequences: CommittedSequences
+) -> ContextDrafts | None:
+    """Returns the drafts from the context, `None` where none are asked for."""
+    if not settings.prompt_lookup_num_tokens:
+        return None
+    mask, starts = session.prompt.mask, [0] * len(sequences.lengths)
+    # A prompt given as `inputs_embeds` has a mask, but no tokens.
+    if mask is not None and sequences.prompt_length == mask.shape[1]:
+        starts = mask.long().argmax(dim=1).tolist()
+    return ContextDrafts(
+        sequences.tokens_from,
+        starts,
+        settings.prompt_lookup_num_tokens,
+        settings.max_matching_ngram_size,
+        session.model.config.get_text_config(decoder=True).vocab_size,
     )
 
 

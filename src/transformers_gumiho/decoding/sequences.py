@@ -91,6 +91,13 @@ class CommittedSequences:
         index = starts[:, None] + torch.arange(width, device=self._buffer.device)
         return self._buffer.gather(1, index.clamp_(max=self._buffer.shape[1] - 1))
 
+    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
+        """Returns the committed tokens of each row from an index on, on the host."""
+        first = min(starts)
+        rows = self._buffer[:, first : max(self.lengths)].tolist()
+        places = zip(rows, starts, self.lengths, strict=True)
+        return [row[start - first : length - first] for row, start, length in places]
+
     def final_ids(self) -> torch.Tensor:
         """Returns `(B, longest)`: the finished sequences, padded on the right."""
         return self._buffer[:, : self.final_length].clone()

@@ -16,7 +16,9 @@ from ..target.placement import drafter_device
 from ..target.requirements import check_pair
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftTree
+from ..tree.merging import merge_branch, take_better_chain
 from .committed_tokens import CommittedTokens
+from .context_drafts import ContextDrafts
 from .drafter import GumihoDrafter
 from .settings import DraftingSettings
 
@@ -34,6 +36,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         past_key_values ([`TreeCache`]): An empty cache for the drafter.
         max_length (`int`, *optional*): Tokens of the longest text, prompt included; no candidate goes beyond it.
         eos_token_ids: Tokens that end a text; no candidate goes beyond the first of them that was drafted.
+        context_drafts: Drafts from the context, which the trees of `draft_tree` hold as well where they are likely.
         **drafter_kwargs: Further arguments of [`GumihoDrafter`].
     """
 
@@ -49,6 +52,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         past_key_values: TreeCache,
         max_length: int | None = None,
         eos_token_ids: Collection[int] = (),
+        context_drafts: ContextDrafts | None = None,
         **drafter_kwargs: Any,
     ):
         self.assistant_model = assistant_model
@@ -56,6 +60,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
         self.max_length = max_length
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._context_drafts = context_drafts
         self._has_read_prompt = False
 
     @classmethod
@@ -97,7 +102,11 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
     def draft_tree(self, committed: CommittedTokens) -> DraftTree:
         """Drafts a tree after newly committed tokens on any device; the tree is on the device of these tokens."""
-        return self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
+        tree = self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
+        if self._context_drafts is None:
+            return tree
+        add_branch = take_better_chain if self.drafter.settings.branching_factor == 1 else merge_branch
+        return add_branch(tree, *self._context_drafts.draft(tree.tokens.device))
 
     def get_candidates(
         self,

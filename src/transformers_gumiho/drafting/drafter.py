@@ -9,6 +9,7 @@ from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..target.cycle_shapes import CycleShapes
+from ..target.grouped_attention import groups_in_place
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..tree.recombination import Recombinations
@@ -58,7 +59,7 @@ class GumihoDrafter:
         self._head_weights = model.mlp.batched_weights()
         device = model.fc.weight.device
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
-        offsets = torch.arange(settings.tree_depth + 1, device=device)
+        offsets = torch.arange(settings.longest_path + 1, device=device)
         causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
         self._transitions = None
         if model.transition is not None and settings.tree_depth > model.config.num_serial_tokens:
@@ -108,6 +109,7 @@ class GumihoDrafter:
         return self._shapes.are_fixed
 
     @torch.no_grad()
+    @groups_in_place()
     def draft(self, committed: CommittedTokens) -> DraftTree:
         """Takes in the newly committed tokens, on the drafter's device, and drafts a tree after the last of them."""
         noise = self._upcoming_noise()

@@ -35,6 +35,10 @@ class DraftingSettings:
             depth 1 down, of which the last goes on below. By default (`None`) 2/3.
         draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
         sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
+        prompt_lookup_num_tokens: The most tokens that are drafted from the context, by how it went on where its newest
+            tokens stood before; 0 for none. Of the call of `generate()`, no setting of the drafter's.
+        max_matching_ngram_size: How many of the newest tokens are looked up; fewer where those stood nowhere. Of the
+            call, too.
     """
 
     num_assistant_tokens: int
@@ -44,6 +48,8 @@ class DraftingSettings:
     draft_temperature: float | tuple[float, ...]
     draft_vocabulary: Sequence[int] | None = None
     sampling_temperature: float | None = None
+    prompt_lookup_num_tokens: int = 0
+    max_matching_ngram_size: int = 2
 
     @classmethod
     def from_generation_config(
@@ -81,6 +87,33 @@ class DraftingSettings:
     def as_chain(self) -> "DraftingSettings":
         """Returns the settings under which the tree is its best path alone."""
         return replace(self, branching_factor=1, num_assistant_tokens=self.tree_depth)
+
+    def looking_up(self, generation_config: GenerationConfig) -> "DraftingSettings":
+        """
+        Returns the settings with those for drafts from the context that a call of `generate()` was given.
+
+        Raises:
+            ValueError: One of them is no number of tokens.
+        """
+        num_tokens = generation_config.prompt_lookup_num_tokens
+        if num_tokens is None:
+            return self
+        size = generation_config.max_matching_ngram_size
+        given = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": 2 if size is None else size}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"`{name}` must be an integer of at least 1, got {value!r}. Leave `prompt_lookup_num_tokens` out "
+                    f"where nothing is to be drafted from the context."
+                )
+        return replace(self, **given)
+
+    @property
+    def longest_path(self) -> int:
+        """The most drafted tokens on a path, those from the context included."""
+        if self.branching_factor == 1:
+            return self.tree_depth
+        return max(self.tree_depth, min(self.prompt_lookup_num_tokens, self.num_assistant_tokens))
 
     def _validate(self, config: GumihoConfig) -> None:
         for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):

@@ -12,6 +12,7 @@ from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 from .cycle_shapes import CycleShapes
 from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
+from .grouped_attention import groups_in_place
 from .requirements import attention_types
 from .verification_cache import VerificationCache
 
@@ -131,7 +132,7 @@ class TargetSession:
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=position_ids,
         )
-        outputs, captured = self._run_model(self.model, model_inputs)
+        outputs, captured = self._run_target(model_inputs)
         return TargetOutput(
             logits=outputs.logits,
             states=self._reader.collect(captured),
@@ -169,6 +170,11 @@ class TargetSession:
             roots = torch.zeros_like(last_tokens)[:, None].to(self.device)
             self.cache.commit(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
         self.cache.truncate([max(-number, 0) for number in num_missing])
+
+    def _run_target(self, model_inputs: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """Returns what the target returns, and the states that were captured."""
+        with groups_in_place():
+            return self._run_model(self.model, model_inputs)
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:
         return self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)

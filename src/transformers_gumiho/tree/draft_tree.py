@@ -146,22 +146,41 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         max_depth: No path of the levels is longer.
     """
     root = torch.zeros_like(root_tokens)[:, None]
-    # The root is sure: it scores 0, and comes first among equals.
-    scores = torch.cat([levels[0].scores.new_zeros(root.shape), *(level.scores for level in levels)], dim=1)
-    scores, order = scores.sort(dim=1, descending=True, stable=True)
-    chosen = order[:, : num_nodes + 1]
-
-    # The candidate that is each candidate's parent, and the place of every candidate in the tree. The root is the
-    # first candidate and the first in order.
+    # The candidate that is each candidate's parent. The root is the first candidate.
     starts = itertools.accumulate([1, *(level.tokens.shape[1] for level in levels)])
     parents = [level.parents + start for level, start in zip(levels[1:], starts, strict=False)]
-    parents_of_chosen = torch.cat([root, levels[0].parents, *parents], dim=1).gather(1, chosen)
+    return choose_nodes(
+        tokens=torch.cat([root_tokens[:, None], *(level.tokens for level in levels)], dim=1),
+        # The root is sure: it scores 0, and comes first among equals.
+        scores=torch.cat([levels[0].scores.new_zeros(root.shape), *(level.scores for level in levels)], dim=1),
+        parents=torch.cat([root, levels[0].parents, *parents], dim=1),
+        num_nodes=num_nodes,
+        max_depth=max_depth,
+    )
+
+
+def choose_nodes(
+    tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, num_nodes: int, max_depth: int
+) -> DraftTree:
+    """
+    Returns the tree of the best `num_nodes` of `n` candidates under a root, which is the first of them.
+
+    Args:
+        tokens (`(B, n)`): The tokens of the candidates.
+        scores (`(B, n)`): Their scores, none better than that of the parent. Among equals the parent comes first.
+        parents (`(B, n)`): For each the candidate that is its parent.
+        num_nodes: The most drafted nodes of the tree.
+        max_depth: No path is longer.
+    """
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    chosen = order[:, : num_nodes + 1]
+    # The place of every candidate in the tree; the root is the first in order, too.
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(1, order, places)
-    tree_parents = ranks.gather(1, parents_of_chosen)
+    tree_parents = ranks.gather(1, parents.gather(1, chosen))
     ancestors = find_ancestors(tree_parents, max_depth)
     return DraftTree(
-        tokens=torch.cat([root_tokens[:, None], *(level.tokens for level in levels)], dim=1).gather(1, chosen),
+        tokens=tokens.gather(1, chosen),
         parents=tree_parents,
         depths=ancestors.sum(dim=2) - 1,
         scores=scores[:, : num_nodes + 1],

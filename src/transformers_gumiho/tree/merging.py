@@ -1,0 +1,104 @@
+"""Merging a tree with one more path under its root, a branch that something else than the drafter has drafted."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from .draft_tree import DraftTree, choose_nodes
+
+
+def merge_branch(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor) -> DraftTree:
+    """
+    Returns the best nodes of `tree` and of a branch, as many as `tree` has. Where both have a token at the same place
+    it is one node, with the better of the two scores.
+
+    Args:
+        tree: The tree.
+        tokens (`(B, M)`): The branch, from depth 1 down.
+        log_probs (`(B, M)`): The log-probability (nats) of each of its tokens, if those before it are accepted. Never
+            positive; minus infinity from where the branch of a row has ended.
+    """
+    num_nodes, length = tree.tokens.shape[1], tokens.shape[1]
+    shared = _shared_nodes(tree, tokens)
+    is_shared = shared >= 0
+    branch_scores = _branch_scores(tree, shared, log_probs)
+    # To the nodes of the tree that are on the branch, too, what they score as such. Others get what they have.
+    scores = tree.scores.scatter(1, shared.clamp(min=0), branch_scores.where(is_shared, 0.0))
+    scores = scores.maximum(tree.scores)
+    scores[:, 0] = 0.0
+    # A shared node is no candidate of the branch: it ranks behind all of the tree, which has as many as are chosen.
+    new_scores = branch_scores.masked_fill(is_shared, -torch.inf)
+    own = torch.arange(num_nodes, num_nodes + length, device=tokens.device)
+    places = shared.where(is_shared, own)
+    parents = torch.cat((torch.zeros_like(places[:, :1]), places[:, :-1]), dim=1)
+    return choose_nodes(
+        tokens=torch.cat((tree.tokens, tokens), dim=1),
+        scores=torch.cat((scores, new_scores), dim=1),
+        parents=torch.cat((tree.parents, parents), dim=1),
+        num_nodes=num_nodes - 1,
+        max_depth=max(tree.max_depth, min(length, num_nodes - 1)),
+    )
+
+
+def take_better_chain(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor) -> DraftTree:
+    """
+    Returns for each row a chain or, where more of its tokens are expected to be accepted, one that begins with a
+    branch. It has as many tokens as before; where the branch has fewer, the chain's follow.
+
+    Args:
+        tree: The chain.
+        tokens (`(B, M)`): The branch, as in [`merge_branch`].
+        log_probs (`(B, M)`): As in [`merge_branch`].
+    """
+    length = min(tokens.shape[1], tree.tokens.shape[1] - 1)
+    tokens, log_probs = tokens[:, :length], log_probs[:, :length]
+    own_tokens, own_scores = tree.tokens[:, 1:], tree.scores[:, 1:]
+    branch_scores = _branch_scores(tree, _shared_nodes(tree, tokens), log_probs)
+    # What both begin with is as likely in the chain as in the branch, and lifts what follows it there.
+    agreed = (own_tokens[:, :length] == tokens).cumprod(dim=1)
+    fork = agreed.sum(dim=1, keepdim=True)
+    lift = nn.functional.pad(branch_scores, (1, 0)).gather(1, fork) - tree.scores.gather(1, fork)
+    chain_scores = (own_scores + lift.nan_to_num_(nan=0.0)).clamp(max=0.0)
+    chain_scores[:, :length] = branch_scores.where(agreed.bool(), chain_scores[:, :length])
+    is_better = branch_scores.exp().sum(dim=1, keepdim=True) > chain_scores.exp().sum(dim=1, keepdim=True)
+    missing = own_tokens.shape[1] - length
+    taken = nn.functional.pad(is_better & (log_probs > -torch.inf), (0, missing))
+    new_tokens = nn.functional.pad(tokens, (0, missing)).where(taken, own_tokens)
+    new_scores = nn.functional.pad(branch_scores, (0, missing)).where(taken, chain_scores)
+    return replace(
+        tree,
+        tokens=torch.cat((tree.tokens[:, :1], new_tokens), dim=1),
+        scores=torch.cat((tree.scores[:, :1], new_scores.cummin(dim=1).values), dim=1),
+    )
+
+
+def _shared_nodes(tree: DraftTree, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns `(B, M)`: the node of `tree` at each place of the branch with these tokens, -1 where there is none."""
+    length = tokens.shape[1]
+    # No depth of the tree beyond the branch agrees with a token of it.
+    padded = nn.functional.pad(tokens, (1, 1), value=-1)
+    agreed = tree.tokens == padded.gather(1, tree.depths.clamp(max=length + 1))
+    agreed[:, 0] = True
+    on_branch = (tree.ancestors <= agreed[:, None]).all(dim=-1)
+    places = torch.arange(tree.tokens.shape[1], device=tokens.device).expand_as(tree.tokens)
+    shared = torch.full((len(tokens), length + 2), -1, device=tokens.device)
+    # What is not on it goes where nobody looks: no two nodes of the branch have one depth.
+    depths = tree.depths.where(on_branch, length + 1)
+    return shared.scatter(1, depths, places)[:, 1:-1]
+
+
+def _branch_scores(tree: DraftTree, shared: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """
+    Returns `(B, M)`: the score of each place of a branch, that of the place above and its own log-probability, or that
+    of the tree's node there if it is better.
+    """
+    is_shared = shared >= 0
+    own = tree.scores.gather(1, shared.clamp(min=0)).masked_fill(~is_shared, -torch.inf)
+    # A path from the last place that takes its score from the tree on: `own_j + log_probs_(j+1) + ... + log_probs_d`.
+    # A sum of all log-probabilities must be finite to be taken off again.
+    sums = log_probs.double().clamp(min=-1e6).cumsum(dim=1)
+    starts = torch.cat((torch.zeros_like(sums[:, :1]), own.double() - sums), dim=1).cummax(dim=1).values
+    scores = (sums + starts[:, 1:]).to(tree.scores.dtype)
+    ended = (log_probs == -torch.inf) & ~is_shared
+    return scores.maximum(own).masked_fill(ended, -torch.inf).clamp(max=0.0)

@@ -1,0 +1,228 @@
+"""Passes over draft trees read grouped keys and values where they are; what they compute, and all others, stay."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from targets import make_drafter, make_prompts, make_target
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.internals import attention_implementation
+from transformers_gumiho.target.grouped_attention import attend_folded, groups_in_place, install
+
+
+class Layer(nn.Module):
+    is_causal = True
+
+    def __init__(self, num_groups: int):
+        super().__init__()
+        self.num_key_value_groups = num_groups
+
+
+class LargestCopy(TorchDispatchMode):
+    """Finds the most elements that an operation other than attention itself writes into new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.repeat_interleave.self_int):
+            self.num_elements = max(self.num_elements, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def make_inputs(
+    batch_size: int, num_groups: int, num_heads: int, num_queries: int, num_keys: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Returns queries, keys, values and a mask as a layer has them: keys and values are a part of larger buffers."""
+    head_dim = 8
+    query = torch.randn(batch_size, num_queries, num_groups * num_heads, head_dim, dtype=dtype).transpose(1, 2)
+    keys, values = torch.randn(2, batch_size, num_heads, num_keys + 5, head_dim, dtype=dtype)[..., :num_keys, :]
+    hidden = torch.rand(batch_size, 1, num_queries, num_keys) < 0.4
+    hidden[..., -1] = False
+    ragged = torch.randint(0, num_keys, (batch_size,))
+    hidden |= (torch.arange(num_keys) < ragged[:, None])[:, None, None] & (torch.arange(num_keys) < num_keys - 1)
+    return query, keys, values, torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_attention_in_place_is_bit_identical(num_groups: int, dtype: torch.dtype) -> None:
+    attend, layer = ALL_ATTENTION_FUNCTIONS["sdpa"], Layer(num_groups)
+    torch.manual_seed(0)
+    for sizes in ((1, 1, 2, 9), (1, 2, 17, 130), (3, 1, 33, 77), (3, 3, 5, 600), (2, 2, 65, 66), (2, 2, 1, 50)):
+        query, key, value, mask = make_inputs(sizes[0], num_groups, *sizes[1:], dtype)
+        for given in (mask, mask == 0):
+            expected = sdpa_attention_forward(layer, query, key, value, given, scaling=0.3)[0]
+            with groups_in_place(), LargestCopy() as largest:
+                output, weights = attend(layer, query, key, value, given, scaling=0.3, sliding_window=4)
+            assert weights is None
+            assert torch.equal(output, expected)
+            assert output.is_contiguous()
+            assert num_groups == 1 or largest.num_elements <= max(output.numel(), query.numel())
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 8])
+def test_folded_heads_attend_as_repeated_ones(num_groups: int) -> None:
+    torch.manual_seed(0)
+    for sizes in ((1, 1, 2, 9), (1, 2, 17, 130), (3, 3, 5, 77)):
+        query, key, value, mask = make_inputs(sizes[0], num_groups, *sizes[1:], torch.float64)
+        key, value = key.clone(), value[..., :6]
+        expected = nn.functional.scaled_dot_product_attention(
+            query, repeat_kv(key, num_groups), repeat_kv(value, num_groups), attn_mask=mask, scale=0.3
+        )
+        for given in (mask, mask == 0):
+            torch.testing.assert_close(attend_folded(query, key, value, given, 0.3), expected, rtol=0, atol=1e-12)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"dropout": 0.5},
+    {"position_bias": torch.ones(1, 4, 3, 7)},
+    {"output_attentions": True},
+    {"s_aux": torch.zeros(4)},
+    {"attention_mask": None},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=lambda options: next(iter(options)))
+def test_other_attention_is_left_to_the_function_it_has(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    query, key, value, mask = make_inputs(1, 2, 2, 3, 7, torch.float32)
+    options = {"attention_mask": mask, **options}
+    torch.manual_seed(1)
+    expected = sdpa_attention_forward(Layer(2), query, key, value, **options)[0]
+    torch.manual_seed(1)
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "transformers_gumiho.target.grouped_attention.scaled_dot_product_attention",
+            lambda *_, **__: calls.append(1),
+        )
+        with groups_in_place():
+            assert torch.equal(ALL_ATTENTION_FUNCTIONS["sdpa"](Layer(2), query, key, value, **options)[0], expected)
+    assert not calls
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The query lengths of attention for which transformers' function repeated heads."""
+    lengths: list[int] = []
+
+    def repeat(states: torch.Tensor, num_groups: int) -> torch.Tensor:
+        lengths.append(states.shape[2])
+        return repeat_kv(states, num_groups)
+
+    monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", repeat)
+    return lengths
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_mixed", "gemma3", "phi3", "mixtral"])
+def test_a_generation_repeats_no_head_after_the_prompt(family: str, copies: list[int]) -> None:
+    target = make_target(family, "sdpa")
+    drafter = make_drafter(target, num_assistant_tokens=15)
+    for lengths in ([9], [9, 4]):
+        prompts = make_prompts(lengths)
+        plain = target.generate(**prompts, max_new_tokens=24, do_sample=False)
+        copies.clear()
+        drafted = target.generate(**prompts, max_new_tokens=24, do_sample=False, assistant_model=drafter)
+        assert torch.equal(drafted, plain)
+        assert all(length == 9 for length in copies), "of the prompt alone"
+
+
+def test_nobody_else_is_affected(copies: list[int]) -> None:
+    target, prompts = make_target("llama", "sdpa"), make_prompts([5, 3])
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+
+    def run() -> int:
+        copies.clear()
+        target(ids, attention_mask=mask)
+        return len(copies)
+
+    expected = run()
+    assert expected > 0
+    counts: list[int] = []
+    with groups_in_place():
+        assert run() == 0
+        other = threading.Thread(target=lambda: counts.append(run()))
+        other.start()
+        other.join()
+        with groups_in_place():
+            pass
+        assert run() == 0, "what is within ends alone"
+    assert counts == [expected]
+    assert run() == expected
+    with pytest.raises(AttributeError), groups_in_place():
+        target(ids, attention_mask="none")
+    assert run() == expected
+    assert attention_implementation(target.config) == "sdpa"
+
+
+def test_a_function_that_somebody_registered_stays() -> None:
+    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    install()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is ours, "nothing is put on top of it"
+    assert ours.__wrapped__ is sdpa_attention_forward
+    calls: list[int] = []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("sdpa", theirs)
+    try:
+        install()
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
+        target = make_target("llama", "sdpa")
+        prompts = make_prompts([5])
+        plain = target.generate(**prompts, max_new_tokens=12, do_sample=False)
+        assert calls
+        drafted = target.generate(
+            **prompts, max_new_tokens=12, do_sample=False, assistant_model=make_drafter(target, num_assistant_tokens=7)
+        )
+        assert torch.equal(drafted, plain)
+    finally:
+        AttentionInterface.register("sdpa", ours)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_states_of_a_tree_are_bit_identical_with_and_without(static: bool) -> None:
+    """Sampling in float32: a difference in the last bit of a score would be seen in what is returned."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, eos_token_id=None, bos_token_id=None, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(config).eval()
+    drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
+    drafter.generation_config.update(num_assistant_tokens=12, branching_factor=3)
+    ours, outputs = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+    for function in (ours, sdpa_attention_forward):
+        AttentionInterface.register("sdpa", function)
+        try:
+            torch.manual_seed(1)
+            outputs.append(
+                target.generate(
+                    torch.arange(40)[None] + 1,
+                    max_new_tokens=20,
+                    do_sample=True,
+                    assistant_model=drafter,
+                    output_scores=True,
+                    output_hidden_states=True,
+                    return_dict_in_generate=True,
+                    **({"cache_implementation": "static", "disable_compile": True} if static else {}),
+                )
+            )
+        finally:
+            AttentionInterface.register("sdpa", ours)
+    with_groups, without = outputs
+    assert torch.equal(with_groups.sequences, without.sequences)
+    assert all(torch.equal(*pair) for pair in zip(with_groups.scores, without.scores, strict=True))
+    assert with_groups.accepted_lengths == without.accepted_lengths

@@ -1,0 +1,123 @@
+"""`prompt_lookup_num_tokens` with a Gumiho assistant: the same texts, in fewer passes where they repeat themselves."""
+
+from typing import Any
+
+import pytest
+import torch
+from chains import make_chain_drafter, make_chain_target
+from targets import make_drafter, make_prompts, make_target
+from torch._dynamo.utils import counters
+from transformers import StoppingCriteria
+
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.tree.verification import AcceptedPath
+
+
+LOOKUP = {"prompt_lookup_num_tokens": 12, "max_matching_ngram_size": 3}
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+class Trees(GenerationObserver):
+    """Keeps the tree of every cycle."""
+
+    def __init__(self) -> None:
+        self.trees: list[DraftTree] = []
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        self.trees.append(tree)
+
+
+class KeepGoing(StoppingCriteria):
+    """One of the caller's, that nobody knows: all rows then advance in step."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
+@pytest.mark.parametrize("branching_factor", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, shapes: dict[str, Any]) -> None:
+    target = make_target(family, seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
+    with_drafter = {"assistant_model": drafter, "return_dict_in_generate": True, **shapes}
+    num_cycles = {"alone": 0, "with context": 0}
+    for lengths in ([9], [9, 4, 1]):
+        for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
+            arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": 40, **sampling}
+            if len(lengths) > 1 and sampling["do_sample"]:
+                arguments["stopping_criteria"] = [KeepGoing()]
+            torch.manual_seed(0)
+            plain = target.generate(**arguments)
+            for name, options in (("alone", {}), ("with context", LOOKUP)):
+                torch.manual_seed(0)
+                drafted = target.generate(**arguments, **with_drafter, **options)
+                assert torch.equal(drafted.sequences, plain)
+                num_cycles[name] += sum(map(len, drafted.accepted_lengths))
+    assert num_cycles["with context"] < 0.9 * num_cycles["alone"], "random targets repeat themselves"
+
+
+def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
+    target = make_target("llama", seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    prompts = make_prompts([9, 4, 1])
+    with observing(trees := Trees()):
+        output = target.generate(
+            **prompts,
+            max_new_tokens=40,
+            do_sample=False,
+            assistant_model=drafter,
+            return_dict_in_generate=True,
+            **LOOKUP,
+        )
+    for tree in trees.trees:
+        assert tree.tokens.shape == (3, 10), "as many nodes as without"
+        for row in range(3):
+            pairs = set(zip(tree.parents[row, 1:].tolist(), tree.tokens[row, 1:].tolist(), strict=True))
+            assert len(pairs) == 9
+    longest = drafter.config.max_draft_depth + 1
+    assert max(map(max, output.accepted_lengths)) > longest, "more than the drafter drafts, and the bonus token"
+
+
+def test_compiled_cycles_take_drafts_from_the_context() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    target = make_target("llama", seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    config = compile_on_every_device(backend="eager", mode="default", fullgraph=True)
+    static = {"cache_implementation": "static", "compile_config": config, "assistant_model": drafter, **LOOKUP}
+    for seed in range(2):
+        prompt = make_prompts([9 - seed], seed)
+        plain = target.generate(**prompt, max_new_tokens=30, do_sample=False)
+        assert torch.equal(target.generate(**prompt, max_new_tokens=30, do_sample=False, **static), plain)
+        assert counters["stats"]["unique_graphs"] == 4, "masks, target, walk, draft"
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "bloom"])
+def test_chains_of_targets_that_verify_no_tree(family: str) -> None:
+    target = make_chain_target(family)
+    drafter = make_chain_drafter(target)
+    for lengths in ([5], [4, 17, 9]):
+        prompts = make_prompts(lengths)
+        plain = target.generate(**prompts, max_new_tokens=32, do_sample=False)
+        drafted = target.generate(**prompts, max_new_tokens=32, do_sample=False, assistant_model=drafter, **LOOKUP)
+        assert torch.equal(drafted, plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_lookup_num_tokens": 0}, "`prompt_lookup_num_tokens` must be an integer of at least 1, got 0"),
+        (
+            {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1},
+            "`max_matching_ngram_size` must .* got -1",
+        ),
+    ],
+)
+def test_what_is_no_number_of_tokens_is_refused(settings: dict[str, int], message: str) -> None:
+    target = make_target()
+    with pytest.raises(ValueError, match=message):
+        target.generate(**make_prompts([3]), assistant_model=make_drafter(target), max_new_tokens=4, **settings)

@@ -1,0 +1,107 @@
+"""Drafts from the context: the newest place of what was written last, how it went on, and how far that is trusted."""
+
+import itertools
+import math
+import time
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformers_gumiho.drafting.context_drafts import ContextDrafts, MatchEstimates, RowDrafts
+from transformers_gumiho.drafting.ngram_index import LONGEST_MATCH, NgramIndex
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4), st.integers(1, 9))
+def test_match_is_that_of_a_search_through_the_text(text: list[int], max_size: int, num_tokens: int) -> None:
+    index, half = NgramIndex(max_size), len(text) // 2
+    index.extend(text[:half])
+    index.extend(text[half:])
+    places = [
+        (size, end)
+        for size in range(1, max_size + 1)
+        for end in range(size, len(text))
+        if text[end - size : end] == text[len(text) - size :]
+    ]
+    match = index.match()
+    if not places:
+        assert match is None
+        return
+    start = max(places)[1]
+    length = 0
+    while length < min(start, LONGEST_MATCH) and text[start - 1 - length] == text[-1 - length]:
+        length += 1
+    assert (match.start, match.length) == (start, length)
+    grown = list(text)
+    for _ in range(num_tokens):
+        grown.append(grown[start + len(grown) - len(text)])
+    assert index.continuation(match, num_tokens) == grown[len(text) :]
+
+
+def test_estimates_follow_what_was_counted() -> None:
+    estimates = MatchEstimates()
+    before = [estimates.probability(length) for length in range(1, 60)]
+    assert all(0 < a <= b < 1 for a, b in itertools.pairwise(before)), "longer matches are trusted more"
+    for _ in range(40):
+        estimates.count(2, is_hit=False)
+        estimates.count(20, is_hit=True)
+    assert estimates.probability(2) < 0.05
+    assert 0.97 < estimates.probability(20) < 1
+    assert estimates.probability(1) == before[0]
+    for _ in range(40):
+        estimates.count(2, is_hit=True)
+    assert estimates.probability(2) > 0.6, "what a text does may change"
+
+
+def test_drafts_are_counted_by_what_was_committed() -> None:
+    row, plain = RowDrafts(4, 2), MatchEstimates()
+    row.extend([5, 6, 7, 8, 9, 5, 6])
+    assert row.draft()[0] == [7, 8, 9, 5]
+    # The third token is another one; of the fourth nothing is known.
+    row.extend([7, 8, 1])
+    counted = row.estimates
+    assert counted.probability(2) > plain.probability(2), "7"
+    expected = MatchEstimates()
+    expected.count(3, is_hit=True)
+    expected.count(4, is_hit=False)
+    assert counted.probability(3) == counted.probability(4) == expected.probability(4), "8, and 1 in place of 9"
+    assert row.draft() == ([], [])
+    row.extend([2, 3])
+    assert counted.probability(3) == expected.probability(4), "nothing was drafted"
+
+
+def test_rows_have_texts_of_their_own_without_padding_and_images() -> None:
+    texts = [[0, 0, 1, 2, 3, 1], [4, 99, 5, 6, -7, 4], [1, 2, 3, 4, 5, 6]]
+
+    def read(starts: list[int]) -> list[list[int]]:
+        return [text[start:] for text, start in zip(texts, starts, strict=True)]
+
+    drafts = ContextDrafts(read, [2, 0, 0], num_tokens=3, max_ngram_size=2, vocab_size=50)
+    tokens, log_probs = drafts.draft(torch.device("cpu"))
+    assert tokens[:2].tolist() == [[2, 3, 1], [5, 6, 4]]
+    assert (log_probs[2] == -math.inf).all()
+    plain = MatchEstimates()
+    torch.testing.assert_close(log_probs[0].exp(), torch.tensor([plain.probability(length) for length in (1, 2, 3)]))
+    texts[0] += [2, 9]
+    texts[2] += [1, 2]
+    tokens, log_probs = drafts.draft(torch.device("cpu"))
+    assert (log_probs[0] == -math.inf).all()
+    assert tokens[2].tolist() == [3, 4, 5]
+
+
+def test_a_cycle_takes_no_longer_in_a_long_text() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def seconds_of_cycles(num_tokens: int) -> float:
+        texts = [torch.randint(0, 500, (num_tokens,), generator=generator).tolist()]
+        drafts = ContextDrafts(lambda starts: [texts[0][starts[0] :]], [0], 10, 2, 500)
+        drafts.draft(torch.device("cpu"))
+        begin = time.thread_time()
+        for token in range(200):
+            texts[0] += [token, token + 1]
+            drafts.draft(torch.device("cpu"))
+        return time.thread_time() - begin
+
+    seconds_of_cycles(100)
+    assert seconds_of_cycles(64_000) < 5 * seconds_of_cycles(500)
