@@ -13,6 +13,7 @@ import pytest
 import torch
 from chat_target import make_chat_target, make_chat_tokenizer
 from targets import make_target
+from trainers import losses_of, make_args
 from training_data import CHATML, DEMO_TARGET, STRICT, write_jsonl
 from transformers import PreTrainedModel, TopPLogitsWarper
 
@@ -20,6 +21,7 @@ from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
     GumihoDataCollator,
+    GumihoTrainer,
     OnlineFeatures,
     SynthesisSettings,
     UserTurnNotFoundError,
@@ -114,6 +116,16 @@ def test_the_cached_features_are_those_of_a_second_pass(target: PreTrainedModel,
         counted = [0] * len(prompt) + [1] * (length - len(prompt) - 1) + [0]
         assert row["loss_mask"].tolist() == counted
     assert CachedFeatures(written / "features").make_drafter().dtype == target.dtype
+
+
+def test_a_drafter_is_trained_on_the_cached_features(written: Path, tmp_path: Path) -> None:
+    features, rows = CachedFeatures(written / "features"), FeatureDataset(written / "features")
+    args = make_args(tmp_path, max_steps=6, per_device_train_batch_size=4, draft_vocabulary_size=40)
+    trainer = GumihoTrainer(features.make_drafter().float(), args, target=features, train_dataset=rows)
+    trainer.train()
+    losses = losses_of(trainer)
+    assert losses[-1] < losses[0]
+    assert len(trainer.drafter.generation_config.draft_vocabulary) == 40
 
 
 @pytest.mark.parametrize(
