@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.model.layer_copying import copy_last_layers
 from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
@@ -43,6 +44,9 @@ class ScriptArguments:
             "help": "Rank of the parallel heads' transitions; with `--drafter` and `--train_only transition` they are "
             "added to a drafter that is there. By default the drafter's own, and none of a new one."
         },
+    )
+    copy_layers: bool = field(
+        default=False, metadata={"help": "Begin with the target's last layers as the serial ones of a new drafter."}
     )
     lora_rank: int = field(default=0, metadata={"help": "Train LoRA adapters of this rank instead of all weights."})
 
@@ -97,6 +101,8 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("--draft_vocabulary_size is counted before training, and --streaming reads while training.")
     if args.lora_rank and args.drafter is None:
         raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
+    if args.copy_layers and (args.target_model is None or args.drafter is not None):
+        raise SystemExit("--copy_layers begins a new drafter with layers of the target: give --target_model alone.")
     if args.target_device_map is not None and training_args.world_size > 1:
         raise SystemExit("--target_device_map splits the target of one process; start a single one.")
 
@@ -169,8 +175,10 @@ def make_drafter(args: ScriptArguments, source: PreTrainedModel | CachedFeatures
         drafter = GumihoModel.from_pretrained(args.drafter, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):
         drafter = source.make_drafter(**fields).float()
+        if args.copy_layers:
+            copy_last_layers(load_target(args), drafter.layers)
     else:
-        drafter = GumihoModel.from_target(source, **fields).float()
+        drafter = GumihoModel.from_target(source, args.copy_layers, **fields).float()
     if not args.lora_rank:
         return drafter
     from peft import LoraConfig, get_peft_model

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..model.configuration_gumiho import GumihoConfig
+from ..model.decoding_settings import DECODING_DEFAULTS
 from ..model.draft_vocabulary import find_fault
-from ..model.modeling_gumiho import DECODING_DEFAULTS
 
 
 # Ranking nodes more sharply than the drafter's own probabilities pays: the target takes the most likely token (under

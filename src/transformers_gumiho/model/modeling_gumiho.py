@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
@@ -17,28 +17,18 @@ from ..internals import adopt_attention_implementation, capture_outputs
 from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside, set_transitions_aside
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
-from .damaged_files import DamagedFileError, damaged_json_named, damaged_weights_named
+from .damaged_files import damaged_weights_named
+from .decoding_settings import DecodingSettingsMixin
 from .draft_vocabulary import adopt_released_vocabulary
+from .layer_copying import copy_last_layers
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
-from .released_configs import find_packaged_folder
 from .token_embedding import BorrowedEmbedding, fitting_rows
 from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unrolled_attention_mask
 
 
-# Decoding settings that live in `GumihoModel.generation_config`, with their defaults. `None`: see DraftingSettings.
-DECODING_DEFAULTS: dict[str, Any] = {
-    "num_assistant_tokens": 63,
-    "branching_factor": 14,
-    "tree_depth": None,
-    "full_tree_attention": True,
-    "draft_temperature": None,
-    "draft_vocabulary": None,
-}
-
-
-class GumihoPreTrainedModel(SavingMixin, PreTrainedModel):
+class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
     config: GumihoConfig
     config_class = GumihoConfig
     base_model_prefix = "model"
@@ -90,58 +80,26 @@ class GumihoModel(GumihoPreTrainedModel):
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
         self.gradient_checkpointing = False
-        self._complete_generation_config()
+        self.complete_generation_config()
         self.post_init()
 
     @classmethod
-    def can_generate(cls) -> bool:
-        """True: the drafter carries a `generation_config`, which is loaded and saved with it."""
-        return True
-
-    def adjust_generation_fn(
-        self,
-        generation_config: GenerationConfig | None,
-        from_auto_class: bool,
-        from_pipeline: str | None,
-        pretrained_model_name_or_path: Any,
-        trust_remote_code: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Loads `generation_config.json` for `from_pretrained`. The arguments are those of `GenerationMixin`."""
-        if generation_config is not None:
-            self.generation_config = generation_config
-        elif pretrained_model_name_or_path is not None:
-            try:
-                with damaged_json_named("generation_config.json", pretrained_model_name_or_path):
-                    self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
-            except DamagedFileError:
-                raise
-            except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
-                if packaged := find_packaged_folder(pretrained_model_name_or_path):
-                    settings = GenerationConfig.from_pretrained(packaged)
-                    if (getattr(settings, "tree_depth", None) or 0) <= self.config.max_draft_depth:
-                        self.generation_config = settings
-        self._complete_generation_config()
-
-    def _complete_generation_config(self) -> None:
-        """Makes the generation config one of the drafter's own, in which every decoding setting has a value."""
-        # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
-        settings = {name: v for name, v in self.generation_config.to_dict().items() if not name.startswith("_")}
-        for name, default in (DECODING_DEFAULTS | {"tree_depth": self.config.max_draft_depth}).items():
-            if settings.get(name) is None:
-                settings[name] = default
-        self.generation_config = GenerationConfig(**settings)
-
-    @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "GumihoModel":
+    def from_target(cls, target: PreTrainedModel, copy_layers: bool = False, **overrides: Any) -> "GumihoModel":
         """
         Makes an untrained drafter for `target`, with the target's embedding copied in.
 
         Args:
             target (`PreTrainedModel`): Any decoder with input and output embeddings.
+            copy_layers: Whether the serial layers begin as the target's last ones; see [`copy_last_layers`].
             **overrides: Passed to [`GumihoConfig.from_target`].
+
+        Raises:
+            ValueError: The target's embedding is offloaded, or its layers cannot be copied.
         """
-        return cls.from_embedding(target.config, target.get_input_embeddings().weight, **overrides)
+        drafter = cls.from_embedding(target.config, target.get_input_embeddings().weight, **overrides)
+        if copy_layers:
+            copy_last_layers(target, drafter.layers)
+        return drafter
 
     @classmethod
     def from_embedding(
@@ -414,4 +372,4 @@ def unwrap_drafter(model: Any) -> GumihoModel | None:
     return model if isinstance(model, GumihoModel) else None
 
 
-__all__ = ["DECODING_DEFAULTS", "GumihoModel", "GumihoPreTrainedModel", "unwrap_drafter"]
+__all__ = ["GumihoModel", "GumihoPreTrainedModel", "unwrap_drafter"]
