@@ -22,6 +22,7 @@ def told_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
     Raises:
         SystemExit: Instead of such an error, which is its cause.
     """
+    mendable: tuple[type[Exception], ...] = (ImportError, OSError, ValueError, *further)
     try:
         yield
     except ModuleNotFoundError as error:
@@ -29,5 +30,5 @@ def told_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
         extra = _EXTRAS.get(missing)
         package = f"transformers-gumiho[{extra}]" if extra else missing
         raise SystemExit(f"{program}: {error}. Install it with `pip install '{package}'`.") from error
-    except (ImportError, OSError, ValueError, *further) as error:
+    except mendable as error:
         raise SystemExit(f"{program}: {error}") from error

