@@ -61,9 +61,9 @@ class Page:
         try:
             # Only once: the session keeps it for the button that stops it.
             yield race, *self._show(race)
-            while not race.is_over:
-                race.wait_for_news(_INTERVAL)
+            while not race.wait(_INTERVAL):
                 yield gr.skip(), *self._show(race)
+            yield gr.skip(), *self._show(race)
         finally:
             # Also where the visitor has gone.
             race.stop()

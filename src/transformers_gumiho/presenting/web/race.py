@@ -120,7 +120,7 @@ class Race:
         self._target, self._tokenizer, self._turns = target, tokenizer, turns
         self._drafter = _with_settings(drafter, question)
         self.prompt = _encode(target, tokenizer, question)
-        self._is_stopped, self._news = threading.Event(), threading.Event()
+        self._is_stopped, self._is_over = threading.Event(), threading.Event()
 
     def start(self) -> None:
         """Begins to write both answers, in threads of their own."""
@@ -131,10 +131,9 @@ class Race:
         """Ends both answers at their next token or cycle."""
         self._is_stopped.set()
 
-    def wait_for_news(self, seconds: float) -> None:
-        """Waits until something happens, so many seconds at most."""
-        self._news.wait(seconds)
-        self._news.clear()
+    def wait(self, seconds: float) -> bool:
+        """Waits until both answers are over, so many seconds at most; returns whether they are."""
+        return self._is_over.wait(seconds)
 
     @property
     def is_over(self) -> bool:
@@ -158,12 +157,12 @@ class Race:
             answer.problem = _explain(error)
             answer.progress = "failed"
         finally:
-            self._news.set()
+            if self.is_over:
+                self._is_over.set()
 
     def _generate(self, answer: LiveAnswer, turn: Turn, drafter: GumihoModel | None) -> None:
         def pause() -> None:
             """Is called between two tokens, or two cycles."""
-            self._news.set()
             self._check_wanted()
             turn.give_way()
             self._check_wanted()
