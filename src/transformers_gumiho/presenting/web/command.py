@@ -11,6 +11,8 @@ from ..loading import load
 if TYPE_CHECKING:
     import gradio
 
+    from .page import Page
+
 
 def demo(args: DemoArguments) -> None:
     """
@@ -22,7 +24,11 @@ def demo(args: DemoArguments) -> None:
         OSError: The pair cannot be got, or the port is taken.
         ValueError: The options do not name a pair.
     """
-    make_page(args).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+    page = _load_page(args)
+    try:
+        page.build(args.max_visitors).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+    finally:
+        page.turns.close()
 
 
 def make_page(args: DemoArguments) -> "gradio.Blocks":
@@ -34,6 +40,10 @@ def make_page(args: DemoArguments) -> "gradio.Blocks":
         OSError: The pair cannot be got.
         ValueError: The options do not name a pair, or there is none to be answered.
     """
+    return _load_page(args).build(args.max_visitors)
+
+
+def _load_page(args: DemoArguments) -> "Page":
     for name in ("max_new_tokens", "max_visitors"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
@@ -41,4 +51,4 @@ def make_page(args: DemoArguments) -> "gradio.Blocks":
     from .page import Page
 
     logging.disable_progress_bar()
-    return Page(*load(args), args.max_new_tokens).build(args.max_visitors)
+    return Page(*load(args), args.max_new_tokens)

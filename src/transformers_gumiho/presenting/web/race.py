@@ -125,7 +125,7 @@ class Race:
     def start(self) -> None:
         """Begins to write both answers, in threads of their own."""
         for answer, drafter in ((self.drafted, self._drafter), (self.plain, None)):
-            threading.Thread(target=self._run, args=(answer, drafter), daemon=True).start()
+            threading.Thread(target=self._run, args=(answer, drafter)).start()
 
     def stop(self) -> None:
         """Ends both answers at their next token or cycle."""
@@ -185,7 +185,7 @@ class Race:
             )  # fmt: skip
 
     def _check_wanted(self) -> None:
-        if self._is_stopped.is_set():
+        if self._is_stopped.is_set() or self._turns.is_closed:
             raise Stopped
 
 

@@ -16,6 +16,9 @@ class Turns:
 
     Args:
         device: The target's, whose random numbers each answer has for itself.
+
+    Attributes:
+        is_closed: Whether nobody waits for any answer.
     """
 
     def __init__(self, device: torch.device):
@@ -24,6 +27,11 @@ class Turns:
         self._present: list[Turn] = []
         self._waiting: list[Turn] = []
         self._holder: Turn | None = None
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Tells all answers, and those to come, that nobody waits for them any more."""
+        self.is_closed = True
 
     @contextmanager
     def join(self, seed: int) -> Iterator["Turn"]:
