@@ -17,7 +17,7 @@ from .turns import Turns
 # Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
 _INTERVAL = 0.2
 _LONGEST_QUEUE = 64
-_MOST_NODES = 127
+_MOST_NODES, _MOST_WIDTH = 127, 32
 _CHATS = ["Why is the sky blue?", "Write a short poem about a fox with nine tails.", "What is 17 times 23?"]
 _TEXTS = ["def __init__(self, ", "def read(self):", "import os\n\nclass "]
 _INTRODUCTION = """\
@@ -81,7 +81,7 @@ class Page:
         for name, value, most in (
             ("New tokens", max_new_tokens, self.max_new_tokens),
             ("Nodes in the tree", num_assistant_tokens, _MOST_NODES),
-            ("Branching factor", branching_factor, _MOST_NODES),
+            ("Branching factor", branching_factor, _MOST_WIDTH),
         ):
             if not isinstance(value, (int, float)) or not 1 <= value <= most:
                 raise ValueError(f"{name} must be from 1 to {most}, got {value}.")
@@ -114,15 +114,14 @@ class Page:
                 ask = gr.Button("Ask", variant="primary", elem_id="ask")
                 stop = gr.Button("Stop", variant="stop", elem_id="stop")
             gr.Examples(_CHATS if self.tokenizer.chat_template else _TEXTS, question)
-            with gr.Accordion("Settings", open=False):
+            with gr.Accordion("Length, sampling and draft tree", open=False):
                 settings = self._settings()
             verdict = gr.HTML(elem_id="verdict")
             with gr.Row():
-                plain, drafted = (
-                    gr.HTML(label=label, show_label=True, container=True, elem_id=name)
-                    for name, label in (("plain", "Plain decoding"), ("drafted", "With Gumiho"))
-                )
-            tree = gr.HTML(label="The newest draft tree", show_label=True, container=True, elem_id="tree")
+                plain = _answer("plain", "Plain decoding")
+                drafted = _answer("drafted", "With Gumiho")
+            gr.Markdown("### The newest draft tree")
+            tree = gr.HTML(elem_id="tree")
             gr.on(
                 [ask.click, question.submit],
                 self.ask,
@@ -137,16 +136,31 @@ class Page:
     def _settings(self) -> list[gr.components.Component]:
         """Returns the settings of a question, in the order in which [`ask`] takes them."""
         own = DraftingSettings.from_generation_config(self.drafter.generation_config, self.drafter.config, None)
-        return [
-            gr.Slider(
-                1, self.max_new_tokens, min(128, self.max_new_tokens), step=1, label="New tokens", elem_id="new"
-            ),
-            gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
-            gr.Number(0, label="Seed", precision=0, minimum=0, info="Both answers are sampled with it."),
-            gr.Slider(1, _MOST_NODES, own.num_assistant_tokens, step=1, label="Nodes in the tree"),
-            gr.Slider(1, 32, min(own.branching_factor, 32), step=1, label="Branching factor", info="1 is a chain."),
-            gr.Checkbox(own.full_tree_attention, label="Full tree attention", info="All recombinations of the heads."),
-        ]
+        length = min(128, self.max_new_tokens)
+        with gr.Row():
+            sampling = [
+                gr.Slider(
+                    1, self.max_new_tokens, length, step=1, label="New tokens", info="At most.", elem_id="length"
+                ),
+                gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
+                gr.Number(0, label="Seed", precision=0, minimum=0, info="Both answers are sampled with it."),
+            ]
+        with gr.Row():
+            nodes = min(own.num_assistant_tokens, _MOST_NODES)
+            width = min(own.branching_factor, _MOST_WIDTH)
+            tree = [
+                gr.Slider(1, _MOST_NODES, nodes, step=1, label="Nodes in the tree", info="Drafted per cycle."),
+                gr.Slider(1, _MOST_WIDTH, width, step=1, label="Branching factor", info="1 is a chain."),
+                gr.Checkbox(own.full_tree_attention, label="Full tree attention", info="All recombinations."),
+            ]
+        return [*sampling, *tree]
+
+
+def _answer(name: str, heading: str) -> gr.HTML:
+    """Returns the place of an answer, in a column of its own."""
+    with gr.Column():
+        gr.Markdown(f"### {heading}")
+        return gr.HTML(container=True, padding=True, elem_id=name)
 
 
 def _stop(race: Race | None) -> None:
