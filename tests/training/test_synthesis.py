@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chat_target import make_chat_target, make_chat_tokenizer
+from full_disk import disk_of
 from targets import make_target
 from training_data import CHATML, DEMO_TARGET, STRICT, write_jsonl
 from transformers import PreTrainedModel, TopPLogitsWarper
