@@ -25,5 +25,5 @@ def test_errors_are_told_or_kept(error: BaseException, message: str | None) -> N
 
 
 def test_further_errors_are_told() -> None:
-    with pytest.raises(SystemExit, match="^tool: the server is gone$"), told_in_one_line("tool", RuntimeError):
+    with pytest.raises(SystemExit, match=r"^tool: the server is gone$"), told_in_one_line("tool", RuntimeError):
         raise RuntimeError("the server is gone")

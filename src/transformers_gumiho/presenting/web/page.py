@@ -56,7 +56,7 @@ class Page:
         try:
             race = Race(self.target, self.tokenizer, self.drafter, self.turns, self._question(text, *settings))
         except ValueError as error:
-            raise gr.Error(str(error), title="This cannot be answered", print_exception=False) from error
+            raise gr.Error(str(error), print_exception=False) from error
         race.start()
         try:
             # Only once: the session keeps it for the button that stops it.
