@@ -1,6 +1,7 @@
 """The web page: two answers to a question side by side, for several visitors at once."""
 
 import re
+import runpy
 import shutil
 import threading
 import time
@@ -183,6 +184,13 @@ def address() -> Iterator[str]:
     _, url, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False)
     yield url
     page.close()
+
+
+def test_the_space_shows_the_pair_that_its_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
+    monkeypatch.setenv("PAIR", "demo")
+    app = Path(__file__).parents[2] / "examples" / "space" / "app.py"
+    assert isinstance(runpy.run_path(str(app), run_name="app")["demo"], gradio.Blocks)
 
 
 class Visitor:
