@@ -3,6 +3,7 @@
 import re
 import runpy
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 from training_data import DEMO_TARGET
 
+from transformers_gumiho import cli
 from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.presenting import DemoArguments, make_page
 from transformers_gumiho.presenting.web.markup import answer_html, tree_html, verdict_html
@@ -128,6 +130,14 @@ def test_a_failure_is_told_and_the_models_go_to_the_next(pair: Pair, monkeypatch
 
 def _out_of_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_gradio_is_asked_for_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "transformers_gumiho.presenting.web.page", raising=False)
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.setattr(sys, "argv", ["gumiho", "demo", "--target", "no/such/folder", "--assistant", "no/such/one"])
+    with pytest.raises(SystemExit, match=r"^gumiho demo: .*gradio.*pip install 'transformers-gumiho\[demo\]'"):
+        cli.main()
 
 
 def test_turns_are_fair_in_time() -> None:
