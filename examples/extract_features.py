@@ -14,6 +14,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from transformers_gumiho.training import cache_size, load_conversations, prepare_dataset, write_feature_cache
+from transformers_gumiho.user_errors import told_in_one_line
 
 
 @dataclass
@@ -32,6 +33,11 @@ class ExtractionArguments:
 
 def main() -> None:
     (args,) = HfArgumentParser(ExtractionArguments).parse_args_into_dataclasses()
+    with told_in_one_line("extract_features.py"):
+        extract(args)
+
+
+def extract(args: ExtractionArguments) -> None:
     state = PartialState()
     target = AutoModelForCausalLM.from_pretrained(args.target_model, dtype=args.target_dtype).to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(args.target_model)

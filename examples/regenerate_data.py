@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from transformers_gumiho.training import load_conversations, regenerate_dataset
+from transformers_gumiho.user_errors import told_in_one_line
 
 
 @dataclass
@@ -32,6 +33,11 @@ class RegenerationArguments:
 
 def main() -> None:
     (args,) = HfArgumentParser(RegenerationArguments).parse_args_into_dataclasses()
+    with told_in_one_line("regenerate_data.py"):
+        regenerate(args)
+
+
+def regenerate(args: RegenerationArguments) -> None:
     target = AutoModelForCausalLM.from_pretrained(
         args.target_model, dtype=args.target_dtype, device_map="auto" if torch.cuda.is_available() else None
     )

@@ -20,11 +20,11 @@ from transformers_gumiho.training import (
     Endpoint,
     EndpointError,
     SynthesisSettings,
-    UserTurnNotFoundError,
     read_questions,
     synthesize_dataset,
     synthesize_from_endpoint,
 )
+from transformers_gumiho.user_errors import told_in_one_line
 
 
 @dataclass
@@ -56,10 +56,8 @@ class SynthesisArguments:
 
 def main() -> None:
     (args,) = HfArgumentParser(SynthesisArguments).parse_args_into_dataclasses()
-    try:
+    with told_in_one_line("synthesize_data.py", EndpointError):
         synthesize(args)
-    except (EndpointError, UserTurnNotFoundError, OSError) as error:
-        raise SystemExit(str(error)) from error
 
 
 def synthesize(args: SynthesisArguments) -> None:

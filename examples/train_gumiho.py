@@ -28,6 +28,7 @@ from transformers_gumiho.training import (
     load_conversations,
     prepare_dataset,
 )
+from transformers_gumiho.user_errors import told_in_one_line
 
 
 @dataclass
@@ -194,7 +195,8 @@ def main() -> None:
     if not args.packing and not args.streaming:
         training_args.train_sampling_strategy = "group_by_length"
     main_process = training_args.process_index == 0
-    with whole_models(training_args):
+    # Only what comes before the training: an error within it is worth its traceback.
+    with told_in_one_line("train_gumiho.py"), whole_models(training_args):
         target = load_target(args) if args.target_model else None
         if target is None or args.features_dir is not None:
             data = cached_data(args, target)
@@ -203,7 +205,8 @@ def main() -> None:
                 data = online_data(args, target, training_args)
         drafter = make_drafter(args, data["target"])
     report = data.pop("report", None)
-    trainer = GumihoTrainer(drafter, training_args, **data)
+    with told_in_one_line("train_gumiho.py"):
+        trainer = GumihoTrainer(drafter, training_args, **data)
 
     checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
     if checkpoint and main_process:

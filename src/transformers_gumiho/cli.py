@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
+from .user_errors import told_in_one_line
+
 
 Options = TypeVar("Options")
 
@@ -16,6 +18,7 @@ usage: gumiho COMMAND ...
 
   generate    answer prompts, and colour what was drafted
   show        draw the draft tree of a verification cycle
+  demo        open a web page that answers questions with and without a drafter
   benchmark   compare all ways of decoding a target on this machine
   tune        find the draft trees that decode fastest on this machine, and keep them with the drafter
 
@@ -28,6 +31,7 @@ def main() -> None:
     commands = {
         "generate": run_generate_command,
         "show": run_show_command,
+        "demo": run_demo_command,
         "benchmark": run_benchmark_command,
         "tune": run_tune_command,
     }
@@ -38,13 +42,8 @@ def main() -> None:
         (sys.stdout if asked_for else sys.stderr).write(unknown + _USAGE)
         raise SystemExit(0 if asked_for else 2)
     logging.disable_progress_bar()
-    try:
+    with told_in_one_line(f"gumiho {name}"):
         commands[name](sys.argv[2:])
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"{error}. Install it with `pip install 'transformers-gumiho[benchmark]'`.") from error
-    except (OSError, ValueError) as error:
-        # What a user can mend: the message says how, and where it was raised does not help.
-        raise SystemExit(f"gumiho {name}: {error}") from error
 
 
 def run_generate_command(arguments: list[str]) -> None:
@@ -59,6 +58,13 @@ def run_show_command(arguments: list[str]) -> None:
     from .presenting import ShowArguments, show
 
     show(_parse(ShowArguments, "show", show, arguments))
+
+
+def run_demo_command(arguments: list[str]) -> None:
+    """`gumiho demo`."""
+    from .presenting import DemoArguments, demo
+
+    demo(_parse(DemoArguments, "demo", demo, arguments))
 
 
 def run_benchmark_command(arguments: list[str]) -> None:

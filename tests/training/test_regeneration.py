@@ -1,17 +1,21 @@
 """A dataset in which the target answers itself."""
 
+import errno
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from full_disk import disk_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training_data import CHATML, DEMO_TARGET, MESSAGES, make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from transformers_gumiho.training import regenerate_dataset, regeneration
+from transformers_gumiho.training.resumable_file import check_begun_with
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,52 @@ def test_a_killed_run_goes_on_to_the_same_result(target: PreTrainedModel, tmp_pa
     killed.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:num_bytes])
     assert regenerate(rows, target, killed, None, **sampling) == whole
     assert len({row["text"] for row in whole[:5]}) == 5
+
+
+def test_a_full_disk_keeps_what_was_written(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": f"def f{index}(self):\n    return"} for index in range(4)]
+    path, whole = tmp_path / "a.jsonl", regenerate(rows, target, tmp_path / "whole.jsonl", None)
+    num_bytes = (tmp_path / "whole.jsonl").stat().st_size - 20
+    monkeypatch.setattr(Path, "open", disk_of(num_bytes, Path.open, "a.jsonl"))
+    with pytest.raises(OSError, match=r"a.jsonl': No space left on device. What was written before stays. Make room"):
+        regenerate(rows, target, path, None)
+    assert path.stat().st_size == num_bytes
+    # Nor does a disk that is still full when it is started again forget what the file was begun with.
+    monkeypatch.setattr(Path, "write_text", _no_room)
+    with pytest.raises(OSError, match="No space left on device"):
+        regenerate(rows, target, path, None)
+    monkeypatch.undo()
+    assert regenerate(rows, target, path, None) == whole
+
+
+def _no_room(path: Path, *_: Any, **__: Any) -> None:
+    path.write_bytes(b"")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_before_the_first_row_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", _no_room)
+        with pytest.raises(OSError, match=r"Could not write '.*a.jsonl.settings.json': No space left on device"):
+            check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
+    check_begun_with(tmp_path / "a.jsonl", {"seed": 1})
+
+
+def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = Path(__file__).parents[2] / "examples" / "regenerate_data.py"
+    options = ["--target_model", DEMO_TARGET, "--dataset_name", tmp_path / "no.jsonl", "--output_file", tmp_path / "a"]
+    monkeypatch.setattr("sys.argv", ["regenerate_data.py", *map(str, options)])
+    with pytest.raises(SystemExit, match=r"^regenerate_data.py: There is no file '.*no.jsonl'"):
+        runpy.run_path(str(example), run_name="__main__")
+
+
+def test_damaged_settings_beside_a_file_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "a.jsonl.settings.json").write_text("")
+    with pytest.raises(ValueError, match=r"a.jsonl.settings.json', which says what .* is damaged. Delete it to go on"):
+        check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
 
 
 def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:

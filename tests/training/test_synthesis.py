@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from chat_target import make_chat_target, make_chat_tokenizer
+from full_disk import disk_of
 from targets import make_target
 from trainers import losses_of, make_args
 from training_data import CHATML, DEMO_TARGET, STRICT, write_jsonl
@@ -198,34 +199,13 @@ def test_a_full_disk_keeps_what_was_written(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, whole = tmp_path / "a.jsonl", synthesize(target, tmp_path / "whole" / "a.jsonl")
-    monkeypatch.setattr(Path, "open", _disk_of(900, Path.open, "a.jsonl"))
+    monkeypatch.setattr(Path, "open", disk_of(900, Path.open, "a.jsonl"))
     with pytest.raises(OSError, match=r"What was written before stays. Make room and run this again") as caught:
         synthesize(target, path)
     assert caught.value.errno == errno.ENOSPC
     assert path.stat().st_size == 900
     monkeypatch.undo()
     assert synthesize(target, path) == whole
-
-
-def _disk_of(num_bytes: int, open_file: Any, name: str) -> Any:
-    """Returns an `open` after which a file of this name takes so many bytes and no more."""
-
-    def open_on_it(path: Path, mode: str = "r", **kwargs: Any) -> Any:
-        file = open_file(path, mode, **kwargs)
-        if mode != "a" or path.name != name:
-            return file
-        write = file.write
-
-        def write_what_fits(text: str) -> None:
-            room = num_bytes - path.stat().st_size
-            write(text[:room])
-            if len(text) > room:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        file.write = write_what_fits
-        return file
-
-    return open_on_it
 
 
 def test_a_target_that_writes_nothing_of_use_is_told(tmp_path: Path) -> None:

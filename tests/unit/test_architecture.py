@@ -24,10 +24,12 @@ ROOMS: dict[str, set[str]] = {
     "measuring": {"internals", "tree", "model", "target", "drafting", "decoding"},
     "benchmarking": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "metrics"},
     "tuning": {"internals", "tree", "model", "target", "losses", "drafting", "decoding", "measuring"},
-    "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring"},
+    "pairs": set(),
+    "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "pairs"},
     "custom_generation": {"internals", "model", "target"},
     "__init__": {"internals", "model", "drafting", "decoding"},
-    "cli": {"internals", "benchmarking", "presenting", "tuning"},
+    "user_errors": set(),
+    "cli": {"internals", "benchmarking", "presenting", "tuning", "user_errors"},
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 

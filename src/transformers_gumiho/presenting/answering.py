@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,19 +67,25 @@ def stream_answer(
         streamer.expect(cycle)
 
     input_ids = torch.tensor([list(prompt)], device=target.device)
-    # What a greedy target's configuration says of sampling would only be warned about.
-    sampling = {"temperature": temperature} if temperature else {"temperature": None, "top_p": None, "top_k": None}
     is_whole, start = True, time.perf_counter()
     with watch_cycles(on_cycle):
         try:
             target.generate(
                 input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, streamer=streamer,
-                max_new_tokens=max_new_tokens, do_sample=temperature > 0, **sampling,
+                max_new_tokens=max_new_tokens, **sampling_settings(temperature),
             )  # fmt: skip
         except KeyboardInterrupt:
             is_whole = False
             streamer.end()
     return Answer(tuple(streamer.tokens), tuple(cycles), time.perf_counter() - start, is_whole)
+
+
+def sampling_settings(temperature: float) -> dict[str, Any]:
+    """Returns the arguments of `generate()` for a temperature; 0 is greedy."""
+    if temperature:
+        return {"do_sample": True, "temperature": temperature}
+    # What a greedy target's configuration says of sampling would only be warned about.
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 def describe_answer(answer: Answer, colours: bool) -> str:

@@ -1,4 +1,4 @@
-"""The options of `gumiho generate` and `gumiho show`."""
+"""The options of `gumiho generate`, `gumiho show` and `gumiho demo`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,22 +6,33 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class PairArguments:
-    """The options that both commands have."""
+    """The options that all three commands have. They need a pair, or a target and an assistant."""
 
-    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
-    assistant: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
+    pair: str | None = field(
+        default=None, metadata={"help": "The short name of a target and its drafter: demo or smollm2."}
+    )
+    target: str | None = field(default=None, metadata={"help": "The target: a folder or a name on the Hub."})
+    assistant: str | None = field(
+        default=None, metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."}
+    )
     num_assistant_tokens: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
     branching_factor: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
     draft_temperature: float | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
-    color: Literal["auto", "always", "never"] = field(
-        default="auto", metadata={"help": "auto: in a terminal, unless NO_COLOR is set."}
-    )
     dtype: str = field(default="auto", metadata={"help": "Precision of both models."})
     device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})
 
 
 @dataclass(kw_only=True)
-class GenerateArguments(PairArguments):
+class TerminalArguments(PairArguments):
+    """The options of the commands that write into a terminal."""
+
+    color: Literal["auto", "always", "never"] = field(
+        default="auto", metadata={"help": "auto: in a terminal, unless NO_COLOR is set."}
+    )
+
+
+@dataclass(kw_only=True)
+class GenerateArguments(TerminalArguments):
     """The options of `gumiho generate`; [`generate`] takes them, too."""
 
     prompt: str | None = field(default=None, metadata={"help": "What to answer (default: every line that is typed)."})
@@ -31,9 +42,19 @@ class GenerateArguments(PairArguments):
 
 
 @dataclass(kw_only=True)
-class ShowArguments(PairArguments):
+class ShowArguments(TerminalArguments):
     """The options of `gumiho show`; [`show`] takes them, too."""
 
     prompt: str = field(metadata={"help": "The text to go on from."})
     step: int = field(default=1, metadata={"help": "Which verification cycle to show, counted from 1."})
     output: str | None = field(default=None, metadata={"help": "Also draw it into this file, .svg or .png."})
+
+
+@dataclass(kw_only=True)
+class DemoArguments(PairArguments):
+    """The options of `gumiho demo`; [`demo`] and [`make_page`] take them, too."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "0.0.0.0 lets other machines in."})
+    port: int | None = field(default=None, metadata={"help": "By default the first free one from 7860 on."})
+    max_new_tokens: int = field(default=512, metadata={"help": "The most that a visitor may ask for."})
+    max_visitors: int = field(default=4, metadata={"help": "Questions answered at a time; others wait in line."})

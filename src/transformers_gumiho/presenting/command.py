@@ -8,15 +8,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..drafting.settings import DraftingSettings
-from ..measuring.loading import load_pair
 from ..measuring.prompts import encode_turn
 from ..model.modeling_gumiho import GumihoModel
 from .answering import Answer, describe_answer, stream_answer
-from .arguments import GenerateArguments, PairArguments, ShowArguments
+from .arguments import GenerateArguments, ShowArguments
 from .colours import wants_colours
 from .cycles import Cycle, watch_cycles
 from .labels import label_cycle
+from .loading import describe_temperatures, load
 from .terminal_tree import draw_in_terminal
 
 
@@ -30,7 +29,7 @@ def generate(args: GenerateArguments) -> list[Answer]:
     Returns:
         The answers.
     """
-    target, tokenizer, drafter = _load(args)
+    target, tokenizer, drafter = load(args)
     colours = wants_colours(args.color, sys.stdout)
     torch.manual_seed(args.seed)
     turns: list[str] = []
@@ -68,31 +67,17 @@ def show(args: ShowArguments) -> Cycle:
     if args.output is not None:
         # Only pictures need matplotlib; whoever lacks it should not wait for the models first.
         from .tree_picture import draw_picture
-    target, tokenizer, drafter = _load(args)
+    target, tokenizer, drafter = load(args)
     prompt = _encode(tokenizer, [args.prompt], [])
     committed, cycle = _decode_until(target, drafter, prompt, args.step)
     labels = label_cycle(tokenizer, committed, cycle)
-    temperatures = _describe_temperatures(drafter)
+    temperatures = describe_temperatures(drafter)
     colours = wants_colours(args.color, sys.stdout)
     sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colours=colours) + "\n")
     if args.output is not None:
         draw_picture(cycle, labels, temperatures, args.output)
         sys.stdout.write(f"\ndrawn into {args.output}\n")
     return cycle
-
-
-def _load(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
-    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
-    for name in ("num_assistant_tokens", "branching_factor", "draft_temperature"):
-        if getattr(args, name) is not None:
-            setattr(drafter.generation_config, name, getattr(args, name))
-    return target, tokenizer, drafter
-
-
-def _describe_temperatures(drafter: GumihoModel) -> str:
-    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
-    shown = [f"{temperature:.2g}" for temperature in settings.temperatures]
-    return shown[0] if len(set(shown)) == 1 else f"{', '.join(shown)} (from depth 1 down)"
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:

@@ -39,6 +39,11 @@ class Cycle:
         return drafts if self.bonus_token is None else (*drafts, self.bonus_token)
 
     @property
+    def last_accepted(self) -> int:
+        """The deepest accepted node; the root where none was accepted."""
+        return self.accepted[-1] if self.accepted else 0
+
+    @property
     def expected_accepted(self) -> float:
         """
         The number of drafted tokens that the drafter expects to be accepted: the sum of all path probabilities, as a

@@ -38,8 +38,7 @@ def label_cycle(tokenizer: PreTrainedTokenizerBase, committed: Sequence[int], cy
     for node, token in enumerate(cycle.tokens):
         above = paths[0] if node == 0 else paths[cycle.parents[node] + 1]
         paths.append([*above, token])
-    last = cycle.accepted[-1] if cycle.accepted else 0
-    bonus = None if cycle.bonus_token is None else _label(tokenizer, paths[last + 1], cycle.bonus_token)
+    bonus = None if cycle.bonus_token is None else _label(tokenizer, paths[cycle.last_accepted + 1], cycle.bonus_token)
     return CycleLabels(
         context=_shorten(repr(tokenizer.decode(before)), 2 * _LONGEST, keeps_end=True),
         nodes=tuple(_label(tokenizer, path[:-1], path[-1]) for path in paths[1:]),

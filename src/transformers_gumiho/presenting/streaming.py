@@ -1,6 +1,7 @@
 """Writing a text as it is decoded, its accepted drafts in colour."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import TextIO
 
 import torch
@@ -17,25 +18,26 @@ _CONTEXT = 8
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-class CycleStreamer(BaseStreamer):
+class PieceStreamer(BaseStreamer):
     """
-    Writes the text of one sequence as it is decoded, in pieces of whole characters. Pieces that are made of accepted
-    drafts alone are coloured; the target's own tokens, and characters that need one of them, are plain. A token is
-    written once its cycle is known, which may be before or after it comes.
+    Tells the text of one sequence as it is decoded, in pieces of whole characters, and whether a piece is made of
+    accepted drafts alone; the target's own tokens, and characters that need one of them, are not. A token is told once
+    its cycle is known, which may be before or after it comes.
 
     Args:
         tokenizer: The target's tokenizer.
-        stream: Where the text goes.
-        colours: Whether to colour pieces.
+        tell: Is given each piece, and whether it was drafted.
+        has_cycles: Whether the text is decoded with draft trees, so that [`expect`] is called of each cycle. Otherwise
+            all tokens are the target's own.
 
     Attributes:
         tokens: The tokens that came after the prompt.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO, colours: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str, bool], None], has_cycles: bool = True):
         self.tokenizer = tokenizer
-        self.stream = stream
-        self.colours = colours
+        self.tell = tell
+        self.has_cycles = has_cycles
         self.tokens: list[int] = []
         # Tokens whose cycle is not known yet, or what is known of tokens that have not come yet.
         self._waiting: deque[int] = deque()
@@ -47,11 +49,11 @@ class CycleStreamer(BaseStreamer):
         """Takes note that the next tokens, which may be waiting already, are those of `cycle`."""
         drafts = len(cycle.accepted)
         self._are_drafts.extend(index < drafts for index in range(len(cycle.committed)))
-        self._write_known()
+        self._tell_known()
 
     def put(self, value: torch.Tensor) -> None:
         """
-        Takes as `value` the prompt `(1, T)`, which is not written, in the first call, and a new token `(1,)` in every
+        Takes as `value` the prompt `(1, T)`, which is not told, in the first call, and a new token `(1,)` in every
         other one.
 
         Raises:
@@ -62,33 +64,52 @@ class CycleStreamer(BaseStreamer):
         if self._context is None:
             self._context = value[0, -_CONTEXT:].tolist()
             return
-        if not self.tokens and not self._are_drafts:
+        if not self.has_cycles or (not self.tokens and not self._are_drafts):
             self._are_drafts.append(False)  # the first token is chosen after the prompt, in no cycle
         self.tokens.append(int(value))
         self._waiting.append(int(value))
-        self._write_known()
+        self._tell_known()
 
     def end(self) -> None:
-        """Writes what is left of a text that ends within a character or, interrupted, within a cycle."""
+        """Tells what is left of a text that ends within a character or, interrupted, within a cycle."""
         self._are_drafts.extend([False] * len(self._waiting))
-        self._write_known()
-        self._write_piece(is_last=True)
+        self._tell_known()
+        self._tell_piece(is_last=True)
 
-    def _write_known(self) -> None:
+    def _tell_known(self) -> None:
         while self._waiting and self._are_drafts:
             self._piece.append((self._waiting.popleft(), self._are_drafts.popleft()))
-            self._write_piece()
+            self._tell_piece()
 
-    def _write_piece(self, is_last: bool = False) -> None:
+    def _tell_piece(self, is_last: bool = False) -> None:
         context, piece = self._context or [], [token for token, _ in self._piece]
         text = self._decode(context + piece)
         if text.endswith(_INCOMPLETE) and not is_last:
             return
         # A prompt may end within a character, which is written whole.
         text = text[len(self._decode(context).rstrip(_INCOMPLETE)) :]
-        self.stream.write(coloured(text, self.colours and all(is_draft for _, is_draft in self._piece)))
-        self.stream.flush()
+        self.tell(text, all(is_draft for _, is_draft in self._piece))
         self._context, self._piece = (context + piece)[-_CONTEXT:], []
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class CycleStreamer(PieceStreamer):
+    """
+    Writes the text of one sequence as it is decoded. Pieces that are made of accepted drafts alone are coloured.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        stream: Where the text goes.
+        colours: Whether to colour pieces.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO, colours: bool):
+        super().__init__(tokenizer, self._write)
+        self.stream = stream
+        self.colours = colours
+
+    def _write(self, text: str, is_draft: bool) -> None:
+        self.stream.write(coloured(text, self.colours and is_draft))
+        self.stream.flush()

@@ -40,7 +40,7 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
 def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colours: bool) -> list[str]:
     """Returns the lines below `node`, whose own line begins its children's branches at `indent`."""
     children = cycle.children(node)
-    has_bonus = labels.bonus is not None and node == (cycle.accepted[-1] if cycle.accepted else 0)
+    has_bonus = labels.bonus is not None and node == cycle.last_accepted
     lines = []
     for child in children:
         is_last = child == children[-1] and not has_bonus

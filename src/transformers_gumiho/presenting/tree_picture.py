@@ -9,13 +9,12 @@ from matplotlib.figure import Figure
 
 from .cycles import Cycle
 from .labels import CycleLabels
+from .tree_layout import ACCEPTED, BONUS, DRAFTED, lay_out, shorten
 
 
 # Inches.
 _ROW, _COLUMN, _BOX = 0.44, 1.62, (1.3, 0.36)
 _MARGIN, _HEADING, _LEGEND = 0.15, 0.35, 0.45
-_ACCEPTED, _BONUS, _DRAFTED = "#15803d", "#c2410c", "#64748b"
-_LONGEST = 15
 
 
 def draw_picture(cycle: Cycle, labels: CycleLabels, temperatures: str, path: str | Path) -> None:
@@ -29,17 +28,10 @@ def draw_picture(cycle: Cycle, labels: CycleLabels, temperatures: str, path: str
         temperatures: The draft temperatures that its probabilities were computed under, as text.
         path: The file to write, .svg or .png.
     """
-    places, num_rows = _place_nodes(cycle)
-    last = cycle.accepted[-1] if cycle.accepted else 0
-    if labels.bonus is not None:
-        # Beside the last accepted node where it has no child, in a row of its own at the bottom where it has some.
-        row = num_rows if cycle.children(last) else places[last][1]
-        bonus_place = (places[last][0] + 1, row)
-        num_rows = max(num_rows, row + 1)
-    num_columns = 1 + max(column for column, _ in [*places, *([bonus_place] if labels.bonus is not None else [])])
-
-    width = max(num_columns * _COLUMN, 5 * _COLUMN) + 2 * _MARGIN
-    height = num_rows * _ROW + _HEADING + _LEGEND + 2 * _MARGIN
+    layout = lay_out(cycle)
+    places = layout.places
+    width = max(layout.num_columns * _COLUMN, 5 * _COLUMN) + 2 * _MARGIN
+    height = layout.num_rows * _ROW + _HEADING + _LEGEND + 2 * _MARGIN
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(-_MARGIN, width - _MARGIN)
@@ -48,22 +40,20 @@ def draw_picture(cycle: Cycle, labels: CycleLabels, temperatures: str, path: str
 
     for node in range(len(places) - 1, 0, -1):
         is_accepted = node in cycle.accepted
-        _draw_edge(
-            axes, places[cycle.parents[node]], places[node], _ACCEPTED if is_accepted else _DRAFTED, is_accepted
-        )
-    if labels.bonus is not None:
-        _draw_edge(axes, places[last], bonus_place, _BONUS, True, style="--")
-        _draw_box(axes, bonus_place, labels.bonus, "bonus", _BONUS, 0.0, is_strong=True, style="--")
+        _draw_edge(axes, places[cycle.parents[node]], places[node], ACCEPTED if is_accepted else DRAFTED, is_accepted)
+    if layout.bonus is not None and labels.bonus is not None:
+        _draw_edge(axes, places[cycle.last_accepted], layout.bonus, BONUS, True, style="--")
+        _draw_box(axes, layout.bonus, labels.bonus, "bonus", BONUS, 0.0, is_strong=True, style="--")
     _draw_box(axes, places[0], labels.nodes[0], "newest token", "black", 0.0, is_strong=True)
     for node in range(1, len(places)):
         is_accepted, of_path = node in cycle.accepted, cycle.path_probability(node)
         numbers = f"{cycle.token_probability(node):.3f}   {of_path:.3f}"
-        mark, colour = ("✓ ", _ACCEPTED) if is_accepted else ("", _DRAFTED)
+        mark, colour = ("✓ ", ACCEPTED) if is_accepted else ("", DRAFTED)
         _draw_box(axes, places[node], mark + labels.nodes[node], numbers, colour, of_path, is_strong=is_accepted)
 
     _write(axes, 0, -_HEADING + 0.08, f"after {labels.context}", size=8, family="monospace")
     _write(
-        axes, 0, num_rows * _ROW + 0.12,
+        axes, 0, layout.num_rows * _ROW + 0.12,
         "In a box: the drafter's probability of the token after those before it, and of the whole path (the shade) at "
         f"draft temperature {temperatures}.\n✓ drafted and accepted.   Dashed: the bonus token, the target's own.   "
         f"{len(places) - 1} tokens drafted, {len(cycle.accepted)} accepted (expected: {cycle.expected_accepted:.2f}), "
@@ -75,24 +65,6 @@ def draw_picture(cycle: Cycle, labels: CycleLabels, temperatures: str, path: str
     metadata = {"Date": None} if Path(path).suffix == ".svg" else None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gumiho"}):
         figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
-
-
-def _place_nodes(cycle: Cycle) -> tuple[list[tuple[int, int]], int]:
-    """Returns the column and the row of each node, a node in the row of its best child; and the number of rows."""
-    places = [(0, 0)] * len(cycle.tokens)
-    num_rows = 0
-
-    def place(node: int, column: int) -> None:
-        nonlocal num_rows
-        children = cycle.children(node)
-        places[node] = (column, num_rows)
-        for child in children:
-            place(child, column + 1)
-        if not children:
-            num_rows += 1
-
-    place(0, 0)
-    return places, num_rows
 
 
 def _draw_edge(
@@ -125,9 +97,8 @@ def _draw_box(
     axes.fill(
         *corners, facecolor=face, edgecolor=colour, linewidth=1.8 if is_strong else 0.8, linestyle=style, zorder=3
     )
-    shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     middle = left + _BOX[0] / 2
-    _write(axes, middle, top + 0.12, shown, size=8, align="center", family="monospace")
+    _write(axes, middle, top + 0.12, shorten(text), size=8, align="center", family="monospace")
     _write(axes, middle, top + 0.275, numbers, size=6.5, align="center")
 
 

@@ -1,6 +1,5 @@
 """Letting the target answer itself: a drafter has to imitate what the target says, not what someone else said."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +17,7 @@ from .conversations import Conversation, MalformedRowError, RawText, read_row
 from .fingerprint import target_fingerprint, tokenizer_fingerprints
 from .preparation import check_settings
 from .rendering import encode_prompt, render_prompt
-from .resumable_file import check_begun_with, cut_unfinished_batch
+from .resumable_file import append_rows, check_begun_with, cut_unfinished_batch
 
 
 def regenerate_dataset(
@@ -55,6 +54,7 @@ def regenerate_dataset(
     Raises:
         ValueError: It runs in several processes, the tokenizer does not belong to the target, `max_length` exceeds the
             target's positions, or the file was begun with other settings.
+        OSError: The disk is full. What was written stays.
     """
     if PartialState().num_processes > 1:
         raise ValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")
@@ -72,12 +72,11 @@ def regenerate_dataset(
     remaining = islice(iter(dataset), done, None)
     writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
     total = len(dataset) if isinstance(dataset, Dataset) else None
-    with path.open("a", encoding="utf-8") as file, tqdm(desc="target answers", total=total, initial=done) as progress:
+    with tqdm(desc="target answers", total=total, initial=done) as progress:
         while batch := list(islice(remaining, batch_size)):
             torch.manual_seed(seed + done)
             texts = writer.rewrite(batch)
-            file.write("".join(json.dumps(text, ensure_ascii=False) + "\n" for text in texts))
-            file.flush()
+            append_rows(path, texts)
             done += len(batch)
             progress.update(len(batch))
 

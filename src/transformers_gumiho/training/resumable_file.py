@@ -1,22 +1,45 @@
 """JSONL files that a run which was stopped at any byte goes on with."""
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
 def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
-    """Keeps the settings of a file next to it, and raises `ValueError` where it was begun with others."""
+    """
+    Keeps the settings of a file next to it.
+
+    Raises:
+        ValueError: It was begun with others, or what is next to it is damaged.
+        OSError: The disk is full. What was written before stays.
+    """
     beside = path.with_name(path.name + ".settings.json")
     if path.exists() and path.stat().st_size and beside.exists():
-        before = json.loads(beside.read_text(encoding="utf-8"))
+        before = _read_settings(beside, path)
         if changed := sorted(name for name in settings if before.get(name) != settings[name]):
             raise ValueError(
                 f"{str(path)!r} was begun with another {' and another '.join(changed)}. Write into another file, or "
                 f"delete this one."
             )
-    beside.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        return
+    # Whole or not at all: what is there may be all that says what the file was begun with.
+    unfinished = beside.with_name(beside.name + ".unfinished")
+    with _full_disk_named(beside):
+        unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        os.replace(unfinished, beside)
+
+
+def _read_settings(beside: Path, path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(beside.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{str(beside)!r}, which says what {str(path)!r} was begun with, is damaged. Delete it to go on with the "
+            f"settings of now; rows that were written with others stay."
+        ) from error
 
 
 def cut_unfinished_batch(path: Path, batch_size: int) -> int:
@@ -47,9 +70,15 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     Raises:
         OSError: The disk is full. What was written before stays.
     """
+    with _full_disk_named(path), path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+@contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    """Says of an error in writing a file which one it was, and what to do."""
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        yield
     except OSError as error:
         raise OSError(
             error.errno,

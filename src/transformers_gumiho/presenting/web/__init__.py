@@ -1,0 +1,1 @@
+"""A web page on which a question is answered with a drafter and without."""

@@ -1,0 +1,54 @@
+"""`gumiho demo`."""
+
+from typing import TYPE_CHECKING
+
+from transformers import logging
+
+from ..arguments import DemoArguments
+from ..loading import load
+
+
+if TYPE_CHECKING:
+    import gradio
+
+    from .page import Page
+
+
+def demo(args: DemoArguments) -> None:
+    """
+    Opens a web page that answers a question twice, side by side: as plain decoding does, and with the drafter.
+    Accepted drafts are coloured, tau and the speed are counted, and the newest draft tree is drawn. Ctrl-C ends it.
+
+    Raises:
+        ImportError: Gradio is not installed.
+        OSError: The pair cannot be got, or the port is taken.
+        ValueError: The options do not name a pair.
+    """
+    page = _load_page(args)
+    try:
+        page.build(args.max_visitors).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+    finally:
+        page.turns.close()
+
+
+def make_page(args: DemoArguments) -> "gradio.Blocks":
+    """
+    Returns the page of `gumiho demo`, for a Space or for a program of one's own; `launch()` opens it.
+
+    Raises:
+        ImportError: Gradio is not installed.
+        OSError: The pair cannot be got.
+        ValueError: The options do not name a pair, or there is none to be answered.
+    """
+    return _load_page(args).build(args.max_visitors)
+
+
+def _load_page(args: DemoArguments) -> "Page":
+    for name in ("max_new_tokens", "max_visitors"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
+    # Only the page needs Gradio; whoever lacks it should not wait for the models first.
+    from .page import Page
+
+    logging.disable_progress_bar()
+    return Page(*load(args), args.max_new_tokens)

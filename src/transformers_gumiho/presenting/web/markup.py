@@ -1,0 +1,100 @@
+"""What the page shows of a question, as HTML."""
+
+from html import escape
+from itertools import groupby
+
+from transformers import PreTrainedTokenizerBase
+
+from ..labels import label_cycle
+from .race import LiveAnswer, Race
+from .tree_svg import tree_svg
+
+
+EXACTNESS = "https://github.com/transformers-gumiho/transformers-gumiho/blob/main/docs/exactness.md"
+_COUNTERS = (
+    '<div style="display:flex;flex-wrap:wrap;gap:0.3em 1.6em;font-variant-numeric:tabular-nums;opacity:0.85">{}</div>'
+)
+_TEXT = '<div class="gumiho-text" style="white-space:pre-wrap;overflow-wrap:anywhere;min-height:12em">{}</div>'
+_DRAFTS = '<span class="gumiho-drafts" style="background:rgba(34,197,94,0.28);border-radius:3px">{}</span>'
+_STATES = {
+    "waiting": "waits for its turn",
+    "writing": "writes",
+    "whole": "is whole",
+    "stopped": "was stopped",
+    "failed": "failed",
+}
+_LEGEND = (
+    "✓ and green: drafted and accepted. Grey: drafted in vain. Dashed: the bonus token, the target's own. The number "
+    "is the drafter's probability of the token after those before it; the shade is that of the whole path."
+)
+
+
+def answer_html(answer: LiveAnswer) -> str:
+    """Returns an answer so far: its counters, and its text with the accepted drafts coloured."""
+    counters = [f'<span class="gumiho-state" data-progress="{answer.progress}">{_STATES[answer.progress]}</span>']
+    if answer.tokens:
+        counters += [
+            f'<span><b class="gumiho-speed">{_speed(answer):.1f}</b> tokens/s</span>',
+            f'<span><b class="gumiho-tokens">{len(answer.tokens)}</b> tokens</span>',
+            f'<span><b class="gumiho-seconds">{answer.seconds:.1f}</b> s</span>',
+        ]
+    if (tau := answer.tau) is not None:
+        counters.append(f'<span>tau <b class="gumiho-tau">{tau:.2f}</b> in {len(answer.cycles)} cycles</span>')
+    problem = f"<p><b>{escape(answer.problem)}</b></p>" if answer.problem else ""
+    return _COUNTERS.format("".join(counters)) + _TEXT.format(_coloured(answer)) + problem
+
+
+def verdict_html(race: Race) -> str:
+    """Returns what can be said of both answers: whether they are equal, and how much faster one is."""
+    plain, drafted = race.plain, race.drafted
+    if "failed" in (plain.progress, drafted.progress):
+        return _verdict("failed", "The answers cannot be compared.")
+    num_common = min(len(plain.tokens), len(drafted.tokens))
+    if (difference := race.first_difference()) is not None:
+        return _verdict(
+            "different",
+            f"≠ The answers part at token {difference + 1}. In 16-bit precision two tokens can be equally likely, and "
+            f'rounding decides (<a href="{EXACTNESS}">more</a>); in float32 both are the same.',
+        )
+    if plain.progress == drafted.progress == "whole":
+        if len(plain.tokens) != len(drafted.tokens):
+            return _verdict("different", f"≠ The answers part after token {num_common}: one of them goes on.")
+        ratio = _speed(drafted) / _speed(plain)
+        return _verdict("equal", f"✓ Both answers are the same, token for token. Gumiho is {ratio:.2f} times as fast.")
+    if race.is_over:
+        return _verdict("stopped", f"Stopped. The {num_common} tokens that both have are the same.")
+    return _verdict("running", f"The {num_common} tokens that both have are the same so far." if num_common else "")
+
+
+def tree_html(race: Race, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the newest draft tree of a question, once there is one."""
+    cycles = list(race.drafted.cycles)
+    if not cycles:
+        return ""
+    num_before = 1 + sum(len(cycle.committed) for cycle in cycles[:-1])
+    labels = label_cycle(tokenizer, [*race.prompt, *race.drafted.tokens[:num_before]], cycles[-1])
+    cycle = cycles[-1]
+    told = (
+        f"Cycle {len(cycles)}: {len(cycle.tokens) - 1} tokens drafted after <code>{escape(labels.context)}</code>, "
+        f"{len(cycle.accepted)} accepted, {len(cycle.committed)} committed."
+    )
+    return (
+        f'<p>{told}</p><div style="overflow-x:auto">{tree_svg(cycle, labels)}</div>'
+        f'<p style="font-size:0.85em;opacity:0.8">{_LEGEND}</p>'
+    )
+
+
+def _speed(answer: LiveAnswer) -> float:
+    return len(answer.tokens) / max(answer.seconds, 1e-9)
+
+
+def _coloured(answer: LiveAnswer) -> str:
+    parts = []
+    for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece[1]):
+        text = escape("".join(piece for piece, _ in pieces))
+        parts.append(_DRAFTS.format(text) if is_draft else text)
+    return "".join(parts)
+
+
+def _verdict(kind: str, text: str) -> str:
+    return f'<p class="gumiho-verdict" data-verdict="{kind}">{text}</p>'

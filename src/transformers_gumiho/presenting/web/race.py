@@ -1,0 +1,250 @@
+"""One question answered twice at once, with the drafter and without, while somebody watches."""
+
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ...decoding.observers import GenerationObserver, Stage, observing
+from ...drafting.settings import DraftingSettings
+from ...measuring.prompts import encode_turn
+from ...model.modeling_gumiho import GumihoModel
+from ..answering import sampling_settings
+from ..cycles import Cycle, watch_cycles
+from ..streaming import PieceStreamer
+from .turns import Turn, Turns
+
+
+logger = logging.get_logger(__name__)
+
+Progress = Literal["waiting", "writing", "whole", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """
+    What is asked, and how it is answered.
+
+    Attributes:
+        text: The question, or the text to go on from where the tokenizer has no chat template.
+        max_new_tokens: Tokens of each answer, at most.
+        temperature: 0 is greedy.
+        seed: For sampling.
+        num_assistant_tokens: Nodes of a draft tree.
+        branching_factor: Tokens kept at each serial step; 1 makes the tree a chain.
+        full_tree_attention: Whether a node may be any recombination of the heads' tokens.
+    """
+
+    text: str
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    num_assistant_tokens: int
+    branching_factor: int
+    full_tree_attention: bool = True
+
+
+class Stopped(Exception):
+    """Ends a generation that nobody waits for any more."""
+
+
+class LiveAnswer:
+    """
+    An answer as it is written; one thread writes it, and others read it.
+
+    Attributes:
+        pieces: Its text, in pieces of whole characters, and whether each is made of accepted drafts alone.
+        tokens: Its tokens so far.
+        cycles: The verification cycles so far; none in plain decoding.
+        progress: How far it is.
+        problem: Why it failed, for people.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[str, bool]] = []
+        self.tokens: list[int] = []
+        self.cycles: list[Cycle] = []
+        self.progress: Progress = "waiting"
+        self.problem: str | None = None
+        self.turn: Turn | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return self.progress in ("whole", "stopped", "failed")
+
+    @property
+    def seconds(self) -> float:
+        """How long the models have worked for it."""
+        return self.turn.seconds if self.turn is not None else 0.0
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per verification cycle; `None` before the first one ends."""
+        cycles = list(self.cycles)
+        return sum(len(cycle.committed) for cycle in cycles) / len(cycles) if cycles else None
+
+
+class Race:
+    """
+    A question's two answers in the making, which take turns at the models, together with those of other questions. A
+    race shares nothing but the models and the turns with other races.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        drafter: The drafter, whose settings stay as they are.
+        turns: Who may use the models.
+        question: What is asked.
+
+    Raises:
+        ValueError: The question is empty or too long, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: GumihoModel,
+        turns: Turns,
+        question: Question,
+    ):
+        self.question = question
+        self.plain, self.drafted = LiveAnswer(), LiveAnswer()
+        self._target, self._tokenizer, self._turns = target, tokenizer, turns
+        self._drafter = _with_settings(drafter, question)
+        self.prompt = _encode(target, tokenizer, question)
+        self._is_stopped, self._is_over = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        """Begins to write both answers, in threads of their own."""
+        for answer, drafter in ((self.drafted, self._drafter), (self.plain, None)):
+            threading.Thread(target=self._run, args=(answer, drafter)).start()
+
+    def stop(self) -> None:
+        """Ends both answers at their next token or cycle."""
+        self._is_stopped.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until both answers are over, so many seconds at most; returns whether they are."""
+        return self._is_over.wait(seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return self.plain.is_over and self.drafted.is_over
+
+    def first_difference(self) -> int | None:
+        """Returns the number of the first token that differs, from 0, among those that both have; `None` for none."""
+        pairs = zip(list(self.plain.tokens), list(self.drafted.tokens), strict=False)
+        return next((index for index, (plain, drafted) in enumerate(pairs) if plain != drafted), None)
+
+    def _run(self, answer: LiveAnswer, drafter: GumihoModel | None) -> None:
+        try:
+            with self._turns.join(self.question.seed) as answer.turn:
+                answer.progress = "writing"
+                self._generate(answer, answer.turn, drafter)
+            answer.progress = "whole"
+        except Stopped:
+            answer.progress = "stopped"
+        except Exception as error:  # whatever it is, somebody waits to be told
+            answer.problem = _explain(error)
+            answer.progress = "failed"
+        finally:
+            if self.is_over:
+                self._is_over.set()
+
+    def _generate(self, answer: LiveAnswer, turn: Turn, drafter: GumihoModel | None) -> None:
+        def pause() -> None:
+            """Is called between two tokens, or two cycles."""
+            self._check_wanted()
+            turn.give_way()
+            self._check_wanted()
+
+        def on_cycle(cycle: Cycle) -> None:
+            answer.cycles.append(cycle)
+            streamer.expect(cycle)
+
+        self._check_wanted()
+        streamer = _LiveStreamer(self._tokenizer, answer, pause if drafter is None else None)
+        answer.tokens = streamer.tokens
+        ids = torch.tensor([self.prompt], device=self._target.device)
+        with ExitStack() as watching:
+            if drafter is not None:
+                watching.enter_context(watch_cycles(on_cycle))
+                watching.enter_context(observing(_Pauses(pause)))
+            self._target.generate(
+                ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, streamer=streamer,
+                max_new_tokens=self.question.max_new_tokens, **sampling_settings(self.question.temperature),
+            )  # fmt: skip
+
+    def _check_wanted(self) -> None:
+        if self._is_stopped.is_set() or self._turns.is_closed:
+            raise Stopped
+
+
+class _Pauses(GenerationObserver):
+    """Pauses where a new tree would be drafted: by then a streamer has the tokens of the cycle before."""
+
+    def __init__(self, pause: Callable[[], None]):
+        self.pause = pause
+
+    def on_stage_begin(self, stage: Stage) -> None:
+        if stage == "draft":
+            self.pause()
+
+
+class _LiveStreamer(PieceStreamer):
+    """Adds pieces to an answer; in plain decoding, which has no cycles, it pauses after each token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, answer: LiveAnswer, pause: Callable[[], None] | None):
+        super().__init__(tokenizer, self._add, has_cycles=pause is None)
+        self.answer, self.pause = answer, pause
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if self.pause is not None and self.tokens:
+            self.pause()
+
+    def _add(self, text: str, is_draft: bool) -> None:
+        if text:
+            self.answer.pieces.append((text, is_draft))
+
+
+def _with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:
+    """Returns a drafter with the same weights and settings of its own."""
+    own = copy.copy(drafter)
+    own.generation_config = copy.deepcopy(drafter.generation_config)
+    for name in ("num_assistant_tokens", "branching_factor", "full_tree_attention"):
+        setattr(own.generation_config, name, getattr(question, name))
+    DraftingSettings.from_generation_config(own.generation_config, own.config, question.temperature or None)
+    return own
+
+
+def _encode(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
+    if not question.text.strip():
+        raise ValueError("There is no question yet. Write one first.")
+    prompt = encode_turn(tokenizer, [question.text], [])
+    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and len(prompt) + question.max_new_tokens > most:
+        raise ValueError(
+            f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the target "
+            f"reads {most} at most. Shorten the question, or ask for fewer new tokens."
+        )
+    return prompt
+
+
+def _explain(error: Exception) -> str:
+    """Returns what to tell people of an error."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+        return "There is not enough memory for this answer. Ask for fewer new tokens or a smaller tree, or try later."
+    if isinstance(error, (ValueError, OSError)):
+        return str(error)
+    logger.error("An answer failed.", exc_info=error)
+    return f"The answer failed ({type(error).__name__}: {error}). This is a fault of the program; its log tells more."

@@ -1,0 +1,34 @@
+"""Telling in one line what went wrong by something that a user can mend."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+# Libraries that only some commands need, and the extra of this package that installs them.
+_EXTRAS = {"gradio": "demo", "gguf": "demo", "matplotlib": "benchmark"}
+
+
+@contextmanager
+def told_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
+    """
+    Ends the program with the message alone where what runs within it raises an error that a user can mend: a file
+    that is not there, a setting out of range, a library that is not installed, a full disk. The message says how, and
+    where it was raised does not help. Every other error keeps its traceback.
+
+    Args:
+        program: What the message begins with.
+        further: Classes of other errors that are told so.
+
+    Raises:
+        SystemExit: Instead of such an error, which is its cause.
+    """
+    mendable: tuple[type[Exception], ...] = (ImportError, OSError, ValueError, *further)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        extra = _EXTRAS.get(missing)
+        package = f"transformers-gumiho[{extra}]" if extra else missing
+        raise SystemExit(f"{program}: {error}. Install it with `pip install '{package}'`.") from error
+    except mendable as error:
+        raise SystemExit(f"{program}: {error}") from error
