@@ -90,6 +90,18 @@ def test_rows_have_texts_of_their_own_without_padding_and_images() -> None:
     assert tokens[2].tolist() == [3, 4, 5]
 
 
+def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:
+    text = [1]
+    drafts = ContextDrafts(lambda starts: [text[starts[0] :]], [0], num_tokens=3, max_ngram_size=2, vocab_size=500)
+    drafted = []
+    # The same token again and again, and behind it each time another one.
+    for follower in range(2, 60):
+        drafted.append(drafts.draft(torch.device("cpu")) is not None)
+        text += [follower, 1]
+    assert drafted[1:4] == [True] * 3
+    assert not any(drafted[-20:])
+
+
 def test_a_cycle_takes_no_longer_in_a_long_text() -> None:
     generator = torch.Generator().manual_seed(0)
 

@@ -105,8 +105,12 @@ class GumihoCandidateGenerator(CandidateGenerator):
         tree = self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
         if self._context_drafts is None:
             return tree
+        branch = self._context_drafts.draft(tree.tokens.device)
+        if branch is None:
+            # All trees are alike where shapes are fixed.
+            return replace(tree, max_depth=self.drafter.settings.longest_path)
         add_branch = take_better_chain if self.drafter.settings.branching_factor == 1 else merge_branch
-        return add_branch(tree, *self._context_drafts.draft(tree.tokens.device))
+        return replace(add_branch(tree, *branch), max_depth=self.drafter.settings.longest_path)
 
     def get_candidates(
         self,

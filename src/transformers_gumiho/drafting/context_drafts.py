@@ -16,6 +16,8 @@ _EXPECTED = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9)
 _EXPECTED_COUNT = 4.0
 # What a count is worth after each one that follows: what a text does changes within it.
 _FORGETTING = 0.97
+# Below this a draft is not worth being compared with those of the drafter.
+_MIN_ESTIMATE = 0.02
 
 
 class MatchEstimates:
@@ -103,23 +105,26 @@ class ContextDrafts:
         self._vocab_size = vocab_size
         self._rows = [RowDrafts(num_tokens, max_ngram_size) for _ in starts]
 
-    def draft(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """
         Takes in what was committed since the last call, and drafts on from there.
 
         Returns:
             The drafted tokens `(B, num_tokens)`, and for each the logarithm of the estimate that it is accepted if
-            those before it are: minus infinity where nothing is drafted.
+            those before it are: minus infinity where nothing is drafted. `None` where that is so in all rows.
         """
         texts = self._read_text(self._known)
         self._known = [known + len(text) for known, text in zip(self._known, texts, strict=True)]
         drafts = [self._draft_row(row, text) for row, text in zip(self._rows, texts, strict=True)]
-        tokens, log_probs = zip(*drafts, strict=True)
+        if all(draft is None for draft in drafts):
+            return None
+        none = [0] * self.num_tokens, [-math.inf] * self.num_tokens
+        tokens, log_probs = zip(*(draft or none for draft in drafts), strict=True)
         return torch.tensor(tokens, device=device), torch.tensor(log_probs, device=device)
 
-    def _draft_row(self, row: RowDrafts, new_tokens: list[int]) -> tuple[list[int], list[float]]:
+    def _draft_row(self, row: RowDrafts, new_tokens: list[int]) -> tuple[list[int], list[float]] | None:
         row.extend([token for token in new_tokens if 0 <= token < self._vocab_size])
         tokens, estimates = row.draft()
-        if not tokens:
-            return [0] * self.num_tokens, [-math.inf] * self.num_tokens
+        if not tokens or estimates[0] < _MIN_ESTIMATE:
+            return None
         return tokens, [math.log(estimate) for estimate in estimates]

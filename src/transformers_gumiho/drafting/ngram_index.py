@@ -1,5 +1,6 @@
 """Where the newest tokens of a text stood before: an index that grows with the text."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,11 +38,14 @@ class NgramIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens to the text."""
-        for token in tokens:
-            end = len(self.tokens)
-            for size, followers in enumerate(self._followers[:end], start=1):
-                followers[tuple(self.tokens[end - size :])] = end
-            self.tokens.append(token)
+        known = len(self.tokens)
+        self.tokens.extend(tokens)
+        for size, followers in enumerate(self._followers, start=1):
+            # From the n-gram on that ended the text before: nothing stood behind it.
+            first = max(known - size, 0)
+            followed = self.tokens[first:-1]
+            ngrams = zip(*(followed[offset:] for offset in range(size)), strict=False)
+            followers.update(zip(ngrams, itertools.count(first + size), strict=False))
 
     def match(self) -> Match | None:
         """Returns the newest place of the longest n-gram that the text ends with and that stood there before."""

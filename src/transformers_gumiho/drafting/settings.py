@@ -92,6 +92,9 @@ class DraftingSettings:
         """
         Returns the settings with those for drafts from the context that a call of `generate()` was given.
 
+        Args:
+            generation_config: Of the call.
+
         Raises:
             ValueError: One of them is no number of tokens.
         """
