@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
     **dict.fromkeys(("shared_intermediate_size", "shared_experts_intermediate_size"), 16),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), MAX_LAYERS),
-    **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "num_decoder_layers", "num_encoder_layers"), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "attention_heads", "mamba_n_heads", "mamba_num_heads"), 4),
     **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads", "linear_num_heads"), 4),
@@ -39,7 +39,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("index_n_heads",), 2),
+    # With few heads many scores of an indexer are exactly 0, and which of them are the largest is a matter of chance.
+    "index_n_heads": 16,
     **dict.fromkeys(("index_topk", "index_topk_blocks"), 8),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), 6),
     "attention_chunk_size": 12,
@@ -53,8 +54,12 @@ _EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok":
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 _QWEN4 = {
     "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
-    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
-    "indexer_compress_ratio": 2, "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "hc_lowrank": 8,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA4 = {"layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2}
@@ -63,15 +68,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "layer_types": _SLIDING_AND_FULL,
-        "rope_parameters": {kind: _ROPE for kind in ("full_attention", "sliding_attention")},
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE),
     },
     "dbrx": {
         "attn_config": DbrxAttentionConfig(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0),
         "ffn_config": DbrxFFNConfig(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
     },
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
+    "deepseek_v2": _EXPERTS,
     "dots1": _EXPERTS,
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}, "vision_config": {}, "audio_config": {}},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_head": 16, "mamba_d_ssm": 64},
     "electra": {"embedding_size": 16},
@@ -122,9 +128,7 @@ def small_config(model_type: str) -> PreTrainedConfig:
 
 
 def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:
-    fields = {
-        name: value for name in _field_names(config) if (value := _small(name, vars(config)[name])) is not None
-    }
+    fields = {name: value for name in _field_names(config) if (value := _small(name, vars(config)[name])) is not None}
     # Some configs take no `None` here. What ends a text is a matter of the generation config.
     fields |= {name: 0 for name in TOKENS if getattr(config, name, None) is not None}
     if hasattr(config, "is_decoder"):
