@@ -60,6 +60,9 @@ class KeptLayer:
 
     Args:
         layer: Any layer of a cache.
+
+    Attributes:
+        held: What has to be put back, by its name in the layer.
     """
 
     def __init__(self, layer: Any):
@@ -68,7 +71,7 @@ class KeptLayer:
         self._is_cropped = is_croppable(layer) and not isinstance(layer, DynamicSlidingWindowLayer)
         self._grows = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
         self._is_replaced = is_compressed(layer)
-        self._fields = {
+        self.held = {
             name: self._hold(name, value)
             for name, value in vars(layer).items()
             if not (self._is_cropped or (self._grows and _is_entries(layer, name)))
@@ -82,7 +85,7 @@ class KeptLayer:
     def put_back(self) -> None:
         """Makes the layer hold this again. May be called any number of times."""
         now = vars(self.layer)
-        for name, value in self._fields.items():
+        for name, value in self.held.items():
             is_held = self._is_replaced or _is_entries(self.layer, name)
             now[name] = self._hold(name, value) if is_held else _put_back(now[name], value)
         if self._is_cropped:

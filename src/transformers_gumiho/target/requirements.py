@@ -111,6 +111,8 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
             "does not take the positions of its tokens from `position_ids` (ALiBi-style attention counts them "
             "itself), so the branches of a draft tree cannot share positions"
         )
+    if getattr(config, "cross_attention_layers", None):
+        return "has layers that attend to an image instead of the text, whose keys and values a tree cannot be added to"
     if "local" in getattr(config, "attention_layers", ()):
         return "cuts its local attention windows by cache slot, not by the attention mask"
     return None
@@ -119,14 +121,8 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
 def check_target(target: PreTrainedModel) -> None:
     """Raises `ValueError` for a target that can verify neither draft trees nor chains."""
     name = type(target).__name__
-    config = target.config.get_text_config(decoder=True)
     if target.config.is_encoder_decoder:
         raise ValueError(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
-    if getattr(config, "cross_attention_layers", None):
-        raise ValueError(
-            f"{name} has layers that attend to an image instead of the text, whose keys and values a draft tree has "
-            f"no place for. Generate without `assistant_model`."
-        )
     check_attention(target)
     takes_cache = cache_argument(target) in inspect.signature(target.forward).parameters
     if not takes_cache or not keeps_dynamic_cache(target):
