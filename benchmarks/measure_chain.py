@@ -112,9 +112,10 @@ def measure(target: PreTrainedModel, drafter: GumihoModel, length: int, args: Ch
     states = sum(tensor.nbytes for layer in layers for tensor in tensors(vars(layer))) - entries
     cycles = drafted.accepted_lengths[0]
     num_passes = len(passes) - 1  # without the prompt's
-    is_same = torch.equal(drafted.sequences, plain)
+    is_same = "yes" if torch.equal(drafted.sequences, plain) else "NO"
+    tau = sum(cycles) / len(cycles)
     return (
-        f"| {length} | {'yes' if is_same else 'NO'} | {sum(cycles) / len(cycles):.2f} | {len(cycles)} | {num_passes} | "
+        f"| {length} | {is_same} | {tau:.2f} | {len(cycles)} | {num_passes} | "
         f"{num_passes / len(cycles) - 1:.1%} | {num_passes / sum(cycles):.3f} | {states / 1e6:.2f} MB | "
         f"{memory.kept / 1e6:.2f} MB | {entries / 1e6:.2f} MB |"
     )

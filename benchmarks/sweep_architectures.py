@@ -59,7 +59,8 @@ def build(model_type: str) -> PreTrainedModel:
     if num_parameters > MAX_PARAMETERS:
         raise ValueError(f"It would have {num_parameters} parameters.")
     torch.manual_seed(0)
-    target = AutoModelForCausalLM.from_config(config).eval()
+    # The eager experts are the ones that know float64.
+    target = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     with torch.no_grad():
         # The embedding of padding, which is an ordinary token here, would be zero, and what is made of it tie.
         target.get_input_embeddings().weight[0].normal_(std=0.4)
@@ -93,9 +94,13 @@ def attempt(model_type: str, max_new_tokens: int) -> dict[str, Any]:
         why = f"plain `generate()` of the tiny model fails: {in_one_line(error)}"
         return {"class": class_name, "verdict": "not built", "why": why}
     try:
-        drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
-        drafter.generation_config.num_assistant_tokens, drafter.generation_config.branching_factor = 15, 4
-        return {"class": class_name} | compare(target, drafter, settings)
+        verdict = compare(target, settings)
+        if verdict["verdict"] == "differs":
+            # Large random weights make much of the rounding of float32, above all where experts are chosen.
+            in_float64 = compare(build(model_type).double(), settings)
+            if in_float64["verdict"] != "differs":
+                verdict = in_float64 | {"why": f"in float64; in float32 rounding decides ({verdict['why']})"}
+        return {"class": class_name} | verdict
     except ValueError as error:
         return {"class": class_name, "verdict": "refused", "why": in_one_line(error)}
     except Exception as error:
@@ -104,8 +109,10 @@ def attempt(model_type: str, max_new_tokens: int) -> dict[str, Any]:
         return {"class": class_name, "verdict": "fails", "why": why}
 
 
-def compare(target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any]) -> dict[str, Any]:
+def compare(target: PreTrainedModel, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the verdict on a target that plain decoding works for."""
+    drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
+    drafter.generation_config.num_assistant_tokens, drafter.generation_config.branching_factor = 15, 4
     kind, shares, num_tokens, refusal = verification_kind(target), [], [], ""
     for lengths in LENGTHS:
         prompt = prompts(lengths)

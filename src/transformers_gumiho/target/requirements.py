@@ -112,7 +112,9 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
             "itself), so the branches of a draft tree cannot share positions"
         )
     if getattr(config, "cross_attention_layers", None):
-        return "has layers that attend to an image instead of the text, whose keys and values a tree cannot be added to"
+        return (
+            "has layers that attend to an image instead of the text, whose keys and values a tree cannot be added to"
+        )
     if "local" in getattr(config, "attention_layers", ()):
         return "cuts its local attention windows by cache slot, not by the attention mask"
     return None
