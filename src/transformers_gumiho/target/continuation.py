@@ -46,7 +46,7 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     if key not in _measured:
         try:
             measured = _measure(target, is_padded)
-        except (RuntimeError, TypeError, IndexError) as error:
+        except (RuntimeError, TypeError, IndexError, AssertionError) as error:
             raise ValueError(
                 f"{type(target).__name__} cannot verify drafts{' in a padded batch' if is_padded else ''}: running "
                 f"several tokens at once behind its cache fails ({error}). Generate without `assistant_model`."
