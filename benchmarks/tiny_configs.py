@@ -110,7 +110,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_hidden_layers": 2},
     "roc_bert": {"pronunciation_vocab_size": 24, "shape_vocab_size": 24},
     # Layers share their attention, which takes more than one of them.
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64, "attention_head_dim": 16,
+    },
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
 }  # fmt: skip
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "start_token_id", "sep_token_id")
 TOKENS += ("eod_token_id", "forced_eos_token_id")
