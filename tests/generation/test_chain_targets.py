@@ -50,6 +50,17 @@ def test_texts_equal_plain(family: str) -> None:
             assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
 
 
+def test_compressed_context_without_padding() -> None:
+    """DeepSeek V4 compresses by slots, so that plain decoding of padded rows is not that of each row."""
+    target = make_chain_target("deepseek_v4")
+    for lengths in ([1], [9], [7, 7, 7]):
+        plain, drafted = both(target, make_prompts(lengths))
+        assert torch.equal(drafted.sequences, plain.sequences)
+        assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
+    with pytest.raises(ValueError, match="cannot verify drafts in a padded batch"):
+        both(target, make_prompts(BATCH))
+
+
 def entries(cache: Any) -> list[torch.Tensor]:
     """Returns all that a cache holds."""
 
@@ -235,6 +246,38 @@ def test_kernels_that_take_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         target.lm_head.register_forward_pre_hook(refuse_float32)
         with nullcontext() if is_exact else pytest.raises(ValueError, match="rounding explains 9e-02"):
             target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
+
+
+def test_what_was_measured_is_kept_of_a_bounded_number_of_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    known: dict[Any, Any] = {}
+
+    def measure(target: PreTrainedModel, is_padded: bool) -> tuple[float, float]:
+        measured.append(target.config.vocab_size)
+        return 0.0, 1.0
+
+    monkeypatch.setattr(continuation, "_measured", known)
+    monkeypatch.setattr(continuation, "MAX_MEASURED", 2)
+    monkeypatch.setattr(continuation, "_measure", measure)
+    target = make_chain_target("bloom")
+    for vocab_size in (10, 11, 12, 12, 11, 10):
+        target.config.vocab_size = vocab_size
+        continuation.check_continuation(target, None)
+    assert measured == [10, 11, 12, 10]
+    assert len(known) == 2
+
+
+def test_what_fails_when_it_is_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_chain_target("bloom")
+    monkeypatch.setattr(continuation, "_measured", {})
+
+    def take_one_token(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] > 1 and kwargs["past_key_values"].get_seq_length() > 0:
+            raise RuntimeError("One token at a time, please.")
+
+    target.register_forward_pre_hook(take_one_token, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"several tokens at once behind its cache fails \(One token at a time"):
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(target))
 
 
 def test_what_chains_do_not_allow() -> None:

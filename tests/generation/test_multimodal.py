@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refuses
-from targets import make_drafter
+from chains import draft_rate, make_chain_drafter, partly_right_drafts
+from targets import make_drafter, make_prompts
 from transformers import (
     DynamicCache,
     Gemma3Config,
@@ -209,16 +209,44 @@ def test_the_drafter_reads_the_whole_prompt() -> None:
     assert lengths[0] == prompt["input_ids"].shape[1]
 
 
-def test_cross_attention_to_the_image_is_refused() -> None:
-    text = {key: value for key, value in TEXT.items() if key not in ("bos_token_id", "eos_token_id")}
+def make_mllama() -> PreTrainedModel:
+    """Layers that attend to the image instead of the text, through gates that are open."""
+    text = TEXT | {
+        "vocab_size": 24, "bos_token_id": 0, "eos_token_id": 0, "cross_attention_layers": [1, 3],
+        "initializer_range": 0.4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
     vision = {
         "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
         "attention_heads": 2, "image_size": 8, "patch_size": 4, "max_num_tiles": 1, "vision_output_dim": 32,
         "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
     }  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = MllamaConfig(
-        text_config=text | {"cross_attention_layers": [1], "rope_parameters": rope}, vision_config=vision,
-        image_token_index=IMAGE,
-    )  # fmt: skip
-    refuses(MllamaForConditionalGeneration(config), "attend to an image instead of the text")
+    torch.manual_seed(0)
+    config = MllamaConfig(text_config=text, vision_config=vision, image_token_index=23)
+    target = MllamaForConditionalGeneration(config).eval()
+    for name, parameter in target.named_parameters():
+        if name.endswith("attn_gate"):
+            torch.nn.init.ones_(parameter)
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = None, 0
+    return target
+
+
+@pytest.mark.parametrize("lengths", [[5], [4, 7, 2]], ids=["one", "batch"])
+def test_cross_attention_to_the_image_verifies_chains(lengths: list[int]) -> None:
+    target = make_mllama()
+    generator = torch.Generator().manual_seed(0)
+    number = len(lengths)
+    prompt = make_prompts(lengths) | {
+        "pixel_values": 3 * torch.randn(number, 1, 1, 3, 8, 8, generator=generator),
+        "aspect_ratio_ids": torch.ones(number, 1, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(number, 1, 1, dtype=torch.long),
+        "cross_attention_mask": torch.ones(number, max(lengths), 1, 1, dtype=torch.long),
+    }
+    plain = target.generate(**prompt, max_new_tokens=32)
+    other = target.generate(**prompt | {"pixel_values": -prompt["pixel_values"]}, max_new_tokens=32)
+    assert not torch.equal(plain, other), "the image must matter"
+    with partly_right_drafts(plain, max(lengths)):
+        drafted = target.generate(
+            **prompt, max_new_tokens=32, assistant_model=make_chain_drafter(target), return_dict_in_generate=True
+        )
+    assert torch.equal(drafted.sequences, plain)
+    assert 0.2 <= draft_rate(drafted.accepted_lengths) <= 0.9

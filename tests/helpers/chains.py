@@ -1,18 +1,19 @@
 """Tiny random targets that verify chains, and drafts for them that are accepted in part."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import pytest
+import partly_right_drafts as drafts
 import torch
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     BloomConfig,
+    DeepseekV4Config,
     FalconConfig,
     FalconH1Config,
+    GlmMoeDsaConfig,
     GPTNeoConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
@@ -30,9 +31,6 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
-from transformers_gumiho.tree.draft_tree import DraftTree
 
 
 VOCAB_SIZE = 24
@@ -97,7 +95,25 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **_TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=1,
         chunk_size=16,
     ),
+    # The keys that each token attends to are chosen by an index.
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **_COMMON | {"num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1,
+        num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, index_topk=8, index_head_dim=8, index_n_heads=16,
+        mlp_layer_types=["dense", "dense", "dense"],
+    ),
 }  # fmt: skip
+
+
+def deepseek_v4_config() -> PreTrainedConfig:
+    """Windows, and what lies behind them compressed: two tokens to one, or four."""
+    return DeepseekV4Config(
+        **_COMMON | {"num_hidden_layers": 4, "num_key_value_heads": 1}, moe_intermediate_size=16, n_routed_experts=4,
+        num_experts_per_tok=2, head_dim=8, q_lora_rank=16, o_lora_rank=16, o_groups=1, sliding_window=6, index_topk=8,
+        index_head_dim=8, index_n_heads=16, hc_mult=2,
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    )  # fmt: skip
+
 
 # Families whose pass over several tokens is not, in transformers, that over one after the other.
 INEXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -113,48 +129,27 @@ INEXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba": lambda: MambaConfig(**_TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8),
 }  # fmt: skip
 
+# Families that are exact where nothing is padded.
+PARTLY_EXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {"deepseek_v4": deepseek_v4_config}
+
 
 def make_chain_target(family: str, seed: int = 0) -> PreTrainedModel:
     """Returns a tiny random target, in float64 where its code knows that and does not turn padding into NaN."""
     torch.manual_seed(seed)
-    target = AutoModelForCausalLM.from_config((CHAIN_FAMILIES | INEXACT_FAMILIES)[family]()).eval()
-    if family not in ("bloom", "mpt"):
+    config = (CHAIN_FAMILIES | INEXACT_FAMILIES | PARTLY_EXACT_FAMILIES)[family]()
+    target = AutoModelForCausalLM.from_config(config).eval()
+    if family == "glm_moe_dsa":
+        # Of the padding token's embedding, which is zero, an index makes ties, which chance decides.
+        torch.nn.init.normal_(target.get_input_embeddings().weight.data[0], std=0.4)
+    if family not in ("bloom", "mpt", "deepseek_v4"):
         target = target.double()
     target.generation_config.use_cache = True
     target.generation_config.pad_token_id = 0
     return target
 
 
-@contextmanager
-def partly_right_drafts(answers: torch.Tensor, prompt_length: int) -> Iterator[None]:
-    """
-    Within it chains are drafted of the target's own tokens, of which about one in twelve is made wrong.
-
-    Args:
-        answers (`(B, T)`): Prompts of `prompt_length` tokens, and what the target goes on with.
-    """
-    draft = GumihoCandidateGenerator.draft_tree
-    lengths: dict[int, list[int]] = {}
-
-    def draft_tree(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
-        tree = draft(self, committed)
-        now = lengths.get(id(self))
-        # In the first call the committed tokens are those of the prompt, moved on by one.
-        now = [prompt_length + 1 for _ in committed.accepted_lengths] if now is None else [
-            length + number for length, number in zip(now, committed.accepted_lengths, strict=True)
-        ]  # fmt: skip
-        lengths[id(self)] = now
-        tokens = tree.tokens.clone()
-        for row, length in enumerate(now):
-            for node in range(1, tokens.shape[1]):
-                place = min(length + node - 1, answers.shape[1] - 1)
-                is_wrong = (7 * place + row) % 12 == 0
-                tokens[row, node] = (answers[row, place] + is_wrong) % VOCAB_SIZE
-        return replace(tree, tokens=tokens)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GumihoCandidateGenerator, "draft_tree", draft_tree)
-        yield
+# Within it chains are drafted of the target's own tokens, of which about one in twelve is made wrong.
+partly_right_drafts = partial(drafts.partly_right_drafts, vocab_size=VOCAB_SIZE)
 
 
 def make_chain_drafter(target: PreTrainedModel, **settings: object) -> GumihoModel:

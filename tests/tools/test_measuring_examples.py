@@ -5,14 +5,18 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig
+from transformers_gumiho.target import session
 from transformers_gumiho.tuning.timing import DecodingTime
 
 
@@ -93,3 +97,37 @@ def test_bound_is_that_of_the_weights_that_are_read(monkeypatch: pytest.MonkeyPa
     # The first serial layer has no norm before its attention.
     serial = 2 * layer - width
     assert of_drafter == 2 * (2 * serial + 3 * (2 * width + 1) * width + heads + 3 * 32_768 * width)
+
+
+def test_the_table_of_targets_has_a_row_for_every_model_type() -> None:
+    text = (ROOT / "docs" / "targets.md").read_text(encoding="utf-8")
+    version, number = re.search(r"^transformers ([\d.]+), (\d+) model types:", text, flags=re.M).groups()
+    rows = re.findall(r"^\| `([\w-]+)` \| (tree|chain|refused|differs|fails|not built) \|", text, flags=re.M)
+    assert len(rows) == len(dict(rows)) == int(number)
+    if version == transformers.__version__:
+        assert dict(rows).keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_a_model_type_that_takes_too_long_does_not_stop_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("sweep_architectures", monkeypatch)
+
+    def compute(seconds: float) -> dict[str, str]:
+        start = time.process_time()
+        while time.process_time() - start < seconds:
+            pass
+        return {"verdict": "tree"}
+
+    assert script.in_own_process(compute, 0.0, limit=1) == {"verdict": "tree"}
+    assert script.in_own_process(compute, 9.0, limit=1)["why"] == "crashed, or computed for more than 1 s"
+
+
+def test_what_is_not_equal_is_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweep's own verdicts: of a target that verifies trees, and of one whose mask hides nothing."""
+    script = load("sweep_architectures", monkeypatch)
+    settings = {"max_new_tokens": 24, "min_new_tokens": 24}
+    result = script.compare(script.build("llama"), settings)
+    assert result["verdict"] == "tree"
+    assert result["tau"] > 2
+    assert result["num_tokens"] > 3
+    monkeypatch.setattr(session, "_tree_masks", lambda tree, cache, dtype, windows: dict.fromkeys(windows))
+    assert script.compare(script.build("llama"), settings)["verdict"] == "differs"

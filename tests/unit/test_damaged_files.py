@@ -59,7 +59,7 @@ def test_damaged_download(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target_config", "reason"),
     [
-        (RemBertConfig(), r"RemBertConfig has an embedding of width 256 and states of width 1152"),
+        (RemBertConfig(), r"embedding of width 256 and states of width 1152.*`prompt_lookup_num_tokens`"),
         (ElectraConfig(), r"ElectraConfig has an embedding of width 128 and states of width 256"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PreTrainedConfig) else "",

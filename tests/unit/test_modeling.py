@@ -158,6 +158,33 @@ def test_from_target_without_attention_heads(config_class: type[PreTrainedConfig
     assert GumihoConfig.from_target(config_class(hidden_size=40)).model.num_attention_heads == 1
 
 
+class _LayersOfTwoKinds(LlamaConfig):
+    """A config as transformers makes them where layers differ: what they differ in has no single value."""
+
+    @property
+    def per_layer_config(self) -> list[LlamaConfig]:
+        return [LlamaConfig(num_attention_heads=heads, num_key_value_heads=4) for heads in (4, 16)]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "num_attention_heads":
+            raise RuntimeError("'num_attention_heads' is a per-layer attribute")
+        return super().__getattribute__(name)
+
+
+def test_from_target_whose_layers_differ() -> None:
+    target = object.__new__(_LayersOfTwoKinds)
+    vars(target).update(vars(LlamaConfig(vocab_size=500, hidden_size=64, num_key_value_heads=4)))
+    layers = GumihoConfig.from_target(target).model
+    assert (layers.num_attention_heads, layers.num_key_value_heads) == (16, 4)
+
+
+def test_from_target_takes_the_rotary_parameters_of_layers_that_have_any() -> None:
+    target = LlamaConfig(hidden_size=64, num_attention_heads=4)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    target.rope_parameters = {"sliding_attention": rope, "full_attention": None}
+    assert GumihoConfig.from_target(target).model.rope_parameters == rope
+
+
 def test_from_target_refuses_unknown_overrides() -> None:
     with pytest.raises(TypeError, match=r"Neither GumihoConfig nor LlamaConfig has the fields \['num_heads'\]"):
         GumihoConfig.from_target(LlamaConfig(), num_heads=3)

@@ -203,16 +203,16 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
     """Returns the fields of the drafter's Llama config that follow from the target's text config."""
     _check_derivable(target, overrides)
     # Decoders that project their output (OPT 350M) hand the drafter states of the embedding's size.
-    hidden_size = overrides.get("hidden_size") or getattr(target, "word_embed_proj_dim", None) or target.hidden_size
+    hidden_size = overrides.get("hidden_size") or _field(target, "word_embed_proj_dim") or target.hidden_size
     # Targets without attention (Mamba, RWKV) have no heads to copy.
-    target_heads = getattr(target, "num_attention_heads", None) or max(hidden_size // HEAD_DIM, 1)
+    target_heads = _field(target, "num_attention_heads") or max(hidden_size // HEAD_DIM, 1)
     num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target_heads)
-    num_kv_heads = _divisor_up_to(num_heads, getattr(target, "num_key_value_heads", None) or num_heads)
+    num_kv_heads = _divisor_up_to(num_heads, _field(target, "num_key_value_heads") or num_heads)
     intermediate_size = next(
         (
             size
             for name in ("intermediate_size", "ffn_dim", "n_inner")
-            if isinstance(size := getattr(target, name, None), int) and size > 0
+            if isinstance(size := _field(target, name), int) and size > 0
         ),
         4 * hidden_size,
     )
@@ -227,12 +227,20 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
         "tie_word_embeddings": False,
     }
     for name in ("max_position_embeddings", "rms_norm_eps"):
-        if getattr(target, name, None) is not None:
-            fields[name] = getattr(target, name)
+        if (value := _field(target, name)) is not None:
+            fields[name] = value
     # Also where the target has none: both models share a tokenizer.
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields[name] = getattr(target, name, None)
     return fields
+
+
+def _field(config: PreTrainedConfig, name: str) -> Any:
+    """Returns a field of a config, `None` where it has none, and the largest value where each layer has its own."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return max(getattr(layer, name) for layer in config.per_layer_config)
 
 
 def _check_derivable(target: PreTrainedConfig, overrides: dict[str, Any]) -> None:
@@ -250,7 +258,8 @@ def _check_derivable(target: PreTrainedConfig, overrides: dict[str, Any]) -> Non
         raise ValueError(
             f"{name} has an embedding of width {width} and states of width {target.hidden_size}. A Gumiho drafter "
             f"fuses a token's embedding with a state of the same width, so it needs a target whose embedding is not "
-            f"factorised."
+            f"factorised. For this one, generate with `prompt_lookup_num_tokens`, or with a smaller model of the same "
+            f"vocabulary as `assistant_model`."
         )
 
 
@@ -263,7 +272,8 @@ def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
     """Returns the target's rotary parameters where a Llama layer understands them, else only their base."""
     parameters = getattr(target, "rope_parameters", None) or {}
     # Models with two kinds of attention nest one set of parameters per kind.
-    parameters = parameters.get("full_attention", parameters)
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    parameters = parameters.get("full_attention") or (nested[0] if nested else parameters)
     if (
         parameters.get("rope_type", "default") in _TRANSFERABLE_ROPE_TYPES
         and "partial_rotary_factor" not in parameters

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..tree.verification import AcceptedPath
-from .cache_moving import CONVERTIBLE_LAYERS
+from .chain_layers import KeptLayer, is_croppable, num_entries
 from .verification_cache import VerificationCache
 
 
@@ -29,8 +29,7 @@ class ChainCache(VerificationCache):
         self._cache = cache
         self._length = length
         self._batch_size = batch_size
-        # Other layers, and subclasses of these, may keep more than keys and values.
-        self._is_croppable = all(type(layer) in CONVERTIBLE_LAYERS for layer in cache.layers)
+        self._is_croppable = all(is_croppable(layer) for layer in cache.layers)
         self._kept: list[KeptLayer] | None = None
         self._starts: list[int] = []  # entries of each layer before the newest pass
         self._pending: torch.Tensor | None = None
@@ -68,7 +67,7 @@ class ChainCache(VerificationCache):
         self._settle()
         if not self._is_croppable and self._kept is None:
             self._kept = [KeptLayer(layer) for layer in self._cache.layers]
-        self._starts = [_num_entries(layer) for layer in self._cache.layers]
+        self._starts = [num_entries(layer) for layer in self._cache.layers]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
         self._tokens = nodes if self._pending is None else torch.cat((self._pending, nodes), dim=1)
         return self._tokens
@@ -100,7 +99,7 @@ class ChainCache(VerificationCache):
         if self._is_croppable:
             for layer, start in zip(self._cache.layers, self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
-                    layer.crop(min(start + self._num_accepted - _num_entries(layer), 0))
+                    layer.crop(min(start + self._num_accepted - num_entries(layer), 0))
             return
         if self._num_accepted == tokens.shape[1]:
             self._kept = self._pending = None
@@ -113,63 +112,3 @@ class ChainCache(VerificationCache):
         for layer in self._cache.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.record_past = record_past
-
-
-class KeptLayer:
-    """
-    What a layer of a cache holds now. Keys and values that only grow are not copied, and those of a sliding window
-    are never written in place, so that it is enough to hold on to them.
-
-    Args:
-        layer: Any layer of a cache.
-    """
-
-    def __init__(self, layer: Any):
-        self.layer = layer
-        self._num_entries = _num_entries(layer)
-        self._grows = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
-        self._fields = {
-            name: value if _is_entries(layer, name) else _copy(value)
-            for name, value in vars(layer).items()
-            if not (self._grows and _is_entries(layer, name))
-        }
-
-    def put_back(self) -> None:
-        """Makes the layer hold this again. May be called any number of times."""
-        now = vars(self.layer)
-        for name, value in self._fields.items():
-            now[name] = value if _is_entries(self.layer, name) else _put_back(now[name], value)
-        if self._grows and self.layer.keys is not None:
-            self.layer.keys = self.layer.keys[..., : self._num_entries, :]
-            self.layer.values = self.layer.values[..., : self._num_entries, :]
-
-
-def _is_entries(layer: Any, name: str) -> bool:
-    return isinstance(layer, DynamicLayer) and name in ("keys", "values")
-
-
-def _num_entries(layer: Any) -> int:
-    """Returns how many tokens a layer has read; 0 where it does not count them."""
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        return layer.cumulative_length
-    keys = getattr(layer, "keys", None)
-    return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
-
-
-def _copy(value: Any) -> Any:
-    """Returns a copy in memory of its own of a tensor, or of all tensors in a container."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return type(value)((name, _copy(item)) for name, item in value.items())
-    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
-
-
-def _put_back(now: Any, value: Any) -> Any:
-    """Returns `value` again, in the memory of `now` where that has its shape, as compiled functions may know it."""
-    if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-        fits = (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
-        return now.copy_(value) if fits else value.clone()
-    if isinstance(value, dict) and isinstance(now, dict):
-        return type(value)((name, _put_back(now.get(name), item)) for name, item in value.items())
-    return _copy(value)

@@ -21,8 +21,9 @@ NUM_PADDED = 2
 # In float32, where rounding was measured to make up to 2e-5 in small random models, and a wrong state 4e-3 or more.
 TOLERANCE = 3e-4
 
-# What was measured, by class, config and kind of batch. A config alone says which code runs.
+# What was measured, by class, config and kind of batch: a config says which code runs. The oldest goes first.
 _measured: dict[tuple[Any, ...], tuple[float, float]] = {}
+MAX_MEASURED = 64
 
 
 def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | None) -> None:
@@ -43,7 +44,16 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     implementation = attention_implementation(config.get_text_config(decoder=True))
     key = (type(target), config.to_json_string(), implementation, target.dtype, is_padded)
     if key not in _measured:
-        _measured[key] = _measure(target, is_padded)
+        try:
+            measured = _measure(target, is_padded)
+        except (RuntimeError, TypeError, IndexError, AssertionError) as error:
+            raise ValueError(
+                f"{type(target).__name__} cannot verify drafts{' in a padded batch' if is_padded else ''}: running "
+                f"several tokens at once behind its cache fails ({error}). Generate without `assistant_model`."
+            ) from error
+        while len(_measured) >= MAX_MEASURED:
+            _measured.pop(next(iter(_measured), None), None)
+        _measured[key] = measured
     difference, tolerance = _measured[key]
     # Not the other way round: nothing is less than not-a-number.
     if not difference <= tolerance:

@@ -45,11 +45,13 @@ class TargetStates:
 def find_decoder(target: PreTrainedModel) -> nn.Module:
     """
     Returns the module that ends with the final norm. `get_decoder` returns the whole target where its class names
-    another module than it has (Llama 4 without images); then its only submodel is the one.
+    another module than it has (Llama 4 without images), and the output head where that is called so (ModernBERT's
+    decoder); then its only submodel is the one.
     """
     decoder = target.get_decoder()
     submodels = [module for module in target.children() if isinstance(module, PreTrainedModel)]
-    return submodels[0] if decoder is target and len(submodels) == 1 else decoder
+    is_other = decoder is target or decoder is target.get_output_embeddings()
+    return submodels[0] if is_other and len(submodels) == 1 else decoder
 
 
 class FeatureReader:

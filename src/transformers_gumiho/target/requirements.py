@@ -6,28 +6,16 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import (
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
 from transformers.generation import GenerationMode
 
 from ..internals import attention_implementation, cache_argument, is_stateful, keeps_dynamic_cache
 from ..model.modeling_gumiho import GumihoModel
-from .cache_moving import CONVERTIBLE_LAYERS, is_convertible
+from .cache_moving import is_convertible
+from .chain_layers import can_be_taken_back
 
 
 # Kinds of attention whose mask a tree can be written into.
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
-# Layers of a cache from which a chain can be taken back. Others may do at the end of a window what trying a few tokens
-# does not show.
-STATE_LAYERS = (
-    *CONVERTIBLE_LAYERS,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
 # Attention implementations that take an arbitrary float mask.
 MASKED_IMPLEMENTATIONS = ("eager", "sdpa")
 
@@ -123,6 +111,10 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
             "does not take the positions of its tokens from `position_ids` (ALiBi-style attention counts them "
             "itself), so the branches of a draft tree cannot share positions"
         )
+    if getattr(config, "cross_attention_layers", None):
+        return (
+            "has layers that attend to an image instead of the text, whose keys and values a tree cannot be added to"
+        )
     if "local" in getattr(config, "attention_layers", ()):
         return "cuts its local attention windows by cache slot, not by the attention mask"
     return None
@@ -131,14 +123,8 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
 def check_target(target: PreTrainedModel) -> None:
     """Raises `ValueError` for a target that can verify neither draft trees nor chains."""
     name = type(target).__name__
-    config = target.config.get_text_config(decoder=True)
     if target.config.is_encoder_decoder:
         raise ValueError(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
-    if getattr(config, "cross_attention_layers", None):
-        raise ValueError(
-            f"{name} has layers that attend to an image instead of the text, whose keys and values a draft tree has "
-            f"no place for. Generate without `assistant_model`."
-        )
     check_attention(target)
     takes_cache = cache_argument(target) in inspect.signature(target.forward).parameters
     if not takes_cache or not keeps_dynamic_cache(target):
@@ -210,13 +196,13 @@ def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new
 
 def check_cache(target: PreTrainedModel, cache: Any) -> None:
     """Raises `ValueError` for a cache that drafts of the target cannot be verified against."""
-    kinds = {type(layer) for layer in getattr(cache, "layers", [])}
+    layers = getattr(cache, "layers", [])
     is_offloaded = getattr(cache, "offloading", False)
     if verification_kind(target) == "chain":
         is_usable = isinstance(cache, DynamicCache) and not is_offloaded
     else:
         is_usable = is_convertible(cache)
-    if is_usable and (unknown := sorted(kind.__name__ for kind in kinds if kind not in STATE_LAYERS)):
+    if is_usable and (unknown := sorted({type(layer).__name__ for layer in layers if not can_be_taken_back(layer)})):
         raise ValueError(
             f"{type(target).__name__} keeps {', '.join(unknown)} in its cache, of which it is not known how drafts "
             f"are taken back. Generate without `assistant_model`."
@@ -224,7 +210,7 @@ def check_cache(target: PreTrainedModel, cache: Any) -> None:
     if not is_usable:
         raise ValueError(
             f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
-            f"{type(cache).__name__} with layers {sorted(kind.__name__ for kind in kinds)}"
+            f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}"
             f"{' and offloading' if is_offloaded else ''}. "
             f"Pass `{cache_argument(target)}=DynamicCache(config=target.config)`, or none; for fixed shapes set "
             f"`cache_implementation='static'` instead of passing a cache."

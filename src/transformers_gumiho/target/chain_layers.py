@@ -1,0 +1,118 @@
+"""The layers of a target's own cache: which of them drafts can be taken back from, and how."""
+
+from typing import Any
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from .cache_moving import CONVERTIBLE_LAYERS
+
+
+STATE_LAYERS = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+
+# Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4) is imported.
+COMPRESSED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
+
+
+def can_be_taken_back(layer: Any) -> bool:
+    """
+    Whether it is known how drafts are taken back from a layer. Others, and subclasses of these, may keep more, and may
+    do at the end of a window what trying a few tokens does not show.
+    """
+    return is_croppable(layer) or type(layer) in STATE_LAYERS or is_compressed(layer)
+
+
+def is_croppable(layer: Any) -> bool:
+    """Whether a layer can be cropped to fewer tokens."""
+    return type(layer) in CONVERTIBLE_LAYERS or type(layer) is DynamicIndexedLayer
+
+
+def is_compressed(layer: Any) -> bool:
+    """Whether a layer compresses what lies behind a window. All it holds is replaced, and never written in place."""
+    return any(type(layer) is cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in COMPRESSED_KINDS)
+
+
+def num_entries(layer: Any) -> int:
+    """Returns how many tokens a layer has read; 0 where it does not count them."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return layer.cumulative_length
+    keys = getattr(layer, "keys", None)
+    return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+
+
+class KeptLayer:
+    """
+    What a layer of a cache holds now. What only grows is not copied, and what is never written in place (keys and
+    values of a sliding window, what is compressed) is held on to.
+
+    Args:
+        layer: Any layer of a cache.
+
+    Attributes:
+        held: What has to be put back, by its name in the layer.
+    """
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self._num_entries = num_entries(layer)
+        self._is_cropped = is_croppable(layer) and not isinstance(layer, DynamicSlidingWindowLayer)
+        self._grows = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+        self._is_replaced = is_compressed(layer)
+        self.held = {
+            name: self._hold(name, value)
+            for name, value in vars(layer).items()
+            if not (self._is_cropped or (self._grows and _is_entries(layer, name)))
+        }
+
+    def _hold(self, name: str, value: Any) -> Any:
+        if self._is_replaced:
+            return dict(value) if isinstance(value, dict) else value
+        return value if _is_entries(self.layer, name) else _copy(value)
+
+    def put_back(self) -> None:
+        """Makes the layer hold this again. May be called any number of times."""
+        now = vars(self.layer)
+        for name, value in self.held.items():
+            is_held = self._is_replaced or _is_entries(self.layer, name)
+            now[name] = self._hold(name, value) if is_held else _put_back(now[name], value)
+        if self._is_cropped:
+            self.layer.crop(min(self._num_entries - num_entries(self.layer), 0))
+        elif self._grows and self.layer.keys is not None:
+            self.layer.keys = self.layer.keys[..., : self._num_entries, :]
+            self.layer.values = self.layer.values[..., : self._num_entries, :]
+
+
+def _is_entries(layer: Any, name: str) -> bool:
+    return isinstance(layer, DynamicLayer) and name in ("keys", "values")
+
+
+def _copy(value: Any) -> Any:
+    """Returns a copy in memory of its own of a tensor, or of all tensors in a container."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return type(value)((name, _copy(item)) for name, item in value.items())
+    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
+
+
+def _put_back(now: Any, value: Any) -> Any:
+    """Returns `value` again, in the memory of `now` where that has its shape, as compiled functions may know it."""
+    if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+        fits = (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
+        return now.copy_(value) if fits else value.clone()
+    if isinstance(value, dict) and isinstance(now, dict):
+        return type(value)((name, _put_back(now.get(name), item)) for name, item in value.items())
+    return _copy(value)
