@@ -2,7 +2,7 @@
 The entry point through which vLLM learns of Gumiho drafters.
 
 Every process of every vLLM calls [`register`], with a drafter or without one. So it stands outside the package, whose
-import takes seconds, and only writes down what is to be imported where a Gumiho drafter is asked for.
+import takes its time and changes `generate()`, and only notes what to import where a Gumiho drafter is asked for.
 """
 
 import functools
@@ -94,7 +94,7 @@ def _say_once(message: str) -> None:
 def _read_configs_of_drafters(refusal: str | None) -> None:
     """Makes vLLM read the configs of Gumiho drafters by this package, or refuse them for the reason given."""
     # Where it is called, not where it is defined: vLLM imports the function by its name.
-    module = importlib.import_module("vllm.config.model")
+    module: Any = importlib.import_module("vllm.config.model")
     plain = module.get_config
     if hasattr(plain, "reads_gumiho"):
         return
@@ -113,7 +113,7 @@ def _read_configs_of_drafters(refusal: str | None) -> None:
 
 
 def is_drafter(model: Any, revision: str | None = None) -> bool:
-    """Returns whether a name or folder that vLLM is given is that of a Gumiho drafter, without importing the package."""
+    """Returns whether a name or folder that vLLM is given is that of a Gumiho drafter."""
     fields = _config_fields(model, revision)
     if fields.get("model_type") == "gumiho":
         return True

@@ -90,8 +90,8 @@ def _draft_vocabulary(model: Any, config: GumihoConfig, options: dict[str, Any])
     vocab_size = config.get_text_config().vocab_size
     if vocabulary is not None and (fault := find_fault(vocabulary, vocab_size)):
         raise ValueError(
-            f"In the generation_config.json of {str(model)!r}, `draft_vocabulary` must be a list of distinct token ids "
-            f"from 0 to {vocab_size - 1}, but {fault}."
+            f"In the generation_config.json of {str(model)!r}, `draft_vocabulary` must be a list of distinct token "
+            f"ids from 0 to {vocab_size - 1}, but {fault}."
         )
     return vocabulary
 

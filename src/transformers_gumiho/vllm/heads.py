@@ -44,7 +44,9 @@ class BatchedHeads(nn.Module):
 
     def forward(self, path_inputs: torch.Tensor) -> torch.Tensor:
         """Maps the fused inputs of `n` chains, `(n, S * H)`, to the features of all heads, `(n, P, H)`."""
-        weights = [(weight.transpose(1, 2), bias[:, None]) for weight, bias in zip(self.weight, self.bias, strict=True)]
+        weights = [
+            (weight.transpose(1, 2), bias[:, None]) for weight, bias in zip(self.weight, self.bias, strict=True)
+        ]
         return run_batched_heads(weights, path_inputs[None], self.num_heads)[0].transpose(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""The drafter as a model of vLLM: its serial head is an EAGLE head of Llama layers, with the parallel heads next to it."""
+"""The drafter as a model of vLLM: an EAGLE head of Llama layers as the serial head, and the parallel heads."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -92,7 +92,8 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         AutoWeightsLoader(self).load_weights(self._for_serial_head(weights, seen))
         if missing := sorted(expected_names(self.config, self.chain) - seen):
             raise ValueError(
-                f"The checkpoint of the Gumiho drafter lacks {', '.join(missing)}. Check that its config belongs to it."
+                f"The checkpoint of the Gumiho drafter lacks {', '.join(missing)}. Check that its config belongs "
+                f"to it."
             )
 
     def _for_serial_head(

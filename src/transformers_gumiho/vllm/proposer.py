@@ -41,7 +41,7 @@ class GumihoProposer(EagleProposer):
             return tokens
         features = self.model.draft_in_parallel(torch.stack(self._tokens, 1), torch.stack(self._features, 1))
         features = features[:, : chain.num_heads]
-        serial_probs = self._last_draft_probs
+        serial_probs: Any = self._last_draft_probs
         later, probs = super()._sample_draft_tokens(features.flatten(0, 1), self._sampling_metadata)
         if probs is not None:
             probs = probs.view(*features.shape[:2], -1)

@@ -1,0 +1,126 @@
+"""The demo pair in vLLM: the texts of vLLM without a drafter, from the chains that transformers drafts."""
+
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import SamplingParams
+from vllm_engine import (
+    DEMO_DRAFTER,
+    DEMO_TARGET,
+    demo_prompts,
+    drafter_of,
+    drafting_with,
+    engine,
+    metric,
+    recorded_chains,
+    write_texts,
+)
+
+from transformers_gumiho import GumihoCandidateGenerator, GumihoModel
+
+
+NUM_TOKENS = 24
+PROMPTS = demo_prompts()[:24]
+# Longer than a step of the engine takes, and than a block of its cache.
+LONG_PROMPT = "".join(demo_prompts()[24:28])[:500]
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> list[list[int]]:
+    """The texts of vLLM without a drafter."""
+    with engine(DEMO_TARGET) as llm:
+        return write_texts(llm, [*PROMPTS, LONG_PROMPT], NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def llm(plain_texts: list[list[int]]) -> Iterator[Any]:
+    # A cache for fewer tokens than eight requests write: some are put off in the middle, and go on later.
+    with engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 7), num_gpu_blocks_override=12) as llm:
+        yield llm
+
+
+def test_texts_are_those_without_a_drafter(llm: Any, plain_texts: list[list[int]]) -> None:
+    assert type(drafter_of(llm)).__name__ == "GumihoProposer"
+    assert write_texts(llm, PROMPTS, NUM_TOKENS) == plain_texts[: len(PROMPTS)]
+    assert metric(llm, "num_preemptions") > 0
+    drafts, accepted = metric(llm, "spec_decode_num_drafts"), metric(llm, "spec_decode_num_accepted_tokens")
+    # The serial head alone would not come so far.
+    assert 1 + accepted / drafts > 3
+    assert all(count > 0 for count in metric(llm, "spec_decode_num_accepted_tokens_per_pos"))
+
+
+def test_prompts_in_pieces_and_cached_prefixes_change_nothing(llm: Any, plain_texts: list[list[int]]) -> None:
+    for _ in range(2):
+        (output,) = llm.generate(
+            [LONG_PROMPT], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), use_tqdm=False
+        )
+        assert len(output.prompt_token_ids) > 100
+        assert list(output.outputs[0].token_ids) == plain_texts[-1]
+    assert output.num_cached_tokens >= 64
+
+
+def test_requests_that_are_aborted_leave_the_others_alone(llm: Any, plain_texts: list[list[int]]) -> None:
+    settings = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    # Those of `LLM` have numbers of their own, which the engine goes on counting.
+    for index, prompt in enumerate(PROMPTS[:6]):
+        llm.llm_engine.add_request(f"aborted-{index}", prompt, settings)
+    done: dict[str, list[int]] = {}
+    for step in range(200):
+        if step == 4:
+            llm.llm_engine.abort_request(["aborted-0", "aborted-3"])
+        for output in llm.llm_engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+    kept = {f"aborted-{index}": plain_texts[index] for index in (1, 2, 4, 5)}
+    assert {name: tokens for name, tokens in done.items() if name in kept} == kept
+
+
+def test_chains_are_those_of_transformers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    gumiho = GumihoModel.from_pretrained(DEMO_DRAFTER, dtype=torch.float32)
+    gumiho.generation_config.update(branching_factor=1, num_assistant_tokens=7)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
+    drafted: list[list[int]] = []
+    draft_tree = GumihoCandidateGenerator.draft_tree
+
+    def recording(self: GumihoCandidateGenerator, committed: Any) -> Any:
+        tree = draft_tree(self, committed)
+        drafted.append(tree.tokens[0, 1:].tolist())
+        return tree
+
+    monkeypatch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
+    for prompt in PROMPTS[:3]:
+        drafted.clear()
+        inputs = tokenizer(prompt, return_tensors="pt")
+        target.generate(
+            **inputs, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, assistant_model=gumiho
+        )
+        with recorded_chains(llm) as steps:
+            write_texts(llm, [prompt], NUM_TOKENS)
+        chains = [chains[0] for chains in steps]
+        # A prompt in pieces is drafted after for each piece; the first cycle is the last of these.
+        chains = chains[-len(drafted) :] if len(chains) > len(drafted) else chains
+        alike = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chains, drafted, strict=False))))
+        assert len(drafted) > 3
+        # vLLM also drafts after a step that was the last.
+        assert alike >= len(drafted) - 1, (chains, drafted)
+
+
+def test_more_tokens_than_were_trained_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"`num_speculative_tokens` is 8.*at most 7 tokens: 2 serial ones"),
+        engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 8)),
+    ):
+        pass
+
+
+def test_a_drafter_is_no_target() -> None:
+    with pytest.raises(ValueError, match="is a Gumiho drafter, which cannot write texts"), engine(DEMO_DRAFTER):
+        pass
