@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "benchmarking": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "metrics"},
     "tuning": {"internals", "tree", "model", "target", "losses", "drafting", "decoding", "measuring"},
     "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring"},
+    "vllm": {"model"},
     "custom_generation": {"internals", "model", "target"},
     "__init__": {"internals", "model", "drafting", "decoding"},
     "cli": {"internals", "benchmarking", "presenting", "tuning"},
