@@ -2,8 +2,8 @@
 
     python benchmarks/measure_vllm.py --output vllm.json
 
-For each way of drafting it starts a server, sends prompts at each concurrency, and writes a row: tokens per second, time
-to the first token, time per token, and of the drafts the acceptance length and the share that is accepted at each
+For each way of drafting it starts a server, sends prompts at each concurrency, and writes a row: tokens per second,
+time to the first token, time per token, and of the drafts the acceptance length and the share that is accepted at each
 position. Run it on a machine that does nothing else, with vLLM and pandas installed. The ways are vLLM without a
 drafter, its n-gram method, and Gumiho's chains.
 """

@@ -146,11 +146,13 @@ def exact_distribution(target: PreTrainedModel, prompt: list[int], temperature: 
     return joint
 
 
-def expand_on_a_cpu(x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, *replace: Any) -> torch.Tensor:
+def expand_on_a_cpu(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
     """What vLLM's function of this kind should do; on a CPU without Triton, its result for floats is lost."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     expanded = x.repeat_interleave(counts.long(), output_size=num_tokens)
-    return expanded.masked_fill(expanded == replace[0], replace[1]) if replace else expanded
+    return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
