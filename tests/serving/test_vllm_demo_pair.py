@@ -19,8 +19,9 @@ from vllm_engine import (
     recorded_chains,
     write_texts,
 )
+from vllm_pairs import transformers_chains
 
-from transformers_gumiho import GumihoCandidateGenerator, GumihoConfig, GumihoModel
+from transformers_gumiho import GumihoConfig, GumihoModel
 
 
 NUM_TOKENS = 24
@@ -91,23 +92,11 @@ def test_requests_that_are_aborted_leave_the_others_alone(llm: Any, plain_texts:
 def test_chains_are_those_of_transformers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     gumiho = GumihoModel.from_pretrained(DEMO_DRAFTER, dtype=torch.float32)
-    gumiho.generation_config.update(branching_factor=1, num_assistant_tokens=7)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
-    drafted: list[list[int]] = []
-    draft_tree = GumihoCandidateGenerator.draft_tree
-
-    def recording(self: GumihoCandidateGenerator, committed: Any) -> Any:
-        tree = draft_tree(self, committed)
-        drafted.append(tree.tokens[0, 1:].tolist())
-        return tree
-
-    monkeypatch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
-    for prompt in PROMPTS[:3]:
-        drafted.clear()
-        inputs = tokenizer(prompt, return_tensors="pt")
-        target.generate(
-            **inputs, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, assistant_model=gumiho
-        )
+    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS[:3]]
+    for prompt, drafted in zip(
+        prompts, transformers_chains(target, gumiho, prompts, 7, NUM_TOKENS, monkeypatch), strict=True
+    ):
         with recorded_chains(llm) as steps:
             write_texts(llm, [prompt], NUM_TOKENS)
         chains = [chains[0] for chains in steps]
