@@ -5,15 +5,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm_engine import DEMO_DRAFTER, DEMO_TARGET
-from vllm_pairs import UNSURE_FIELDS, exact_distribution, make_gumiho, p_value, transformers_chains, write_target
+from vllm_pairs import transformers_chains
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.vllm.chain import Chain
+from transformers_gumiho.vllm.speculator import GumihoSpeculator
 
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "vllm_interpreted.py"
@@ -39,13 +43,37 @@ def test_texts_and_chains_are_those_of_transformers(monkeypatch: pytest.MonkeyPa
     assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
 
 
-def test_sampled_texts_have_the_distribution_of_the_target(tmp_path: Path) -> None:
-    target = write_target(tmp_path / "target", LlamaConfig(**UNSURE_FIELDS, vocab_size=6))
-    make_gumiho(target).save_pretrained(tmp_path / "gumiho")
-    found = run(
-        tmp_path / "target", tmp_path / "gumiho", 4, prompts=[[1, 2, 3]] * 64, max_tokens=3, rounds=8,
-        speculative={"draft_sample_method": "probabilistic"}, sampling={"temperature": 1.0, "detokenize": False},
-        engine={"skip_tokenizer_init": True, "max_num_seqs": 64, "max_num_batched_tokens": 512},
+def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draw has the key of its own position, and its logits are kept in its own column."""
+    drawn: list[tuple[list[int], int, list[float]]] = []
+
+    def sample(self: Any, features: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        step = args[3]
+        drawn.append((positions.tolist(), int(step), features[:, 0].tolist()))
+        return torch.full((len(features),), 10 + int(step))
+
+    monkeypatch.setattr(EagleSpeculator, "sample_draft", sample)
+    speculator = object.__new__(GumihoSpeculator)
+    read: list[torch.Tensor] = []
+
+    def draft_in_parallel(tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        read.extend((tokens.clone(), features.clone()))
+        return torch.arange(4.0).view(2, 2, 1).expand(2, 2, 3)
+
+    vars(speculator).update(
+        model=SimpleNamespace(draft_in_parallel=draft_in_parallel, drafting_head=None), dtype=torch.float32,
+        draft_logits=torch.zeros(4, 4, 8), draft_tokens=torch.zeros(4, 4, dtype=torch.long), temperature=None,
+        seeds=None, idx_mapping=torch.arange(4), current_draft_step=torch.tensor(1),
+        _serial_features=torch.zeros(2, 4, 3), _first_positions=torch.zeros(4, dtype=torch.long),
     )  # fmt: skip
-    assert len(found["texts"]) == 512
-    assert p_value(found["texts"], exact_distribution(target, [1, 2, 3], 1.0, 1.0)) > 1e-4
+    for step in range(2):
+        features, positions = torch.full((2, 3), 5.0 + step), torch.tensor([20, 30]) + step
+        speculator.draft_tokens[:2, step] = speculator.sample_draft(
+            features, positions, None, None, None, torch.tensor(step), speculator.draft_logits
+        )
+    speculator._draft_in_parallel(2, Chain(2, 2))
+    assert [(positions, step) for positions, step, _ in drawn] == [([20 + i, 30 + i], i) for i in range(4)]
+    assert [features for *_, features in drawn[2:]] == [[0.0, 2.0], [1.0, 3.0]]
+    assert read[0].tolist() == [[10, 11], [10, 11]]
+    assert read[1][:, :, 0].tolist() == [[5.0, 6.0], [5.0, 6.0]]
+    assert speculator.draft_tokens[:2].tolist() == [[10, 11, 12, 13]] * 2

@@ -18,6 +18,9 @@ class GumihoProposer(EagleProposer):
     The arguments are those of `EagleProposer`.
     """
 
+    # Of the base class: the probabilities `(n, tokens, V)` that the tokens were drawn by, where they were drawn.
+    _last_draft_probs: torch.Tensor | None
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
         # Of the chain that is being drafted: each serial token, and the feature that it is drafted from.
@@ -41,9 +44,9 @@ class GumihoProposer(EagleProposer):
             return tokens
         features = self.model.draft_in_parallel(torch.stack(self._tokens, 1), torch.stack(self._features, 1))
         features = features[:, : chain.num_heads]
-        serial_probs: Any = self._last_draft_probs
+        serial_probs = self._last_draft_probs
         later, probs = super()._sample_draft_tokens(features.flatten(0, 1), self._sampling_metadata)
-        if probs is not None:
+        if probs is not None and serial_probs is not None:
             probs = probs.view(*features.shape[:2], -1)
             self._last_draft_probs = torch.cat((serial_probs, probs), dim=1)
         return torch.cat((tokens, later.view(features.shape[:2])), dim=1)
