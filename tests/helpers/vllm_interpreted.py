@@ -4,9 +4,9 @@ is imported.
 
     python vllm_interpreted.py TARGET DRAFTER NUM_TOKENS SETTINGS
 
-SETTINGS is JSON: `prompts` of token ids, which are continued greedily, and `max_tokens`. (The interpreter does not know
-all that vLLM's kernels for other draws use.) The last line that is written is JSON: the class that drafts, the texts,
-and the chains of each step.
+SETTINGS is JSON: `prompts` of token ids, which are continued greedily, and `max_tokens`. (Not all that vLLM's kernels
+for other draws use is known to the interpreter.) The last line that is written is JSON: the class that drafts, the
+texts, and the chains of each step.
 """
 
 import json
