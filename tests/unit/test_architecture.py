@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "tuning": {"internals", "tree", "model", "target", "losses", "drafting", "decoding", "measuring"},
     "pairs": set(),
     "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "pairs"},
+    "vllm": {"model"},
     "custom_generation": {"internals", "model", "target"},
     "__init__": {"internals", "model", "drafting", "decoding"},
     "user_errors": set(),

@@ -1,6 +1,7 @@
 """The parallel heads' transitions in drafting: for pairs of candidate tokens alone."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -31,7 +32,7 @@ class DraftTransitions:
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         token_ids: torch.Tensor | None,
     ):
-        heads = list(model.transition or ())
+        heads: list[Any] = list(model.transition or ())
         embedding = model.embed_tokens.weight
         drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
         up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2)  # (P, rank, H)

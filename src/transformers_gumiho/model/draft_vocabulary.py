@@ -71,7 +71,7 @@ def adopt_released_vocabulary(
         ValueError: The checkpoint carries several vocabularies, or one that does not fit the drafter.
     """
     unexpected = set(unexpected_keys)
-    keys = sorted(key for key in unexpected if _plain_name(key) in (_TOKEN_MAP, _OFFSETS))
+    keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if not keys:
         return unexpected
     if len(keys) > 1:
@@ -84,8 +84,8 @@ def adopt_released_vocabulary(
         entry = _read_entry(name_or_path, key, options)
         if entry is None:
             return unexpected
-        generation_config.draft_vocabulary = _token_ids(key, entry, vocab_size, name_or_path)
-    redundant = {other for other in unexpected if _plain_name(other) == _MEMBERSHIP}
+        generation_config.draft_vocabulary = entry_token_ids(key, entry, vocab_size, name_or_path)
+    redundant = {other for other in unexpected if is_vocabulary_mask(other)}
     return unexpected - {key} - (redundant if _plain_name(key) == _OFFSETS else set())
 
 
@@ -93,8 +93,23 @@ def _plain_name(key: str) -> str:
     return re.sub(r"^(?:model\.){1,2}", "", key)
 
 
-def _token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) -> list[int]:
-    """Returns the token ids that a checkpoint's entry stands for."""
+def is_vocabulary_entry(key: str) -> bool:
+    """Returns whether a checkpoint's entry of this name is a draft vocabulary."""
+    return _plain_name(key) in (_TOKEN_MAP, _OFFSETS)
+
+
+def is_vocabulary_mask(key: str) -> bool:
+    """Returns whether a checkpoint's entry of this name tells a draft vocabulary again, as a mask."""
+    return _plain_name(key) == _MEMBERSHIP
+
+
+def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) -> list[int]:
+    """
+    Returns the token ids that a checkpoint's entry stands for.
+
+    Raises:
+        ValueError: It does not name distinct token ids of the vocabulary.
+    """
     values, where = torch.as_tensor(entry), f"In the checkpoint {str(name_or_path)!r}, `{key}`"
     if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError(

@@ -43,7 +43,8 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     config = target.config
     implementation = attention_implementation(config.get_text_config(decoder=True))
     key = (type(target), config.to_json_string(), implementation, target.dtype, is_padded)
-    if key not in _measured:
+    measured = _measured.get(key)
+    if measured is None:
         try:
             measured = _measure(target, is_padded)
         except (RuntimeError, TypeError, IndexError, AssertionError) as error:
@@ -52,9 +53,9 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
                 f"several tokens at once behind its cache fails ({error}). Generate without `assistant_model`."
             ) from error
         while len(_measured) >= MAX_MEASURED:
-            _measured.pop(next(iter(_measured), None), None)
+            _measured.pop(next(iter(_measured)), None)
         _measured[key] = measured
-    difference, tolerance = _measured[key]
+    difference, tolerance = measured
     # Not the other way round: nothing is less than not-a-number.
     if not difference <= tolerance:
         raise ValueError(

@@ -1,0 +1,45 @@
+"""How many tokens a drafter drafts in vLLM, where a draft is one chain."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Chain:
+    """
+    The parts of a chain of `num_tokens` tokens.
+
+    Attributes:
+        num_serial_tokens: Tokens from the serial head, one pass each.
+        num_heads: Tokens from the parallel heads, all in one pass.
+    """
+
+    num_serial_tokens: int
+    num_heads: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_serial_tokens + self.num_heads
+
+    @classmethod
+    def of_drafter(cls, config: Any, num_tokens: int) -> "Chain":
+        """
+        Args:
+            config: A drafter's; of its fields `num_serial_tokens` and `num_parallel_heads` are read.
+            num_tokens: vLLM's `num_speculative_tokens`.
+
+        Raises:
+            ValueError: The drafter was not trained for so many tokens.
+        """
+        longest = config.num_serial_tokens + config.num_parallel_heads
+        if num_tokens > longest:
+            raise ValueError(
+                f"`num_speculative_tokens` is {num_tokens}, but this Gumiho drafter drafts at most {longest} tokens: "
+                f"{config.num_serial_tokens} serial ones and one for each of its {config.num_parallel_heads} parallel "
+                f"heads. Ask for {longest} or fewer."
+            )
+        serial = min(num_tokens, config.num_serial_tokens)
+        return cls(serial, num_tokens - serial)
+
+
+__all__ = ["Chain"]

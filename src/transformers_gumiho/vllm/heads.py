@@ -1,0 +1,96 @@
+"""The parallel heads and the output head, as vLLM's processes hold them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model.parallel_heads import run_batched_heads
+from .checkpoint import HeadTensor
+
+
+class BatchedHeads(nn.Module):
+    """
+    The first `num_heads` parallel heads, of which every block is one parameter, so that one product serves all heads.
+
+    Args:
+        num_heads: How many there are, `P`.
+        hidden_size: `H`.
+        num_serial_tokens: `S`; the heads read `S * H` numbers.
+        num_residual_blocks: Blocks after the first.
+    """
+
+    def __init__(self, num_heads: int, hidden_size: int, num_serial_tokens: int, num_residual_blocks: int) -> None:
+        super().__init__()
+        widths = [num_serial_tokens * hidden_size] + [hidden_size] * num_residual_blocks
+        self.num_heads = num_heads
+        self.weight = nn.ParameterList(_empty(num_heads, hidden_size, width) for width in widths)
+        self.bias = nn.ParameterList(_empty(num_heads, hidden_size) for _ in widths)
+
+    def load(self, place: HeadTensor, tensor: torch.Tensor) -> None:
+        """
+        Takes a tensor of a checkpoint over.
+
+        Raises:
+            ValueError: It has another shape than its place.
+        """
+        row = getattr(self, place.kind)[place.block].data[place.head]
+        if tensor.shape != row.shape:
+            raise ValueError(
+                f"`mlp.{place.head}.{place.block}.linear.{place.kind}` has the shape {tuple(tensor.shape)}, expected "
+                f"{tuple(row.shape)}. Check that the drafter's config belongs to its weights."
+            )
+        row.copy_(tensor)
+
+    def forward(self, path_inputs: torch.Tensor) -> torch.Tensor:
+        """Maps the fused inputs of `n` chains, `(n, S * H)`, to the features of all heads, `(n, P, H)`."""
+        weights = [
+            (weight.transpose(1, 2), bias[:, None]) for weight, bias in zip(self.weight, self.bias, strict=True)
+        ]
+        return run_batched_heads(weights, path_inputs[None], self.num_heads)[0].transpose(0, 1)
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+class DraftingHead:
+    """
+    The target's output head, cut to the tokens that may be drafted.
+
+    Args:
+        lm_head: That of the target, in the form that vLLM shares with drafters.
+        token_ids (`(K,)`): The tokens.
+    """
+
+    def __init__(self, lm_head: Any, token_ids: torch.Tensor) -> None:
+        self.token_ids = token_ids
+        self._rows = self._bias = None
+        # Of a head that is quantised, or of which each process has a part, the logits are cut instead.
+        if _is_whole_matrix(lm_head):
+            self._rows = lm_head.weight.index_select(0, token_ids)
+            bias = getattr(lm_head, "bias", None)
+            self._bias = None if bias is None else bias.index_select(0, token_ids)
+
+    def best_tokens(self, features: torch.Tensor) -> torch.Tensor | None:
+        """Returns the ids `(n,)` of the best tokens for features `(n, H)`, `None` where the whole head has to run."""
+        if self._rows is None:
+            return None
+        return self.token_ids[nn.functional.linear(features, self._rows, self._bias).argmax(dim=-1)]
+
+    def masked(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns logits `(n, V)` in which no other token can be drawn."""
+        kept = torch.full_like(logits, -torch.inf)
+        kept[:, self.token_ids] = logits[:, self.token_ids]
+        return kept
+
+
+def _is_whole_matrix(lm_head: Any) -> bool:
+    return (
+        getattr(lm_head, "tp_size", 1) == 1
+        and type(getattr(lm_head, "quant_method", None)).__name__.startswith("Unquantized")
+        and isinstance(getattr(lm_head, "weight", None), torch.Tensor)
+    )
+
+
+__all__ = ["BatchedHeads", "DraftingHead"]

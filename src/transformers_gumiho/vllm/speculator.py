@@ -1,0 +1,128 @@
+"""Drafting in vLLM's model runner V2."""
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from .chain import Chain
+from .log import log_drafter
+
+
+class GumihoSpeculator(EagleSpeculator):
+    """
+    Drafts as an EAGLE head does, for the serial tokens, and all later tokens in one pass of the parallel heads.
+
+    What the heads read is written into buffers by the steps of the serial head, so that it is there as well where
+    these were replayed from a captured graph; the heads run after them.
+
+    The arguments are those of `EagleSpeculator`.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._num_serial_tokens = self._chain_of(self.num_speculative_steps).num_serial_tokens
+        self._serial_features = torch.zeros(
+            self._num_serial_tokens, self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device
+        )
+        # The position that the draw of each request's first token is keyed by; the others follow it.
+        self._first_positions = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+
+    def _chain_of(self, num_tokens: int) -> Chain:
+        return Chain.of_drafter(self.draft_model_config.hf_config, num_tokens)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Loads the drafter, and lends it the target's embedding and output head."""
+        super().load_model(target_model)
+        self.model.adopt_output_head()
+        log_drafter(self.model)
+
+    @torch.inference_mode()
+    def propose(
+        self, input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Returns chains `(n, num_speculative_tokens)`; the arguments are those of `EagleSpeculator`."""
+        chain = self._chain_of(
+            self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        )
+        tokens = super().propose(input_batch, *args, num_speculative_tokens=chain.num_serial_tokens, **kwargs)
+        if chain.num_heads:
+            self._draft_in_parallel(input_batch.num_reqs, chain)
+        return tokens
+
+    def _draft_in_parallel(self, num_reqs: int, chain: Chain) -> None:
+        """Writes the tokens of the parallel heads after the serial ones of each request."""
+        first = chain.num_serial_tokens
+        serial_features = self._serial_features[:, :num_reqs].transpose(0, 1)
+        features = self.model.draft_in_parallel(self.draft_tokens[:num_reqs, :first], serial_features)
+        features = features[:, : chain.num_heads]
+        if self.draft_logits is None:
+            tokens = self.model.best_tokens(features.flatten(0, 1))
+            self.draft_tokens[:num_reqs, first : chain.num_tokens] = tokens.view(num_reqs, -1)
+            return
+        for step in range(first, chain.num_tokens):
+            self.draft_tokens[:num_reqs, step] = super().sample_draft(
+                features[:, step - first],
+                self._first_positions[:num_reqs] + step,
+                self.idx_mapping[:num_reqs],
+                self.temperature,
+                self.seeds,
+                torch.full_like(self.current_draft_step, step),
+                self.draft_logits,
+            )
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Drafts one serial token of each request, and keeps the features that it is drafted from."""
+        num_reqs = len(hidden_states)
+        # With the step on the device: a captured graph holds this once for all steps.
+        self._serial_features[:, :num_reqs].index_copy_(0, draft_step.view(1), hidden_states[None].to(self.dtype))
+        self._first_positions[:num_reqs] = sample_src_positions - draft_step
+        if draft_logits is None and self.model.drafting_head is not None:
+            return self.model.best_tokens(hidden_states)
+        return super().sample_draft(
+            hidden_states,
+            sample_src_positions,
+            idx_mapping,
+            temperature,
+            seeds,
+            draft_step,
+            draft_logits,
+            *args,
+            **kwargs,
+        )
+
+    def _generate_fused_drafts(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        num_tokens_across_dp: Any,
+        cudagraph_runtime_mode: Any,
+        num_speculative_steps: int,
+    ) -> None:
+        # Where a graph of all steps is captured, this is called with the length of the whole chain.
+        super()._generate_fused_drafts(
+            num_reqs,
+            num_tokens_padded,
+            attn_metadata,
+            slot_mappings,
+            num_tokens_across_dp,
+            cudagraph_runtime_mode,
+            min(num_speculative_steps, self._num_serial_tokens),
+        )
+
+
+__all__ = ["GumihoSpeculator"]

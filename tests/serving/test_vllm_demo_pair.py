@@ -1,0 +1,124 @@
+"""The demo pair in vLLM: the texts of vLLM without a drafter, from the chains that transformers drafts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from vllm import SamplingParams
+from vllm_engine import (
+    DEMO_DRAFTER,
+    DEMO_TARGET,
+    demo_prompts,
+    drafter_of,
+    drafting_with,
+    engine,
+    metric,
+    recorded_chains,
+    write_texts,
+)
+from vllm_pairs import transformers_chains
+
+from transformers_gumiho import GumihoConfig, GumihoModel
+
+
+NUM_TOKENS = 24
+PROMPTS = demo_prompts()[:16]
+# All of them begin at once, and then outgrow the cache.
+SHORT_PROMPTS = [prompt[:24] for prompt in PROMPTS[:8]]
+# Longer than a step of the engine takes, and than a block of its cache.
+LONG_PROMPT = "".join(demo_prompts()[24:28])[:500]
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> list[list[int]]:
+    """The texts of vLLM without a drafter."""
+    with engine(DEMO_TARGET) as llm:
+        return write_texts(llm, [*PROMPTS, LONG_PROMPT], NUM_TOKENS) + write_texts(llm, SHORT_PROMPTS, 2 * NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def llm(plain_texts: list[list[int]]) -> Iterator[Any]:
+    # A cache for fewer tokens than eight requests write: some are put off in the middle, and go on later.
+    with engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 7), num_gpu_blocks_override=14) as llm:
+        yield llm
+
+
+def test_texts_are_those_without_a_drafter(llm: Any, plain_texts: list[list[int]]) -> None:
+    assert type(drafter_of(llm)).__name__ == "GumihoProposer"
+    assert write_texts(llm, PROMPTS, NUM_TOKENS) == plain_texts[: len(PROMPTS)]
+    drafts, accepted = metric(llm, "spec_decode_num_drafts"), metric(llm, "spec_decode_num_accepted_tokens")
+    # The serial head alone would not come so far.
+    assert 1 + accepted / drafts > 3
+    assert all(count > 0 for count in metric(llm, "spec_decode_num_accepted_tokens_per_pos"))
+
+
+def test_prompts_in_pieces_and_cached_prefixes_change_nothing(llm: Any, plain_texts: list[list[int]]) -> None:
+    for _ in range(2):
+        (output,) = llm.generate(
+            [LONG_PROMPT], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), use_tqdm=False
+        )
+        assert len(output.prompt_token_ids) > 100
+        assert list(output.outputs[0].token_ids) == plain_texts[len(PROMPTS)]
+    assert output.num_cached_tokens >= 64
+
+
+def test_requests_that_are_put_off_in_the_middle_go_on(llm: Any, plain_texts: list[list[int]]) -> None:
+    before = metric(llm, "num_preemptions")
+    assert write_texts(llm, SHORT_PROMPTS, 2 * NUM_TOKENS) == plain_texts[-len(SHORT_PROMPTS) :]
+    assert metric(llm, "num_preemptions") > before
+
+
+def test_requests_that_are_aborted_leave_the_others_alone(llm: Any, plain_texts: list[list[int]]) -> None:
+    settings = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    # Those of `LLM` have numbers of their own, which the engine goes on counting.
+    for index, prompt in enumerate(PROMPTS[:6]):
+        llm.llm_engine.add_request(f"aborted-{index}", prompt, settings)
+    done: dict[str, list[int]] = {}
+    for step in range(200):
+        if step == 4:
+            llm.llm_engine.abort_request(["aborted-0", "aborted-3"])
+        for output in llm.llm_engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        if not llm.llm_engine.has_unfinished_requests():
+            break
+    kept = {f"aborted-{index}": plain_texts[index] for index in (1, 2, 4, 5)}
+    assert {name: tokens for name, tokens in done.items() if name in kept} == kept
+
+
+def test_chains_are_those_of_transformers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    gumiho = GumihoModel.from_pretrained(DEMO_DRAFTER, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
+    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS[:3]]
+    for prompt, drafted in zip(
+        prompts, transformers_chains(target, gumiho, prompts, 7, NUM_TOKENS, monkeypatch), strict=True
+    ):
+        with recorded_chains(llm) as steps:
+            write_texts(llm, [prompt], NUM_TOKENS)
+        chains = [chains[0] for chains in steps]
+        # vLLM drafts after each piece of a prompt, and also after the step that was the last.
+        start = chains.index(drafted[0])
+        assert chains[start : start + len(drafted)] == drafted
+        assert len(drafted) > 3
+
+
+def test_the_auto_classes_give_what_they_give_without_vllm(llm: Any) -> None:
+    assert type(AutoConfig.from_pretrained(DEMO_DRAFTER)) is GumihoConfig
+    assert type(AutoModel.from_pretrained(DEMO_DRAFTER)) is GumihoModel
+
+
+def test_more_tokens_than_were_trained_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"`num_speculative_tokens` is 8.*at most 7 tokens: 2 serial ones"),
+        engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 8)),
+    ):
+        pass
+
+
+def test_a_drafter_is_no_target() -> None:
+    with pytest.raises(ValueError, match="is a Gumiho drafter, which cannot write texts"), engine(DEMO_DRAFTER):
+        pass

@@ -1,0 +1,128 @@
+"""Drafters of every kind in vLLM: their chains are those of transformers, and sampled texts the target's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_weights
+from hub_cache import write_to_hub_cache
+from safetensors.torch import load_file
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from vllm import SamplingParams
+from vllm_engine import drafting_with, engine, metric, recorded_chains, write_texts
+from vllm_pairs import (
+    FIELDS,
+    UNSURE_FIELDS,
+    exact_distribution,
+    make_gumiho,
+    p_value,
+    transformers_chains,
+    write_target,
+)
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.model import released_configs
+
+
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 1, 2], [3, 3, 5, 1, 7, 2, 6]]
+
+
+def vllm_chains(llm: Any) -> list[list[list[int]]]:
+    """Returns, for each prompt, the chains that vLLM drafts for it, step by step."""
+    texts = []
+    for prompt in PROMPTS:
+        with recorded_chains(llm) as steps:
+            write_texts(llm, [prompt], 16)
+        texts.append([chains[0] for chains in steps])
+    return texts
+
+
+def test_drafter_of_unusual_parts_for_a_target_that_is_no_llama(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write_target(tmp_path / "target", Qwen3Config(**FIELDS, vocab_size=64))
+    parts = {"num_serial_tokens": 3, "num_parallel_heads": 2, "num_residual_blocks": 1, "gumiho_fc_bias": False}
+    gumiho = make_gumiho(target, **parts, attention_bias=True, mlp_bias=True, num_hidden_layers=1)
+    gumiho.generation_config.draft_vocabulary = [*range(40, 0, -2), 63]
+    gumiho.save_pretrained(tmp_path / "gumiho", save_embedding=False)
+    expected = transformers_chains(target, gumiho, PROMPTS, 5, 16, monkeypatch)
+    with engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 5), skip_tokenizer_init=True) as llm:
+        found = vllm_chains(llm)
+    for chains, theirs in zip(found, expected, strict=True):
+        assert len(theirs) > 2
+        # vLLM also drafts after the step that was the last.
+        assert chains[: len(theirs)] == theirs
+    assert {token for chains in found for chain in chains for token in chain} <= {*range(40, 0, -2), 63}
+
+
+@pytest.fixture
+def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, PreTrainedModel, GumihoModel]:
+    """A tiny target, and a drafter for it as the released ones are: in a cache of the Hub, without a config."""
+    target = write_target(tmp_path / "target", LlamaConfig(**FIELDS, vocab_size=64))
+    gumiho = make_gumiho(target)
+    packaged = tmp_path / "hub_configs" / "Gumiho-llama3-8b"
+    gumiho.config.save_pretrained(packaged)
+    gumiho.save_pretrained(tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    renamed = {f"model.mlp.{name}" if name.startswith("mlp.") else f"model.{name}": t for name, t in tensors.items()}
+    # The draft vocabulary in the layout of EAGLE: distances of the tokens from their places in it.
+    token_ids = torch.arange(1, 64, 2)
+    renamed["d2t"] = token_ids - torch.arange(len(token_ids))
+    gumiho.generation_config.draft_vocabulary = token_ids.tolist()
+    (tmp_path / "cache").mkdir()
+    files = write_weights(tmp_path / "cache", renamed)
+    monkeypatch.setattr(released_configs, "_FOLDERS", (packaged.parent,))
+    return write_to_hub_cache(tmp_path / "cache", "amd/Gumiho-llama3-8b", files), target, gumiho
+
+
+def test_released_drafter_without_a_config_by_its_name(
+    released: tuple[Path, PreTrainedModel, GumihoModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot, target, gumiho = released
+    expected = transformers_chains(target, gumiho, PROMPTS, 4, 16, monkeypatch)
+    # Of its five heads, a chain of four tokens uses two.
+    with engine(tmp_path / "target", drafting_with(snapshot, 4), skip_tokenizer_init=True) as llm:
+        found = vllm_chains(llm)
+    for chains, theirs in zip(found, expected, strict=True):
+        assert chains[: len(theirs)] == theirs
+
+
+def expand_on_a_cpu(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """What vLLM's function of this kind should do; on a CPU without Triton, its result for floats is lost."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    expanded = x.repeat_interleave(counts.long(), output_size=num_tokens)
+    return expanded.masked_fill(expanded == replace_from, replace_to)
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_sampled_texts_have_the_distribution_of_the_target(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", expand_on_a_cpu)
+    target = write_target(tmp_path / "target", LlamaConfig(**UNSURE_FIELDS, vocab_size=6))
+    make_gumiho(target).save_pretrained(tmp_path / "gumiho")
+    speculative_config = drafting_with(tmp_path / "gumiho", 4, draft_sample_method=method)
+    settings = {"skip_tokenizer_init": True, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    with engine(tmp_path / "target", speculative_config, **settings, kv_cache_memory_bytes=2**26) as llm:
+        for temperature, top_p in ((0.7, 1.0), (1.0, 0.8)):
+            sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=3, n=64, detokenize=False)
+            texts: list[list[int]] = []
+            for _ in range(24):
+                (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
+                texts += [list(completion.token_ids) for completion in output.outputs]
+            assert p_value(texts, exact_distribution(target, [1, 2, 3], temperature, top_p)) > 1e-4
+        drafts, accepted = metric(llm, "spec_decode_num_drafts"), metric(llm, "spec_decode_num_accepted_tokens")
+        # Both what is accepted and what is drawn instead is among the texts.
+        assert 0.1 * drafts < accepted < 1.9 * drafts
+
+
+def test_seeds_repeat_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", expand_on_a_cpu)
+    target = write_target(tmp_path / "target", LlamaConfig(**UNSURE_FIELDS, vocab_size=64))
+    make_gumiho(target).save_pretrained(tmp_path / "gumiho")
+    with engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 4), skip_tokenizer_init=True) as llm:
+        texts = [write_texts(llm, PROMPTS[:1], 12, temperature=1.0, seed=seed, detokenize=False) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]

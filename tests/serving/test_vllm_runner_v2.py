@@ -1,0 +1,79 @@
+"""vLLM's model runner V2 drafts what V1 does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm_engine import DEMO_DRAFTER, DEMO_TARGET
+from vllm_pairs import transformers_chains
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.vllm.chain import Chain
+from transformers_gumiho.vllm.speculator import GumihoSpeculator
+
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "vllm_interpreted.py"
+
+
+def run(target: Path, drafter: Path, num_tokens: int, **settings: Any) -> dict[str, Any]:
+    # Triton decides when it is imported whether it interprets.
+    command = [sys.executable, PROGRAM, target, drafter, str(num_tokens), json.dumps(settings)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+
+
+def test_texts_and_chains_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    gumiho = GumihoModel.from_pretrained(DEMO_DRAFTER, dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(DEMO_TARGET)("def __init__(self, ", return_tensors="pt").input_ids
+    text = target.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)[0, prompt.shape[1] :]
+    (drafted,) = transformers_chains(target, gumiho, prompt.tolist(), 7, 16, monkeypatch)
+    found = run(DEMO_TARGET, DEMO_DRAFTER, 7, prompts=prompt.tolist(), max_tokens=16)
+    assert found["class"] == "GumihoSpeculator"
+    assert found["texts"] == [text.tolist()]
+    assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
+
+
+def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draw has the key of its own position, and its logits are kept in its own column."""
+    drawn: list[tuple[list[int], int, list[float]]] = []
+
+    def sample(self: Any, features: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        step = args[3]
+        drawn.append((positions.tolist(), int(step), features[:, 0].tolist()))
+        return torch.full((len(features),), 10 + int(step))
+
+    monkeypatch.setattr(EagleSpeculator, "sample_draft", sample)
+    speculator = object.__new__(GumihoSpeculator)
+    read: list[torch.Tensor] = []
+
+    def draft_in_parallel(tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        read.extend((tokens.clone(), features.clone()))
+        return torch.arange(4.0).view(2, 2, 1).expand(2, 2, 3)
+
+    vars(speculator).update(
+        model=SimpleNamespace(draft_in_parallel=draft_in_parallel, drafting_head=None), dtype=torch.float32,
+        draft_logits=torch.zeros(4, 4, 8), draft_tokens=torch.zeros(4, 4, dtype=torch.long), temperature=None,
+        seeds=None, idx_mapping=torch.arange(4), current_draft_step=torch.tensor(1),
+        _serial_features=torch.zeros(2, 4, 3), _first_positions=torch.zeros(4, dtype=torch.long),
+    )  # fmt: skip
+    for step in range(2):
+        features, positions = torch.full((2, 3), 5.0 + step), torch.tensor([20, 30]) + step
+        speculator.draft_tokens[:2, step] = speculator.sample_draft(
+            features, positions, None, None, None, torch.tensor(step), speculator.draft_logits
+        )
+    speculator._draft_in_parallel(2, Chain(2, 2))
+    assert [(positions, step) for positions, step, _ in drawn] == [([20 + i, 30 + i], i) for i in range(4)]
+    assert [features for *_, features in drawn[2:]] == [[0.0, 2.0], [1.0, 3.0]]
+    assert read[0].tolist() == [[10, 11], [10, 11]]
+    assert read[1][:, :, 0].tolist() == [[5.0, 6.0], [5.0, 6.0]]
+    assert speculator.draft_tokens[:2].tolist() == [[10, 11, 12, 13]] * 2

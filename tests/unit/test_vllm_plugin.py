@@ -1,0 +1,232 @@
+"""The plug-in for vLLM, without vLLM: when it steps aside, what it takes for a drafter, and what its loader reads."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LLAMA_FIELDS, VLLM_FIELDS
+from hub_cache import write_to_hub_cache
+from targets import make_drafter, make_target
+from vllm_reader import expected_shapes, read_config, read_names
+
+import transformers_gumiho
+import transformers_gumiho_vllm as plugin
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.vllm.chain import Chain
+from transformers_gumiho.vllm.checkpoint import EMBEDDING, HeadTensor, expected_names, plain_name
+
+
+ROOT = Path(__file__).parents[2]
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.models: dict[str, Any] = {"LlamaForCausalLM": "vllm's"}
+
+    def register_model(self, name: str, model: str) -> None:
+        self.models[name] = model
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As much of vLLM as the plug-in touches before a drafter is asked for."""
+    modules = {name: ModuleType(name) for name in (
+        "vllm", "vllm.config", "vllm.config.model", "vllm.model_executor", "vllm.model_executor.models",
+        "vllm.model_executor.models.registry", "vllm.v1", "vllm.v1.spec_decode", "vllm.v1.spec_decode.eagle",
+    )}  # fmt: skip
+    for name, module in modules.items():
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    modules["vllm"].__version__ = f"{plugin.TESTED_RELEASES[0]}.0+cpu"
+    modules["vllm.config.model"].get_config = lambda model, *args, **kwargs: f"vllm's config of {model}"
+    registry = Registry()
+    modules["vllm.model_executor.models.registry"].ModelRegistry = registry
+
+    class EagleProposer:
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config = vllm_config
+
+    modules["vllm.v1.spec_decode.eagle"].EagleProposer = EagleProposer
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    return SimpleNamespace(
+        top=modules["vllm"], config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer
+    )
+
+
+def with_drafter(architecture: str) -> Any:
+    drafter = SimpleNamespace(architectures=[architecture])
+    return SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=drafter))
+
+
+def write_config(folder: Path, fields: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_the_entry_point_is_the_function() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (value,) = project["entry-points"]["vllm.general_plugins"].values()
+    assert EntryPoint("gumiho", value, "vllm.general_plugins").load() is plugin.register
+
+
+def test_the_entry_point_imports_nothing_but_the_standard_library() -> None:
+    code = "import sys; import transformers_gumiho_vllm; print([name for name in ('torch', 'transformers', 'transformers_gumiho') if name in sys.modules])"  # noqa: E501
+    path = str(Path(transformers_gumiho.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=True, capture_output=True)
+    assert done.stdout.strip() == b"[]"
+
+
+def test_the_package_imports_nothing_of_its_vllm_room() -> None:
+    code = "import sys; import transformers_gumiho; print([name for name in sys.modules if 'vllm' in name])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert done.stdout.strip() == b"[]"
+
+
+def test_a_tested_release_gets_the_model_and_the_classes(vllm: SimpleNamespace, tmp_path: Path) -> None:
+    for _ in range(2):
+        plugin.register()
+    module, name = vllm.registry.models[plugin.ARCHITECTURE].split(":")
+    assert f"class {name}(" in (ROOT / "src" / Path(*module.split("."))).with_suffix(".py").read_text()
+    # A drafter of another kind gets vLLM's own class, and another model vLLM's own config.
+    other = vllm.eagle(vllm_config=with_drafter("EagleLlamaForCausalLM"))
+    assert type(other) is vllm.eagle
+    assert other.vllm_config is not None
+    target = write_config(tmp_path / "gumiho-target", {"model_type": "llama"})
+    assert vllm.config.get_config(target, False) == f"vllm's config of {target}"
+
+
+def test_our_drafters_get_our_class(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    class GumihoProposer(vllm.eagle):  # type: ignore[name-defined, misc]
+        pass
+
+    ours = ModuleType("transformers_gumiho.vllm.proposer")
+    ours.GumihoProposer = GumihoProposer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, ours.__name__, ours)
+    plugin.register()
+    assert type(vllm.eagle(with_drafter(plugin.ARCHITECTURE))) is GumihoProposer
+
+
+def test_a_class_that_is_imported_later_is_changed_as_well(
+    vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del sys.modules["vllm.v1.spec_decode.eagle"]
+    (tmp_path / "eagle.py").write_text("class EagleProposer:\n    pass\n")
+    monkeypatch.setattr(sys.modules["vllm.v1.spec_decode"], "__path__", [str(tmp_path)])
+    plugin.register()
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    assert "__new__" in vars(EagleProposer)
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.320.0", "1.0.0", "dev"])
+def test_of_another_release_only_drafters_are_refused(
+    version: str, vllm: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm.top.__version__ = version
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert [record.getMessage().count(f"This is vLLM {version}, ") for record in caplog.records] == [1]
+    assert plugin.ARCHITECTURE not in vllm.registry.models
+    assert "__new__" not in vars(vllm.eagle)
+    assert vllm.config.get_config("other/model", False) == "vllm's config of other/model"
+    drafter = write_config(tmp_path, {"model_type": "gumiho"})
+    with pytest.raises(ValueError, match=rf"is a Gumiho drafter, which cannot be used here. This is vLLM {version}"):
+        vllm.config.get_config(drafter, False)
+
+
+def test_a_vllm_with_gumiho_of_its_own_is_left_alone(
+    vllm: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm.registry.models["GumihoLlamaForCausalLM"] = "vllm's"
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert ["This vLLM has Gumiho itself" in record.getMessage() for record in caplog.records] == [True]
+    assert plugin.ARCHITECTURE not in vllm.registry.models
+    drafter = write_config(tmp_path, {"model_type": "gumiho"})
+    assert vllm.config.get_config(drafter, False) == f"vllm's config of {drafter}"
+
+
+def test_a_vllm_that_is_made_otherwise_goes_on(vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    del vllm.config.get_config
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert [re.search("does not fit this vLLM", record.getMessage()) is None for record in caplog.records] == [False]
+
+
+def test_drafters_are_known_by_their_config_or_as_released(tmp_path: Path) -> None:
+    assert plugin.is_drafter(ROOT / "examples" / "demo_pair" / "gumiho")
+    assert not plugin.is_drafter(ROOT / "examples" / "demo_pair" / "target")
+    assert plugin.is_drafter(write_config(tmp_path / "a", VLLM_FIELDS))
+    assert not plugin.is_drafter(write_config(tmp_path / "gumiho-a", LLAMA_FIELDS))
+    assert plugin.is_drafter(write_config(tmp_path / "Gumiho-llama3-8b", LLAMA_FIELDS))
+    (tmp_path / "weights").write_text("")
+    assert plugin.is_drafter(write_to_hub_cache(tmp_path, "amd/Gumiho-vicuna-7b", [tmp_path / "weights"]))
+    assert not plugin.is_drafter(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"gumiho_fc_bias": False},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_hidden_layers": 3},
+    ],
+    ids=str,
+)
+def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path: Path) -> None:
+    drafter = GumihoModel.from_target(make_target(), **overrides)
+    drafter.save_pretrained(tmp_path)
+    fields = read_config(tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    for num_tokens in range(1, 8):
+        read, dropped = read_names(shapes, fields, num_tokens)
+        chain = Chain.of_drafter(SimpleNamespace(**fields), num_tokens)
+        assert expected_names(SimpleNamespace(**fields), chain) == set(read) - {EMBEDDING}
+        assert expected_names(SimpleNamespace(**fields), chain) == set(expected_shapes(fields, num_tokens)) - {
+            EMBEDDING
+        }
+        assert all(HeadTensor.named(name).head >= chain.num_heads for name in dropped)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "model.model.", "mlp."])
+def test_every_name_of_a_tensor_is_the_drafters_own(prefix: str) -> None:
+    own = [name for name in make_drafter(make_target()).state_dict() if prefix != "mlp." or name.startswith("mlp.")]
+    assert [plain_name(prefix + name) for name in own] == own
+    for name in ("lm_head.weight", "model.lm_head.weight", "layers.0.self_attn.rotary_emb.inv_freq"):
+        assert plain_name(name) is None
+
+
+def test_chains_are_as_long_as_the_drafter_was_trained_for() -> None:
+    config = SimpleNamespace(num_serial_tokens=2, num_parallel_heads=3)
+    parts = [Chain.of_drafter(config, num_tokens) for num_tokens in range(6)]
+    assert [(chain.num_serial_tokens, chain.num_heads) for chain in parts] == [
+        (0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"is 6, but this Gumiho drafter drafts at most 5 tokens.*Ask for 5 or fewer"):
+        Chain.of_drafter(config, 6)
+
+
+def test_batched_heads_are_the_drafters_own() -> None:
+    from transformers_gumiho.vllm.heads import BatchedHeads
+
+    torch.manual_seed(0)
+    drafter = make_drafter(make_target()).float()
+    heads = BatchedHeads(3, 32, 2, 5)
+    for name, tensor in drafter.state_dict().items():
+        if (place := HeadTensor.named(name)) and place.head < 3:
+            heads.load(place, tensor)
+    inputs = torch.randn(4, 64)
+    torch.testing.assert_close(heads(inputs), drafter.mlp(inputs[:, None])[:, :3, 0])
+    with pytest.raises(ValueError, match=r"`mlp.0.1.linear.weight` has the shape \(2, 2\), expected \(32, 32\)"):
+        heads.load(HeadTensor(0, 1, "weight"), torch.zeros(2, 2))
