@@ -102,6 +102,8 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("--draft_vocabulary_size is counted before training, and --streaming reads while training.")
     if args.lora_rank and args.drafter is None:
         raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
+    if args.lora_rank and (args.transition_rank or training_args.train_only):
+        raise SystemExit("Adapters do not hold transitions: train these without --lora_rank, on the merged drafter.")
     if args.copy_layers and (args.target_model is None or args.drafter is not None):
         raise SystemExit("--copy_layers begins a new drafter with layers of the target: give --target_model alone.")
     if args.target_device_map is not None and training_args.world_size > 1:
@@ -169,15 +171,17 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: G
     }
 
 
-def make_drafter(args: ScriptArguments, source: PreTrainedModel | CachedFeatures) -> torch.nn.Module:
+def make_drafter(
+    args: ScriptArguments, source: PreTrainedModel | CachedFeatures, target: PreTrainedModel | None
+) -> torch.nn.Module:
     """Returns the drafter to train, in float32: mixed precision is the trainer's affair."""
     fields = {} if args.transition_rank is None else {"transition_rank": args.transition_rank}
     if args.drafter is not None:
         drafter = GumihoModel.from_pretrained(args.drafter, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):
         drafter = source.make_drafter(**fields).float()
-        if args.copy_layers:
-            copy_last_layers(load_target(args), drafter.layers)
+        if args.copy_layers and target is not None:
+            copy_last_layers(target, drafter.layers)
     else:
         drafter = GumihoModel.from_target(source, args.copy_layers, **fields).float()
     if not args.lora_rank:
@@ -203,7 +207,7 @@ def main() -> None:
         else:
             with training_args.main_process_first(desc="preparing the data"):
                 data = online_data(args, target, training_args)
-        drafter = make_drafter(args, data["target"])
+        drafter = make_drafter(args, data["target"], target)
     report = data.pop("report", None)
     with told_in_one_line("train_gumiho.py"):
         trainer = GumihoTrainer(drafter, training_args, **data)

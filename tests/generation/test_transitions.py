@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import targets
 import torch
 from draft_trees import paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from targets import make_prompts, make_target
 from trainers import make_args, make_rows
+from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import GumihoTrainer
@@ -18,15 +21,8 @@ from transformers_gumiho.tree.conditional import ConditionalCandidates, conditio
 from transformers_gumiho.tree.draft_tree import DraftLevel, build_tree
 
 
-def make_drafter(target: Any, rank: int = 3, **settings: Any) -> GumihoModel:
-    torch.manual_seed(0)
-    drafter = GumihoModel.from_target(target, intermediate_size=48, transition_rank=rank).eval()
-    for module in (drafter.mlp, drafter.transition):
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    for name, value in settings.items():
-        setattr(drafter.generation_config, name, value)
-    return drafter
+def make_drafter(target: PreTrainedModel, **settings: Any) -> GumihoModel:
+    return targets.make_drafter(target, transition_rank=3, **settings)
 
 
 @settings(max_examples=100, deadline=None)
@@ -145,6 +141,13 @@ def test_only_drafters_with_transitions_train_them(tmp_path: Path) -> None:
     args = make_args(tmp_path, train_only="transition")
     with pytest.raises(ValueError, match=r"needs a drafter with transitions.*transition_rank=64"):
         GumihoTrainer(GumihoModel.from_target(target), args, target=target, train_dataset=make_rows())
+
+
+def test_an_adapter_does_not_train_them(tmp_path: Path) -> None:
+    target = make_target()
+    wrapped = get_peft_model(make_drafter(target), LoraConfig(target_modules=["fc"]))
+    with pytest.raises(ValueError, match=r"got a PeftModel\. Merge its adapters first"):
+        GumihoTrainer(wrapped, make_args(tmp_path, train_only="transition"), target=target, train_dataset=make_rows())
 
 
 def test_released_drafter_gets_transitions_that_change_nothing(

@@ -8,21 +8,36 @@ from transformers_gumiho.target.tree_cache import TreeCache
 
 
 def make_generator(
-    target: PreTrainedModel, drafter: GumihoModel, batch_size: int, noise: torch.Tensor | None = None
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    batch_size: int,
+    noise: torch.Tensor | None = None,
+    sampling_temperature: float | None = None,
+    token_ids: torch.Tensor | None = None,
 ) -> GumihoCandidateGenerator:
-    settings = DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, sampling_temperature=None
-    )
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, sampling_temperature)
     cache = TreeCache(batch_size, 64)
-    return GumihoCandidateGenerator(drafter, target.lm_head, settings, cache, peek_noise=lambda _: noise)
+
+    def head(features: torch.Tensor) -> torch.Tensor:
+        logits = target.lm_head(features)
+        return logits if token_ids is None else logits[..., token_ids]
+
+    return GumihoCandidateGenerator(drafter, head, settings, cache, peek_noise=lambda _: noise, token_ids=token_ids)
 
 
 def states_of(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return target.model(ids).last_hidden_state
 
 
-def score_of_path(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, path: tuple[int, ...]) -> float:
-    """The summed log-probability of a path, from whole forward passes without any cache."""
+def score_of_path(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    ids: torch.Tensor,
+    path: tuple[int, ...],
+    noise: torch.Tensor | None = None,
+    sampling_temperature: float = 1.0,
+) -> float:
+    """The summed log-probability of a path, from whole forward passes without any cache; noise is `(depth, V)`."""
     given = drafter.generation_config.draft_temperature
     # The last of a list goes on below.
     temperatures = given + given[-1:] * len(path) if isinstance(given, list) else [given] * len(path)
@@ -31,7 +46,10 @@ def score_of_path(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tens
     score, fused = 0.0, []
 
     def log_probs(feature: torch.Tensor, depth: int) -> torch.Tensor:
-        return (target.lm_head(feature).float() / temperatures[depth - 1]).log_softmax(dim=-1)
+        logits = target.lm_head(feature).float()
+        if noise is not None:
+            logits = logits / sampling_temperature + noise[depth - 1]
+        return (logits / temperatures[depth - 1]).log_softmax(dim=-1)
 
     for depth, token in enumerate(path[:num_serial_tokens], start=1):
         feature = drafter(tokens, states).serial_features[:, -1:]

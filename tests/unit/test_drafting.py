@@ -98,6 +98,33 @@ def test_tree_holds_the_best_paths_of_all_recombinations(
         check_scores(target, drafter, row_ids, tree, 0)
 
 
+@pytest.mark.parametrize("transition_rank", [0, 3])
+def test_paths_are_scored_under_noise_whatever_the_order_of_the_draft_vocabulary(transition_rank: int) -> None:
+    target, ids = make_target(vocab_size=4), make_prompts([6], seed=6)["input_ids"] % 4
+    torch.manual_seed(0)
+    drafter = GumihoModel.from_target(target, num_parallel_heads=2, transition_rank=transition_rank).eval()
+    for module in (drafter.mlp, drafter.transition or torch.nn.Module()):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    settings = {
+        "tree_depth": 4,
+        "branching_factor": 16,
+        "num_assistant_tokens": 60,
+        "draft_temperature": [0.6, 2.0, 0.8],
+    }
+    for name, value in settings.items():
+        setattr(drafter.generation_config, name, value)
+    noise = -(-torch.rand(4, 4).log()).log()
+    generator = make_generator(target, drafter, 1, noise[None], 0.7, torch.tensor([2, 0, 3, 1]))
+    states, positions = states_of(target, ids)[:, :-1], torch.arange(5)[None]
+    tree = generator.draft_tree(CommittedTokens(ids[:, 1:], states, positions, [5]))
+    paths = [path for length in range(1, 5) for path in itertools.product(range(4), repeat=length)]
+    scores = {path: score_of_path(target, drafter, ids, path, noise, 0.7) for path in paths}
+    expected = sorted(scores.values(), reverse=True)[:60]
+    torch.testing.assert_close([scores[path] for path in paths_of(tree, 0)], expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(tree.scores[0, 1:].tolist(), expected, atol=1e-4, rtol=1e-5)
+
+
 def test_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
     target = make_target()
     drafter = make_drafter(target, num_assistant_tokens=40)
@@ -171,7 +198,7 @@ def test_enumerating_finds_the_trees_that_searching_finds(
         target, num_assistant_tokens=num_assistant_tokens, branching_factor=branching_factor, draft_temperature=0.3
     )
     ids = make_prompts([6] * batch_size)["input_ids"]
-    noise = -torch.log(torch.rand(batch_size, min(7, num_assistant_tokens), target.config.vocab_size)).log()
+    noise = -(-torch.rand(batch_size, min(7, num_assistant_tokens), target.config.vocab_size).log()).log()
     for noise_of_case in (None, noise):
         trees = []
         for limit in (10_000, 0):

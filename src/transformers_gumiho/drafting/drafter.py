@@ -61,10 +61,11 @@ class GumihoDrafter:
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
         offsets = torch.arange(settings.longest_path + 1, device=device)
         causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
+        num_heads = settings.tree_depth - model.config.num_serial_tokens
         self._transitions = None
-        if model.transition is not None and settings.tree_depth > model.config.num_serial_tokens:
+        if model.transition is not None and num_heads > 0:
             with torch.no_grad():
-                self._transitions = DraftTransitions(model, self.score, token_ids)
+                self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids)
         self._committed = [(causal[:, :n, :n], offsets[:n].expand(len(causal), -1)) for n in range(len(offsets) + 1)]
         self._recombinations = self._find_recombinations(len(past_key_values.lengths))
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
@@ -76,8 +77,7 @@ class GumihoDrafter:
         )
         self._shapes = shapes or CycleShapes()
         if self.has_fixed_shapes:
-            fixed = [tensor for pair in self._head_weights or [] for tensor in pair]
-            for tensor in fixed + (self._transitions.tables if self._transitions else []):
+            for tensor in [tensor for pair in self._head_weights or [] for tensor in pair]:
                 mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
 

@@ -10,9 +10,11 @@ from ..model.modeling_gumiho import GumihoModel
 from ..tree.conditional import ConditionalCandidates, condition
 
 
-# Tokens that are candidates of a head under a serial path. A token that a head alone ranks behind them has no part in
-# a tree, whatever the token above it.
+# Tokens that are candidates of a head under a serial path: its own best. One that it ranks behind them is in no tree,
+# even if the token above speaks for it.
 NUM_CANDIDATES = 32
+# The output head is asked for a small multiple of each direction, as it may cap its logits.
+_STEP = 1 / 16
 
 
 class DraftTransitions:
@@ -22,6 +24,7 @@ class DraftTransitions:
 
     Args:
         model: A drafter with transitions.
+        num_heads: The heads that draft.
         lm_head: As in [`GumihoDrafter`].
         token_ids (`(K,)`, *optional*): As in [`GumihoDrafter`].
     """
@@ -29,24 +32,20 @@ class DraftTransitions:
     def __init__(
         self,
         model: GumihoModel,
+        num_heads: int,
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         token_ids: torch.Tensor | None,
     ):
-        heads: list[Any] = list(model.transition or ())
-        embedding = model.embed_tokens.weight
-        drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
-        up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2)  # (P, rank, H)
-        # The output head is linear, but for its bias. (Where it caps logits, the term of a pair is nearly right.)
-        below = lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))
+        heads: list[Any] = list(model.transition or ())[:num_heads]
         self.embed_tokens, self.first_down = model.embed_tokens, heads[0].down.detach()
-        self.below = below.transpose(1, 2).contiguous()  # (P, K, rank)
-        above = [linear(drafted, head.down.detach()) for head in heads[1:]]
-        self.above = torch.stack(above).to(below) if above else below.new_empty(0)  # (P - 1, K, rank)
-
-    @property
-    def tables(self) -> list[torch.Tensor]:
-        """Tensors that stay in their place during a generation."""
-        return [self.below, self.above]
+        embedding = model.embed_tokens.weight.detach()
+        drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
+        up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2) * _STEP  # (heads, rank, H)
+        # The output head is linear, but for its bias.
+        below = (lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))) / _STEP
+        self.below = below.transpose(1, 2).contiguous()  # (heads, K, rank)
+        above = [linear(drafted.to(head.down), head.down.detach()) for head in heads[1:]]
+        self.above = torch.stack(above).to(below) if above else below.new_empty(0)  # (heads - 1, K, rank)
 
     def apply(
         self,

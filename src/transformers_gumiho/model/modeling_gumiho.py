@@ -35,7 +35,7 @@ class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel)
     main_input_name = "input_ids"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
+    _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads", "GumihoTransitions"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True

@@ -73,7 +73,7 @@ class GumihoTrainer(Trainer):
             _check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
         if args.train_only is not None:
-            _freeze_all_but_transitions(self.drafter)
+            _freeze_all_but_transitions(model, self.drafter)
         if not self.drafter.config.has_embedding:
             self.drafter.adopt_embedding(self.target_features.embedding)
         # The target is on one device, or split over several that are then all its own.
@@ -305,8 +305,13 @@ class _TermAverages:
             self._seen.add(name)
 
 
-def _freeze_all_but_transitions(drafter: GumihoModel) -> None:
-    """Raises `ValueError` where there are no transitions."""
+def _freeze_all_but_transitions(model: nn.Module, drafter: GumihoModel) -> None:
+    """Raises `ValueError` where there are no transitions, or an adapter, whose files do not hold them."""
+    if model is not drafter:
+        raise ValueError(
+            f"`train_only='transition'` trains a GumihoModel itself, got a {type(model).__name__}. Merge its adapters "
+            f"first (`merge_and_unload()`)."
+        )
     if drafter.transition is None:
         raise ValueError(
             "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
