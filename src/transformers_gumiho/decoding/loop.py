@@ -25,7 +25,7 @@ from ..target.cycle_shapes import CycleShapes, cycle_shapes
 from ..target.feature_reader import TargetStates
 from ..target.output_head import head_for_drafting
 from ..target.prompt import prompt_positions, read_prompt
-from ..target.requirements import check_cache, check_positions, tree_obstacle, verification_kind
+from ..target.requirements import check_cache, check_padding, check_positions, tree_obstacle, verification_kind
 from ..target.session import TargetOutput, TargetSession
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import bare_root
@@ -77,7 +77,7 @@ def decode_with_tree(
     settings = _drafting_settings(target, assistant_model, generation_config)
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
-    check_positions(target, prompt_positions(input_ids, model_kwargs), max_new_tokens)
+    _check_prompt(target, input_ids, model_kwargs, max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
     shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes)
     chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain)
@@ -132,6 +132,13 @@ def _output(
         past_key_values=past_key_values,
         accepted_lengths=records.accepted_lengths.without_last(num_removed),
     )
+
+
+def _check_prompt(
+    target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], max_new_tokens: int
+) -> None:
+    check_padding(target, model_kwargs)
+    check_positions(target, prompt_positions(input_ids, model_kwargs), max_new_tokens)
 
 
 def _drafting_settings(

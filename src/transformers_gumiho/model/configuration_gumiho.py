@@ -240,7 +240,8 @@ def _field(config: PreTrainedConfig, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError:
-        return max(getattr(layer, name) for layer in config.per_layer_config)
+        values = (getattr(layer, name, None) for layer in config.per_layer_config)
+        return max((value for value in values if value is not None), default=None)
 
 
 def _check_derivable(target: PreTrainedConfig, overrides: dict[str, Any]) -> None:

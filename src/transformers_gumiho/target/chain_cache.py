@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..tree.verification import AcceptedPath
-from .chain_layers import KeptLayer, is_croppable, num_entries
+from .chain_layers import KeptLayer, crop_to, is_croppable, num_entries
 from .verification_cache import VerificationCache
 
 
@@ -99,7 +99,7 @@ class ChainCache(VerificationCache):
         if self._is_croppable:
             for layer, start in zip(self._cache.layers, self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
-                    layer.crop(min(start + self._num_accepted - num_entries(layer), 0))
+                    crop_to(layer, start + self._num_accepted)
             return
         if self._num_accepted == tokens.shape[1]:
             self._kept = self._pending = None

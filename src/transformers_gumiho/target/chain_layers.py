@@ -53,6 +53,22 @@ def num_entries(layer: Any) -> int:
     return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
 
 
+def crop_to(layer: Any, num_tokens: int) -> None:
+    """
+    Makes a layer that can be cropped hold its first `num_tokens` tokens, also where a pass that was interrupted has
+    added its tokens to the keys and not to the index.
+    """
+    num_removed = num_entries(layer) - num_tokens
+    if type(layer) is not DynamicIndexedLayer:
+        layer.crop(min(-num_removed, 0))
+        return
+    DynamicLayer.crop(layer, min(-num_removed, 0))
+    if layer.indexer_keys is not None and layer.indexer_keys.numel():
+        layer.indexer_keys = layer.indexer_keys[:, :num_tokens]
+    if getattr(layer, "indexer_position_ids", None) is not None:
+        layer.indexer_position_ids = layer.indexer_position_ids[..., :num_tokens]
+
+
 class KeptLayer:
     """
     What a layer of a cache holds now. What only grows is not copied, and what is never written in place (keys and
@@ -89,7 +105,7 @@ class KeptLayer:
             is_held = self._is_replaced or _is_entries(self.layer, name)
             now[name] = self._hold(name, value) if is_held else _put_back(now[name], value)
         if self._is_cropped:
-            self.layer.crop(min(self._num_entries - num_entries(self.layer), 0))
+            crop_to(self.layer, self._num_entries)
         elif self._grows and self.layer.keys is not None:
             self.layer.keys = self.layer.keys[..., : self._num_entries, :]
             self.layer.values = self.layer.values[..., : self._num_entries, :]

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ TOLERANCE = 3e-4
 # What was measured, by class, config and kind of batch: a config says which code runs. The oldest goes first.
 _measured: dict[tuple[Any, ...], tuple[float, float]] = {}
 MAX_MEASURED = 64
+_recording = threading.Lock()
 
 
 def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | None) -> None:
@@ -47,14 +49,17 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     if measured is None:
         try:
             measured = _measure(target, is_padded)
+        except torch.OutOfMemoryError:
+            raise  # a smaller batch may do
         except (RuntimeError, TypeError, IndexError, AssertionError) as error:
             raise ValueError(
-                f"{type(target).__name__} cannot verify drafts{' in a padded batch' if is_padded else ''}: running "
-                f"several tokens at once behind its cache fails ({error}). Generate without `assistant_model`."
+                f"{type(target).__name__} cannot verify drafts{' in a padded batch' if is_padded else ''}: a trial "
+                f"of a few tokens behind its cache fails ({error}). Generate without `assistant_model`."
             ) from error
-        while len(_measured) >= MAX_MEASURED:
-            _measured.pop(next(iter(_measured)), None)
-        _measured[key] = measured
+        with _recording:
+            while len(_measured) >= MAX_MEASURED:
+                del _measured[next(iter(_measured))]
+            _measured[key] = measured
     difference, tolerance = measured
     # Not the other way round: nothing is less than not-a-number.
     if not difference <= tolerance:
@@ -73,6 +78,8 @@ def _measure(target: PreTrainedModel, is_padded: bool) -> tuple[float, float]:
     try:
         # In 16 bits rounding would hide what is wrong.
         return measure_continuation(target, is_padded, in_float32=True), TOLERANCE
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError, AssertionError):
         # Kernels of other packages, and quantised weights, may take 16 bits alone.
         return measure_continuation(target, is_padded), torch.finfo(target.dtype).eps ** 0.5

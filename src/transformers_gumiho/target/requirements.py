@@ -163,6 +163,26 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
             )
 
 
+def check_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    """
+    Raises `ValueError` where padding would be read differently in a pass over several tokens.
+
+    GIT widens a padding mask by the tokens of an image, also in a text that has none.
+
+    Args:
+        target: The target.
+        model_kwargs: As prepared by `generate()`.
+    """
+    mask = model_kwargs.get("attention_mask")
+    if target.config.model_type != "git" or mask is None or model_kwargs.get("pixel_values") is not None:
+        return
+    if not mask.all():
+        raise ValueError(
+            f"{type(target).__name__} cannot verify drafts in a padded batch of texts without images. Generate them "
+            f"one by one, or without `assistant_model`."
+        )
+
+
 def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new_tokens: int) -> None:
     """
     Raises `ValueError` where the rotary embedding depends on how far a pass reaches.
