@@ -6,9 +6,11 @@ import pytest
 import torch
 from refusals import refuses
 from targets import make_drafter, make_prompts, make_target
+from tiny_configs import small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -63,6 +65,14 @@ def test_encoder_decoder() -> None:
         T5Config(vocab_size=8, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0)
     )
     refuses(t5, "needs a decoder-only target, and T5ForConditionalGeneration is an encoder-decoder")
+
+
+def test_padding_that_a_pass_over_a_tree_would_read_differently() -> None:
+    git = AutoModelForCausalLM.from_config(small_config("git")).eval()
+    drafter, ids = GumihoModel.from_target(git), torch.arange(4, 12).view(2, 4)
+    padded = {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])}
+    with pytest.raises(ValueError, match="in a padded batch of texts without images"):
+        git.generate(ids, **padded, assistant_model=drafter, max_new_tokens=4)
 
 
 def test_target_without_a_cache() -> None:
