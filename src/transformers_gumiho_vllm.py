@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import multiprocessing
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -55,8 +56,7 @@ def register() -> None:
         if not _has_own_gumiho():
             _read_configs_of_drafters(reason)
     except Exception as error:
-        # A vLLM that is used without Gumiho must not notice.
-        _say_once(f"The Gumiho plug-in does not fit this vLLM and steps aside ({type(error).__name__}: {error}).")
+        _say_what_does_not_fit(error)
 
 
 def _reason_to_step_aside() -> str | None:
@@ -88,6 +88,11 @@ def _say_once(message: str) -> None:
         logger.warning(message)
 
 
+def _say_what_does_not_fit(error: Exception) -> None:
+    """Takes the place of raising it: a vLLM that is used without Gumiho must not notice."""
+    _say_once(f"The Gumiho plug-in does not fit this vLLM and steps aside ({type(error).__name__}: {error}).")
+
+
 # Which configs are read by us.
 
 
@@ -101,20 +106,33 @@ def _read_configs_of_drafters(refusal: str | None) -> None:
 
     @functools.wraps(plain)
     def get_config(model: Any, trust_remote_code: bool, revision: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not is_drafter(model, revision):
-            return plain(model, trust_remote_code, revision, *args, **kwargs)
+        token = kwargs.get("token")
+        if os.path.exists(model) or "gumiho" in str(model).lower():
+            if not is_drafter(model, revision, token):
+                return plain(model, trust_remote_code, revision, *args, **kwargs)
+        else:
+            # For all other names nothing is fetched that vLLM would not fetch itself.
+            try:
+                config = plain(model, trust_remote_code, revision, *args, **kwargs)
+            except Exception:
+                if not is_drafter(model, revision, token):
+                    raise
+            else:
+                # Where the package is imported, transformers knows its type.
+                if getattr(config, "model_type", None) != "gumiho":
+                    return config
         if refusal is not None:
             raise ValueError(f"{str(model)!r} is a Gumiho drafter, which cannot be used here. {refusal}")
         configuration = importlib.import_module("transformers_gumiho.vllm.configuration")
-        return configuration.read_drafter(model, revision=revision, token=kwargs.get("token"))
+        return configuration.read_drafter(model, revision=revision, token=token)
 
     get_config.reads_gumiho = True  # type: ignore[attr-defined]
     module.get_config = get_config
 
 
-def is_drafter(model: Any, revision: str | None = None) -> bool:
+def is_drafter(model: Any, revision: str | None = None, token: Any = None) -> bool:
     """Returns whether a name or folder that vLLM is given is that of a Gumiho drafter."""
-    fields = _config_fields(model, revision)
+    fields = _config_fields(model, revision, token)
     if fields.get("model_type") == "gumiho":
         return True
     if "gumiho" not in str(model).lower() or fields.get("model_type") not in (None, "llama"):
@@ -124,14 +142,15 @@ def is_drafter(model: Any, revision: str | None = None) -> bool:
     return released.find_packaged_folder(model) is not None
 
 
-def _config_fields(model: Any, revision: str | None) -> dict[str, Any]:
+def _config_fields(model: Any, revision: str | None, token: Any) -> dict[str, Any]:
     """Returns what a model's `config.json` holds; nothing where there is none or it cannot be read."""
     try:
-        if Path(model).exists():
-            fields = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        if os.path.exists(model):
+            file = Path(model) / "config.json"
         else:
-            files = importlib.import_module("vllm.transformers_utils.repo_utils")
-            fields = files.get_hf_file_to_dict("config.json", model, revision)
+            hub = importlib.import_module("huggingface_hub")
+            file = Path(hub.hf_hub_download(str(model), "config.json", revision=revision, token=token))
+        fields = json.loads(file.read_text(encoding="utf-8"))
     except Exception:  # vLLM says what is wrong with its model
         return {}
     return fields if isinstance(fields, dict) else {}
@@ -147,7 +166,9 @@ def _choose_by_drafter(name: str, our_module: str, our_name: str, module: Any) -
         return
 
     def choose(cls: type, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if cls is plain and ARCHITECTURE in (vllm_config.speculative_config.draft_model_config.architectures or ()):
+        # There is no config where an object is copied, and no drafter where it is another kind of speculation.
+        drafter = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+        if cls is plain and ARCHITECTURE in (getattr(drafter, "architectures", None) or ()):
             cls = getattr(importlib.import_module(our_module), our_name)
         return object.__new__(cls)
 
@@ -178,7 +199,10 @@ class _ChangingFinder(MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             execute(module)
-            self._change(module)
+            try:
+                self._change(module)
+            except Exception as error:
+                _say_what_does_not_fit(error)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1,5 +1,7 @@
 """The plug-in for vLLM, without vLLM: when it steps aside, what it takes for a drafter, and what its loader reads."""
 
+import copy
+import importlib.util
 import json
 import logging
 import re
@@ -128,6 +130,72 @@ def test_a_class_that_is_imported_later_is_changed_as_well(
     assert "__new__" in vars(EagleProposer)
 
 
+def test_an_object_is_copied_and_made_without_a_drafter(vllm: SimpleNamespace) -> None:
+    plugin.register()
+    without = vllm.eagle(SimpleNamespace(speculative_config=None))
+    assert type(copy.copy(without)) is vllm.eagle
+    assert type(vllm.eagle.__new__(vllm.eagle)) is vllm.eagle
+
+
+def test_a_module_without_the_class_is_imported_all_the_same(
+    vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    del sys.modules["vllm.v1.spec_decode.eagle"]
+    (tmp_path / "eagle.py").write_text("anything_else = 1\n")
+    monkeypatch.setattr(sys.modules["vllm.v1.spec_decode"], "__path__", [str(tmp_path)])
+    plugin.register()
+    with caplog.at_level(logging.WARNING):
+        from vllm.v1.spec_decode.eagle import anything_else
+    assert anything_else == 1
+    assert ["does not fit this vLLM" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_of_a_model_that_vllm_reads_nothing_else_is_fetched(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[tuple[str, Any, Any]] = []
+
+    def hf_hub_download(repo: str, file: str, revision: Any = None, token: Any = None) -> str:
+        fetched.append((repo, revision, token))
+        raise OSError("not found")
+
+    def refuse(model: str, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"vllm's error for {model}")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    plain = vllm.config.get_config
+    plugin.register()
+    assert vllm.config.get_config("other/model", False, token="secret") == plain("other/model")
+    assert fetched == []
+    vllm.config.get_config = refuse
+    plugin.register()
+    with pytest.raises(ValueError, match="vllm's error for other/model"):
+        vllm.config.get_config("other/model", False, "v1", token="secret")
+    assert fetched == [("other/model", "v1", "secret")]
+
+
+@pytest.mark.parametrize("known_to_transformers", [False, True])
+def test_a_drafter_on_the_hub_by_any_name(
+    known_to_transformers: bool, vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_config(model: str, *args: Any, **kwargs: Any) -> Any:
+        if known_to_transformers:
+            return SimpleNamespace(model_type="gumiho")
+        raise ValueError("unknown type")
+
+    def read_drafter(model: str, revision: Any, token: Any) -> Any:
+        return model, revision, token
+
+    ours = ModuleType("transformers_gumiho.vllm.configuration")
+    ours.read_drafter = read_drafter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, ours.__name__, ours)
+    folder = write_config(tmp_path, {"model_type": "gumiho"})
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, file, **options: str(folder / file))
+    vllm.config.get_config = get_config
+    plugin.register()
+    assert vllm.config.get_config("some/name", False, "v1", token="secret") == ("some/name", "v1", "secret")
+
+
 @pytest.mark.parametrize("version", ["0.24.0", "0.320.0", "1.0.0", "dev"])
 def test_of_another_release_only_drafters_are_refused(
     version: str, vllm: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -197,6 +265,73 @@ def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path:
             EMBEDDING
         }
         assert all(HeadTensor.named(name).head >= chain.num_heads for name in dropped)  # type: ignore[union-attr]
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch, stubs: dict[str, Any]) -> Any:
+    """Executes a module of the package for itself; `stubs` gives the names that it imports, by their modules."""
+    for stub, names in stubs.items():
+        module = ModuleType(stub)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, stub, module)
+    spec = importlib.util.find_spec(f"transformers_gumiho.vllm.{name}")
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+class EAGLEConfig:
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        self.model = model
+
+
+@pytest.mark.parametrize(("rank", "num_tokens", "said"), [(4, 4, True), (4, 2, False), (0, 4, False)])
+def test_the_log_says_that_transitions_are_left_out(
+    rank: int, num_tokens: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
+) -> None:
+    GumihoModel.from_target(make_target(), transition_rank=rank).save_pretrained(tmp_path)
+    stubs = {name: {} for name in ("vllm.transformers_utils", "vllm.transformers_utils.configs")}
+    stubs |= {"vllm.transformers_utils.configs.eagle": {"EAGLEConfig": EAGLEConfig}}
+    config = load("configuration", monkeypatch, stubs).read_drafter(tmp_path)
+    assert config.transition_rank == rank
+    lines: list[str] = []
+    logger = SimpleNamespace(info=lambda message, *values: lines.append(message % values))
+    log = load("log", monkeypatch, {
+        "vllm.logger": {"init_logger": lambda name: logger},
+        "transformers_gumiho.vllm.model": {"GumihoForCausalLM": object},
+    })  # fmt: skip
+    log.log_drafter(SimpleNamespace(chain=Chain.of_drafter(config, num_tokens), config=config))
+    assert ["its transitions are left out" in line for line in lines] == [said]
+
+
+def test_a_rank_without_requests_runs_the_passes_of_a_draft(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+
+    def dummy_run(proposer: Any, num_tokens: int, fails: bool = False) -> None:
+        passes.append(proposer.num_speculative_tokens)
+        if fails:
+            raise RuntimeError
+
+    vllm.eagle.dummy_run = dummy_run
+    ours = load("proposer", monkeypatch, {
+        "vllm.config": {"VllmConfig": object},
+        "vllm.v1.sample": {},
+        "vllm.v1.sample.metadata": {"SamplingMetadata": object},
+        "transformers_gumiho.vllm.log": {"log_drafter": print},
+    }).GumihoProposer  # fmt: skip
+    proposer = object.__new__(ours)
+    config = SimpleNamespace(num_serial_tokens=2, num_parallel_heads=5)
+    proposer.draft_model_config = SimpleNamespace(hf_config=config)
+    for num_tokens in (1, 2, 7):
+        proposer.num_speculative_tokens = num_tokens
+        proposer.dummy_run(3)
+        with pytest.raises(RuntimeError):
+            proposer.dummy_run(3, fails=True)
+        assert proposer.num_speculative_tokens == num_tokens
+    assert passes == [1, 1, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.model.", "mlp."])

@@ -16,10 +16,11 @@ class GumihoEagleConfig(EAGLEConfig):
 
     Args:
         model: The Llama config of the serial head.
-        num_serial_tokens: As in [`GumihoConfig`], like the three that follow.
+        num_serial_tokens: As in [`GumihoConfig`], like the four that follow.
         num_parallel_heads: See there.
         num_residual_blocks: See there.
         gumiho_fc_bias: See there.
+        transition_rank: See there; vLLM drafts without transitions.
         draft_vocabulary: Ids of the tokens that may be drafted; by default all.
     """
 
@@ -30,6 +31,7 @@ class GumihoEagleConfig(EAGLEConfig):
         num_parallel_heads: int = 5,
         num_residual_blocks: int = 5,
         gumiho_fc_bias: bool = True,
+        transition_rank: int = 0,
         draft_vocabulary: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -41,6 +43,7 @@ class GumihoEagleConfig(EAGLEConfig):
         self.num_parallel_heads = num_parallel_heads
         self.num_residual_blocks = num_residual_blocks
         self.gumiho_fc_bias = gumiho_fc_bias
+        self.transition_rank = transition_rank
         self.draft_vocabulary = draft_vocabulary
         self._num_lookahead_tokens = 0
 
@@ -76,6 +79,7 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
         num_parallel_heads=config.num_parallel_heads,
         num_residual_blocks=config.num_residual_blocks,
         gumiho_fc_bias=config.gumiho_fc_bias,
+        transition_rank=config.transition_rank,
         draft_vocabulary=_draft_vocabulary(model, config, options),
     )
 

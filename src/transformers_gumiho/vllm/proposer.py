@@ -51,6 +51,15 @@ class GumihoProposer(EagleProposer):
             self._last_draft_probs = torch.cat((serial_probs, probs), dim=1)
         return torch.cat((tokens, later.view(features.shape[:2])), dim=1)
 
+    def dummy_run(self, *args: Any, **kwargs: Any) -> None:
+        """Runs the passes of the serial tokens, the only ones that other data-parallel ranks may be waiting in."""
+        num_tokens = self.num_speculative_tokens
+        self.num_speculative_tokens = Chain.of_drafter(self.draft_model_config.hf_config, num_tokens).num_serial_tokens
+        try:
+            super().dummy_run(*args, **kwargs)
+        finally:
+            self.num_speculative_tokens = num_tokens
+
     def _sample_draft_tokens(
         self, hidden_states: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
