@@ -167,11 +167,11 @@ def _no_such_file(*_: Any, **__: Any) -> None:
     raise FileNotFoundError(2, "No such file", "/home/host/secret")
 
 
-def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair) -> None:
+def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    from transformers_gumiho.presenting.web.page import Page
+    from transformers_gumiho.presenting.web import page as page_module
 
-    page = Page(*pair, max_new_tokens=2000, max_question_tokens=100)
+    page = page_module.Page(*pair, max_new_tokens=2000, max_question_tokens=100)
     settings = {"length": 2000, "temperature": 0, "seed": 0, "nodes": 12, "width": 4, "full_tree_attention": True}
     for wrong, told in ({"seed": "<img>"}, "The seed must be a number from 0"), ({"length": 3e9}, "got 3000000000.0"):
         with pytest.raises(gradio.Error) as refused:
@@ -180,6 +180,13 @@ def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair) -> None:
         assert "<img>" not in refused.value.message
     with pytest.raises(gradio.Error, match="max_question_tokens"):
         next(page.ask("a" * 1601, *settings.values()))
+    monkeypatch.setattr(page_module, "Race", _refuse_with_a_tag)
+    with pytest.raises(gradio.Error, match="&lt;img&gt;"):
+        next(page.ask("a", *settings.values()))
+
+
+def _refuse_with_a_tag(*_: Any) -> None:
+    raise ValueError("<img>")
 
 
 def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(pair: Pair) -> None:
