@@ -5,7 +5,10 @@ from contextlib import contextmanager
 
 
 # Libraries that only some commands need, and the extra of this package that installs them.
-_EXTRAS = {"gradio": "demo", "gguf": "demo", "matplotlib": "benchmark"}
+_EXTRAS = {
+    "gradio": "demo", "gguf": "demo", "matplotlib": "benchmark", "datasets": "train", "evaluate": "train",
+    "peft": "train", "tensorboard": "train",
+}  # fmt: skip
 
 
 @contextmanager
@@ -26,9 +29,9 @@ def told_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        extra = _EXTRAS.get(missing)
-        package = f"transformers-gumiho[{extra}]" if extra else missing
-        raise SystemExit(f"{program}: {error}. Install it with `pip install '{package}'`.") from error
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        # A module may be part of a package with another name, so a command is given only where it is known.
+        way_out = f". Install it with `pip install 'transformers-gumiho[{extra}]'`." if extra else ""
+        raise SystemExit(f"{program}: {error}{way_out}") from error
     except mendable as error:
         raise SystemExit(f"{program}: {error}") from error

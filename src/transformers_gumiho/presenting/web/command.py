@@ -44,11 +44,11 @@ def make_page(args: DemoArguments) -> "gradio.Blocks":
 
 
 def _load_page(args: DemoArguments) -> "Page":
-    for name in ("max_new_tokens", "max_visitors"):
+    for name in ("max_new_tokens", "max_question_tokens", "max_visitors"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
     # Only the page needs Gradio; whoever lacks it should not wait for the models first.
     from .page import Page
 
     logging.disable_progress_bar()
-    return Page(*load(args), args.max_new_tokens)
+    return Page(*load(args), args.max_new_tokens, args.max_question_tokens)

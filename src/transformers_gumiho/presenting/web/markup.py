@@ -47,6 +47,8 @@ def answer_html(answer: LiveAnswer) -> str:
 def verdict_html(race: Race) -> str:
     """Returns what can be said of both answers: whether they are equal, and how much faster one is."""
     plain, drafted = race.plain, race.drafted
+    # Before the tokens are compared: what is over by now, they are all of.
+    are_whole, is_over = plain.progress == drafted.progress == "whole", race.is_over
     if "failed" in (plain.progress, drafted.progress):
         return _verdict("failed", "The answers cannot be compared.")
     num_common = min(len(plain.tokens), len(drafted.tokens))
@@ -56,12 +58,12 @@ def verdict_html(race: Race) -> str:
             f"≠ The answers part at token {difference + 1}. In 16-bit precision two tokens can be equally likely, and "
             f'rounding decides (<a href="{EXACTNESS}">more</a>); in float32 both are the same.',
         )
-    if plain.progress == drafted.progress == "whole":
+    if are_whole:
         if len(plain.tokens) != len(drafted.tokens):
             return _verdict("different", f"≠ The answers part after token {num_common}: one of them goes on.")
         ratio = _speed(drafted) / _speed(plain)
         return _verdict("equal", f"✓ Both answers are the same, token for token. Gumiho is {ratio:.2f} times as fast.")
-    if race.is_over:
+    if is_over:
         return _verdict("stopped", f"Stopped. The {num_common} tokens that both have are the same.")
     return _verdict("running", f"The {num_common} tokens that both have are the same so far." if num_common else "")
 

@@ -1,7 +1,9 @@
 """The page: one question, and its answers with a drafter and without, side by side."""
 
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import gradio as gr
@@ -38,6 +40,7 @@ class Page:
         tokenizer: Its tokenizer.
         drafter: The drafter.
         max_new_tokens: The most that a visitor may ask for.
+        max_question_tokens: The most that a visitor may ask with.
     """
 
     def __init__(
@@ -46,21 +49,24 @@ class Page:
         tokenizer: PreTrainedTokenizerBase,
         drafter: GumihoModel,
         max_new_tokens: int,
+        max_question_tokens: int,
     ):
         self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.max_question_tokens = max_new_tokens, max_question_tokens
         self.turns = Turns(target.device)
 
     def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        """Yields what is shown, again and again until both answers are whole: the race, and four pieces of HTML."""
+        """Yields what is shown, again and again until both answers are whole: how to stop, and four pieces of HTML."""
         try:
-            race = Race(self.target, self.tokenizer, self.drafter, self.turns, self._question(text, *settings))
+            question = self._question(text, *settings)
+            race = Race(self.target, self.tokenizer, self.drafter, self.turns, question, self.max_question_tokens)
         except ValueError as error:
-            raise gr.Error(str(error), print_exception=False) from error
-        race.start()
+            # What it says is shown as HTML.
+            raise gr.Error(escape(str(error)), print_exception=False) from error
         try:
-            # Only once: the session keeps it for the button that stops it.
-            yield race, *self._show(race)
+            race.start()
+            # Only once: the session keeps it for the button that stops it, and nothing else of the race.
+            yield race.wish_to_stop, *self._show(race)
             while not race.wait(_INTERVAL):
                 yield gr.skip(), *self._show(race)
             yield gr.skip(), *self._show(race)
@@ -78,17 +84,18 @@ class Page:
         branching_factor: int,
         full_tree_attention: bool,
     ) -> Question:
-        for name, value, most in (
-            ("New tokens", max_new_tokens, self.max_new_tokens),
-            ("Nodes in the tree", num_assistant_tokens, _MOST_NODES),
-            ("Branching factor", branching_factor, _MOST_WIDTH),
+        for name, value, least, most in (
+            ("New tokens", max_new_tokens, 1, self.max_new_tokens),
+            ("Nodes in the tree", num_assistant_tokens, 1, _MOST_NODES),
+            ("Branching factor", branching_factor, 1, _MOST_WIDTH),
+            ("The temperature", temperature, 0, 2),
+            ("The seed", seed, 0, 2**31 - 1),
         ):
-            if not isinstance(value, (int, float)) or not 1 <= value <= most:
-                raise ValueError(f"{name} must be from 1 to {most}, got {value}.")
-        if not isinstance(temperature, (int, float)) or not 0 <= temperature <= 2:
-            raise ValueError(f"The temperature must be from 0 to 2, got {temperature}.")
-        if not isinstance(seed, (int, float)) or not 0 <= seed < 2**31:
-            raise ValueError(f"The seed must be a whole number from 0 on, got {seed}.")
+            # Anything can be sent, of any length; only numbers are worth repeating.
+            if not isinstance(value, (int, float)):
+                raise ValueError(f"{name} must be a number from {least} to {most}.")
+            if not least <= value <= most:
+                raise ValueError(f"{name} must be from {least} to {most}, got {value}.")
         return Question(
             text=text or "",
             max_new_tokens=int(max_new_tokens),
@@ -163,9 +170,9 @@ def _answer(name: str, heading: str) -> gr.HTML:
         return gr.HTML(container=True, padding=True, elem_id=name)
 
 
-def _stop(race: Race | None) -> None:
-    if race is not None:
-        race.stop()
+def _stop(wish_to_stop: Event | None) -> None:
+    if wish_to_stop is not None:
+        wish_to_stop.set()
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -23,6 +23,9 @@ from .turns import Turn, Turns
 
 logger = logging.get_logger(__name__)
 
+# More than nearly any text has; to count the tokens of a longer one would take long already.
+_CHARACTERS_PER_TOKEN = 16
+
 Progress = Literal["waiting", "writing", "whole", "stopped", "failed"]
 
 
@@ -102,6 +105,11 @@ class Race:
         drafter: The drafter, whose settings stay as they are.
         turns: Who may use the models.
         question: What is asked.
+        max_question_tokens: The most that a question may have.
+
+    Attributes:
+        prompt: The question's token ids.
+        wish_to_stop: Once it is set, both answers end at their next token or cycle.
 
     Raises:
         ValueError: The question is empty or too long, or a setting is out of range.
@@ -114,22 +122,23 @@ class Race:
         drafter: GumihoModel,
         turns: Turns,
         question: Question,
+        max_question_tokens: int = 1024,
     ):
         self.question = question
         self.plain, self.drafted = LiveAnswer(), LiveAnswer()
         self._target, self._tokenizer, self._turns = target, tokenizer, turns
         self._drafter = _with_settings(drafter, question)
-        self.prompt = _encode(target, tokenizer, question)
-        self._is_stopped, self._is_over = threading.Event(), threading.Event()
+        self.prompt = _encode(target, tokenizer, question, max_question_tokens)
+        self.wish_to_stop, self._is_over = threading.Event(), threading.Event()
 
     def start(self) -> None:
         """Begins to write both answers, in threads of their own."""
         for answer, drafter in ((self.drafted, self._drafter), (self.plain, None)):
-            threading.Thread(target=self._run, args=(answer, drafter)).start()
+            threading.Thread(target=self._run, args=(answer, drafter), daemon=True).start()
 
     def stop(self) -> None:
         """Ends both answers at their next token or cycle."""
-        self._is_stopped.set()
+        self.wish_to_stop.set()
 
     def wait(self, seconds: float) -> bool:
         """Waits until both answers are over, so many seconds at most; returns whether they are."""
@@ -185,7 +194,7 @@ class Race:
             )  # fmt: skip
 
     def _check_wanted(self) -> None:
-        if self._is_stopped.is_set() or self._turns.is_closed:
+        if self.wish_to_stop.is_set() or self._turns.is_closed:
             raise Stopped
 
 
@@ -227,10 +236,16 @@ def _with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:
     return own
 
 
-def _encode(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
+def _encode(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: Question, max_question_tokens: int
+) -> list[int]:
     if not question.text.strip():
         raise ValueError("There is no question yet. Write one first.")
+    if len(question.text) > _CHARACTERS_PER_TOKEN * max_question_tokens:
+        raise ValueError(_too_long(f"{len(question.text)} characters", max_question_tokens))
     prompt = encode_turn(tokenizer, [question.text], [])
+    if len(prompt) > max_question_tokens:
+        raise ValueError(_too_long(f"{len(prompt)} tokens", max_question_tokens))
     most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is not None and len(prompt) + question.max_new_tokens > most:
         raise ValueError(
@@ -240,11 +255,19 @@ def _encode(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questio
     return prompt
 
 
+def _too_long(length: str, most: int) -> str:
+    return (
+        f"The question has {length}, but may have {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters at most "
+        f"(`max_question_tokens`). Shorten it."
+    )
+
+
 def _explain(error: Exception) -> str:
-    """Returns what to tell people of an error."""
+    """Returns what to tell strangers of an error; what else there is to it may not be their business."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
         return "There is not enough memory for this answer. Ask for fewer new tokens or a smaller tree, or try later."
-    if isinstance(error, (ValueError, OSError)):
+    if isinstance(error, ValueError):
         return str(error)
     logger.error("An answer failed.", exc_info=error)
-    return f"The answer failed ({type(error).__name__}: {error}). This is a fault of the program; its log tells more."
+    kind = type(error).__name__
+    return f"The answer failed ({kind}). This is a fault of the program or of its machine; the log tells more."

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,13 +16,15 @@ class Turns:
 
     Args:
         device: The target's, whose random numbers each answer has for itself.
+        clock: Tells the time in seconds.
 
     Attributes:
         is_closed: Whether nobody waits for any answer.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
         self.device = device
+        self.clock = clock
         self._changed = threading.Condition()
         self._present: list[Turn] = []
         self._waiting: list[Turn] = []
@@ -41,11 +43,13 @@ class Turns:
         Args:
             seed: Of the random numbers that it draws.
         """
-        with self._changed:
-            turn = Turn(self, min((other.share for other in self._present), default=0.0))
-            self._present.append(turn)
+        turn = Turn(self)
         try:
-            self.take(turn)
+            # In one go, so that nobody has the models between: it would not be level any more.
+            with self._changed:
+                turn.head_start = min((other.share for other in self._present), default=0.0)
+                self._present.append(turn)
+                self.take(turn)
             torch.manual_seed(seed)
             yield turn
         finally:
@@ -72,7 +76,7 @@ class Turns:
                 turn.begin()
                 return
             self._return(turn)
-        self.take(turn)
+            self.take(turn)
 
     def _is_next(self, turn: "Turn") -> bool:
         return self._holder is None and turn is min(self._waiting, key=lambda other: other.share)
@@ -90,12 +94,14 @@ class Turn:
 
     Args:
         turns: Where it takes them.
+
+    Attributes:
         head_start: Seconds that count as if it had had the models already.
     """
 
-    def __init__(self, turns: Turns, head_start: float):
+    def __init__(self, turns: Turns):
         self._turns = turns
-        self._head_start = head_start
+        self.head_start = 0.0
         self._seconds = 0.0
         self._begun: float | None = None
         self._random_state: tuple[torch.Tensor, ...] | None = None
@@ -104,12 +110,12 @@ class Turn:
     def seconds(self) -> float:
         """How long it has had the models, this moment included."""
         begun = self._begun
-        return self._seconds + (time.perf_counter() - begun if begun is not None else 0.0)
+        return self._seconds + (self._turns.clock() - begun if begun is not None else 0.0)
 
     @property
     def share(self) -> float:
         """What decides who is next: seconds."""
-        return self._head_start + self._seconds
+        return self.head_start + self._seconds
 
     def give_way(self) -> None:
         """Lets others have the models if it is their turn, and waits until it is its own again."""
@@ -119,7 +125,7 @@ class Turn:
         """Begins a turn: its random numbers go on where they were."""
         if self._random_state is not None:
             _set_random_state(self._turns.device, self._random_state)
-        self._begun = time.perf_counter()
+        self._begun = self._turns.clock()
 
     def pause(self) -> None:
         """Ends a turn."""
