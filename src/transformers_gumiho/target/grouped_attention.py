@@ -82,7 +82,7 @@ def _dispatching(plain: AttentionFunction) -> AttentionFunction:
             attention_mask is None
             or args
             or not getattr(_passes, "are_ours", False)
-            or getattr(_passes, "num_copying", 0)
+            or getattr(_passes, "num_copying", 0) > 0
             or not _is_plainly_masked(query, attention_mask, kwargs)
             or not _would_copy(module, query, key, value, attention_mask)
         ):
