@@ -24,8 +24,8 @@ from transformers import DynamicCache, HfArgumentParser, LlamaConfig, LlamaForCa
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
 from transformers_gumiho.decoding.observers import GenerationObserver, Stage, observing
-from transformers_gumiho.measuring.copied_groups import copying_groups
 from transformers_gumiho.measuring.stages import synchronize
+from transformers_gumiho.target.grouped_attention import copying_groups
 
 
 WAYS: dict[str, type[AbstractContextManager[None]]] = {"copied": copying_groups, "in_place": nullcontext}

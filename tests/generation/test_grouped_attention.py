@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import attention_implementation
-from transformers_gumiho.target.grouped_attention import attend_folded, groups_in_place, install
+from transformers_gumiho.target.grouped_attention import attend_folded, copying_groups, groups_in_place, install
 
 
 class Layer(nn.Module):
@@ -165,6 +166,32 @@ def test_nobody_else_is_affected(copies: list[int]) -> None:
     assert attention_implementation(target.config) == "sdpa"
 
 
+def test_copies_are_made_for_comparison_in_this_thread_alone(copies: list[int]) -> None:
+    target, prompts = make_target("llama", "sdpa"), make_prompts([5, 3])
+
+    def run() -> int:
+        copies.clear()
+        with groups_in_place():
+            target(prompts["input_ids"], attention_mask=prompts["attention_mask"])
+        return len(copies)
+
+    ours, counts = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+    assert run() == 0
+    first, second = copying_groups(), copying_groups()
+    first.__enter__()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is ours
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert run() > 0, "the second one is still open"
+    other = threading.Thread(target=lambda: counts.append(run()))
+    other.start()
+    other.join()
+    assert counts == [0]
+    second.__exit__(None, None, None)
+    assert run() == 0
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is ours
+
+
 def test_a_function_that_somebody_registered_stays() -> None:
     ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
     install()
@@ -203,11 +230,10 @@ def test_states_of_a_tree_are_bit_identical_with_and_without(static: bool) -> No
     target = LlamaForCausalLM(config).eval()
     drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
     drafter.generation_config.update(num_assistant_tokens=12, branching_factor=3)
-    ours, outputs = ALL_ATTENTION_FUNCTIONS["sdpa"], []
-    for function in (ours, sdpa_attention_forward):
-        AttentionInterface.register("sdpa", function)
-        try:
-            torch.manual_seed(1)
+    outputs = []
+    for way in (nullcontext, copying_groups):
+        torch.manual_seed(1)
+        with way():
             outputs.append(
                 target.generate(
                     torch.arange(40)[None] + 1,
@@ -220,8 +246,6 @@ def test_states_of_a_tree_are_bit_identical_with_and_without(static: bool) -> No
                     **({"cache_implementation": "static", "disable_compile": True} if static else {}),
                 )
             )
-        finally:
-            AttentionInterface.register("sdpa", ours)
     with_groups, without = outputs
     assert torch.equal(with_groups.sequences, without.sequences)
     assert all(torch.equal(*pair) for pair in zip(with_groups.scores, without.scores, strict=True))

@@ -10,6 +10,8 @@ from torch._dynamo.utils import counters
 from transformers import StoppingCriteria
 
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting.context_drafts import ContextDrafts
+from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.verification import AcceptedPath
@@ -79,6 +81,24 @@ def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
             assert len(pairs) == 9
     longest = drafter.config.max_draft_depth + 1
     assert max(map(max, output.accepted_lengths)) > longest, "more than the drafter drafts, and the bonus token"
+
+
+def test_context_is_looked_up_before_the_drafter_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU reading the text would wait for all that was launched before."""
+    calls: list[str] = []
+    for kind in (ContextDrafts, GumihoDrafter):
+
+        def draft(self: Any, *args: Any, name: str = kind.__name__, plain: Any = kind.draft) -> Any:
+            calls.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(kind, "draft", draft)
+    target = make_target("llama", seed=3)
+    target.generate(
+        **make_prompts([9, 4]), max_new_tokens=20, do_sample=False, assistant_model=make_drafter(target), **LOOKUP
+    )
+    assert len(calls) > 2
+    assert calls == ["ContextDrafts", "GumihoDrafter"] * (len(calls) // 2)
 
 
 def test_compiled_cycles_take_drafts_from_the_context() -> None:

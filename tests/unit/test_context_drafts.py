@@ -2,14 +2,20 @@
 
 import itertools
 import math
+import pickle
 import time
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
+from transformers.generation import StoppingCriteriaList
 
+from transformers_gumiho.decoding.sequences import CommittedSequences
+from transformers_gumiho.decoding.step_records import StepRecord
 from transformers_gumiho.drafting.context_drafts import ContextDrafts, MatchEstimates, RowDrafts
-from transformers_gumiho.drafting.ngram_index import LONGEST_MATCH, NgramIndex
+from transformers_gumiho.drafting.ngram_index import LONGEST_MATCH, LONGEST_NGRAM, Match, NgramIndex
 
 
 @settings(max_examples=200, deadline=None)
@@ -117,3 +123,47 @@ def test_a_cycle_takes_no_longer_in_a_long_text() -> None:
 
     seconds_of_cycles(100)
     assert seconds_of_cycles(64_000) < 5 * seconds_of_cycles(500)
+
+
+def test_index_grows_with_the_text_and_not_with_the_setting() -> None:
+    text = torch.randint(0, 250, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def grown(max_size: int, num_tokens: int) -> NgramIndex:
+        index = NgramIndex(max_size)
+        index.extend(text[: num_tokens // 2])
+        index.extend(text[num_tokens // 2 : num_tokens])
+        return index
+
+    longest = grown(100, 1000)
+    num_bytes = len(pickle.dumps(longest))
+    assert num_bytes == len(pickle.dumps(grown(LONGEST_NGRAM, 1000)))
+    assert num_bytes < 2.2 * len(pickle.dumps(grown(100, 500)))
+    longest.extend(text[500:520])
+    assert longest.match() == Match(520, 20), "what is found is still compared further back"
+
+
+def test_new_tokens_alone_are_read_when_a_row_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = torch.arange(3000).view(3, 1000)
+    monkeypatch.setattr("transformers_gumiho.decoding.sequences.pad_token_id", lambda generation_config: 0)
+    sequences = CommittedSequences(prompt, StoppingCriteriaList(), GenerationConfig(max_length=5000))
+    sizes: list[int] = []
+    plain = torch.Tensor.tolist
+
+    def to_list(tensor: torch.Tensor) -> list[list[int]]:
+        sizes.append(tensor.numel())
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", to_list)
+    known = [0, 10, 0]
+    assert sequences.tokens_from(known) == [list(range(1000)), list(range(1010, 2000)), list(range(2000, 3000))]
+    known = [1000] * 3
+    # The first row has ended, the others advance at speeds of their own.
+    for cycle in range(60):
+        new = [[], [cycle] * 5, [cycle, -cycle]]
+        tokens = torch.tensor([[0] * 5, new[1], new[2] + [0] * 3])
+        sequences.commit(tokens, tokens.tolist(), [0, 5, 2], StepRecord(3, enabled=False))
+        sizes.clear()
+        assert sequences.tokens_from(known) == new
+        assert sum(sizes) <= 3 * 5
+        known = list(sequences.lengths)
+    assert sequences.tokens_from(known) == [[], [], []]

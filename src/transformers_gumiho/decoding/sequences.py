@@ -93,10 +93,10 @@ class CommittedSequences:
 
     def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
         """Returns the committed tokens of each row from an index on, on the host."""
-        first = min(starts)
-        rows = self._buffer[:, first : max(self.lengths)].tolist()
-        places = zip(rows, starts, self.lengths, strict=True)
-        return [row[start - first : length - first] for row, start, length in places]
+        counts = [length - start for start, length in zip(starts, self.lengths, strict=True)]
+        # As wide as the most of one row, wherever in the buffer each row is.
+        rows = self.newest(counts).tolist()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def final_ids(self) -> torch.Tensor:
         """Returns `(B, longest)`: the finished sequences, padded on the right."""

@@ -102,10 +102,12 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
     def draft_tree(self, committed: CommittedTokens) -> DraftTree:
         """Drafts a tree after newly committed tokens on any device; the tree is on the device of these tokens."""
-        tree = self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
+        device = committed.tokens.device
+        # Looked up first: reading the text waits for the device, and would wait for all of drafting.
+        branch = None if self._context_drafts is None else self._context_drafts.draft(device)
+        tree = self.drafter.draft(committed.to(self.device)).to(device)
         if self._context_drafts is None:
             return tree
-        branch = self._context_drafts.draft(tree.tokens.device)
         if branch is None:
             # All trees are alike where shapes are fixed.
             return replace(tree, max_depth=self.drafter.settings.longest_path)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Beyond this a longer match says no more.
 LONGEST_MATCH = 32
+# Longer n-grams are not kept: each size takes an entry for every token of the text, as long as the n-gram.
+LONGEST_NGRAM = 8
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,13 @@ class NgramIndex:
     The newest place of every n-gram of a text. Each token is added once; the text is never searched.
 
     Args:
-        max_size: The longest n-grams that are kept, in tokens.
+        max_size: The longest n-grams that are kept, in tokens; at most [`LONGEST_NGRAM`] of them.
     """
 
     def __init__(self, max_size: int):
         self.tokens: list[int] = []
         # For each size: the index of the token behind the newest place of each n-gram that has one behind it.
-        self._followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_size)]
+        self._followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(min(max_size, LONGEST_NGRAM))]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens to the text."""

@@ -37,8 +37,8 @@ class DraftingSettings:
         sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
         prompt_lookup_num_tokens: The most tokens that are drafted from the context, by how it went on where its newest
             tokens stood before; 0 for none. Of the call of `generate()`, no setting of the drafter's.
-        max_matching_ngram_size: How many of the newest tokens are looked up; fewer where those stood nowhere. Of the
-            call, too.
+        max_matching_ngram_size: How many of the newest tokens are looked up, at most 8; fewer where those stood
+            nowhere. Of the call, too.
     """
 
     num_assistant_tokens: int

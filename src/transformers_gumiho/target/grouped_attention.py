@@ -46,6 +46,17 @@ def groups_in_place() -> Iterator[None]:
         _passes.are_ours = before
 
 
+@contextmanager
+def copying_groups() -> Iterator[None]:
+    """Within it this thread's passes attend as if [`groups_in_place`] were not there: for comparison."""
+    # A count, as what is entered first may be left first.
+    _passes.num_copying = getattr(_passes, "num_copying", 0) + 1
+    try:
+        yield
+    finally:
+        _passes.num_copying -= 1
+
+
 def install() -> None:
     """
     Puts a function in the place of transformers' `sdpa` that calls it, except within [`groups_in_place`]. Calling
@@ -71,6 +82,7 @@ def _dispatching(plain: AttentionFunction) -> AttentionFunction:
             attention_mask is None
             or args
             or not getattr(_passes, "are_ours", False)
+            or getattr(_passes, "num_copying", 0) > 0
             or not _is_plainly_masked(query, attention_mask, kwargs)
             or not _would_copy(module, query, key, value, attention_mask)
         ):
