@@ -276,7 +276,7 @@ def test_what_fails_when_it_is_tried_is_refused(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("One token at a time, please.")
 
     target.register_forward_pre_hook(take_one_token, with_kwargs=True)
-    with pytest.raises(ValueError, match=r"several tokens at once behind its cache fails \(One token at a time"):
+    with pytest.raises(ValueError, match=r"a trial of a few tokens behind its cache fails \(One token at a time"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(target))
 
 
