@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from transformers_gumiho.target import continuation
 from transformers_gumiho.target.chain_session import MAX_PENDING
+from transformers_gumiho.target.own_caches import make_cache
 
 
 BATCH = [4, 17, 9]
@@ -71,6 +72,7 @@ def test_cache_of_the_targets_own_class(first: str) -> None:
         assert torch.equal(drafted.sequences, plain.sequences)
         assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
         assert type(drafted.past_key_values) is type(plain.past_key_values)
+        assert drafted.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
     if first == "linear_attention":  # plain decoding masks by slots that it does not count
         with pytest.raises(ValueError, match=r"in a padded batch: what it computes .* differs"):
             both(target, make_prompts(BATCH))
@@ -223,11 +225,11 @@ def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
             if sum(map(len, self.tokens[1:])) > 12:
                 raise InterruptedError
 
-    for family in ("qwen3_5", "llama4"):
+    for family in ("qwen3_5", "llama4", "minimax"):
         target = make_chain_target(family)
         prompt = make_prompts([5])
         plain = target.generate(**prompt, max_new_tokens=40)
-        cache = DynamicCache(config=target.config)
+        cache = make_cache(target)
         with partly_right_drafts(plain, 5), pytest.raises(InterruptedError):
             target.generate(
                 **prompt,
