@@ -11,10 +11,11 @@ from chains import (
     draft_rate,
     make_chain_drafter,
     make_chain_target,
+    minimax_config,
     partly_right_drafts,
 )
 from targets import make_prompts, passes_of
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -22,6 +23,7 @@ from transformers.utils import logging
 
 from transformers_gumiho.target import continuation
 from transformers_gumiho.target.chain_session import MAX_PENDING
+from transformers_gumiho.target.own_caches import make_cache
 
 
 BATCH = [4, 17, 9]
@@ -61,6 +63,28 @@ def test_compressed_context_without_padding() -> None:
         both(target, make_prompts(BATCH))
 
 
+@pytest.mark.parametrize("first", ["linear_attention", "full_attention"])
+def test_cache_of_the_targets_own_class(first: str) -> None:
+    """A cache of MiniMax counts no tokens where a state comes first, as it does in the released model."""
+    target = AutoModelForCausalLM.from_config(minimax_config([first, "full_attention", "full_attention"])).eval()
+    for lengths in ([1], [20], [7, 7, 7]):
+        plain, drafted = both(target, make_prompts(lengths))
+        assert torch.equal(drafted.sequences, plain.sequences)
+        assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
+        assert type(drafted.past_key_values) is type(plain.past_key_values)
+        assert drafted.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
+    if first == "linear_attention":  # plain decoding masks by slots that it does not count
+        with pytest.raises(ValueError, match=r"in a padded batch: what it computes .* differs"):
+            both(target, make_prompts(BATCH))
+    with pytest.raises(ValueError, match=r"got DynamicCache .* Pass `past_key_values=MiniMaxCache\(\)`, or none"):
+        target.generate(
+            **make_prompts([5]),
+            max_new_tokens=4,
+            past_key_values=DynamicCache(config=target.config),
+            assistant_model=make_chain_drafter(target),
+        )
+
+
 def entries(cache: Any) -> list[torch.Tensor]:
     """Returns all that a cache holds."""
 
@@ -72,7 +96,7 @@ def entries(cache: Any) -> list[torch.Tensor]:
     return [tensor for layer in cache.layers for tensor in tensors(vars(layer))]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba", "bloom", "llama4", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba", "bloom", "llama4", "mamba2", "minimax"])
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
 def test_returned_cache_is_that_of_plain_decoding(family: str, lengths: list[int]) -> None:
     target = make_chain_target(family)
@@ -201,11 +225,11 @@ def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
             if sum(map(len, self.tokens[1:])) > 12:
                 raise InterruptedError
 
-    for family in ("qwen3_5", "llama4"):
+    for family in ("qwen3_5", "llama4", "minimax"):
         target = make_chain_target(family)
         prompt = make_prompts([5])
         plain = target.generate(**prompt, max_new_tokens=40)
-        cache = DynamicCache(config=target.config)
+        cache = make_cache(target)
         with partly_right_drafts(plain, 5), pytest.raises(InterruptedError):
             target.generate(
                 **prompt,

@@ -21,6 +21,7 @@ from transformers import (
     Llama4TextConfig,
     Mamba2Config,
     MambaConfig,
+    MiniMaxConfig,
     MptConfig,
     NemotronHConfig,
     OlmoHybridConfig,
@@ -95,6 +96,8 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **_TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=1,
         chunk_size=16,
     ),
+    # The states lie beside the layers of a cache of its own class.
+    "minimax": lambda: minimax_config(["full_attention", "linear_attention", "full_attention"]),
     # The keys that each token attends to are chosen by an index.
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **_COMMON | {"num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1,
@@ -113,6 +116,13 @@ def deepseek_v4_config() -> PreTrainedConfig:
         index_head_dim=8, index_n_heads=16, hc_mult=2,
         compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     )  # fmt: skip
+
+
+def minimax_config(layer_types: list[str]) -> PreTrainedConfig:
+    """Blocks shorter than some prompts."""
+    return MiniMaxConfig(
+        **_COMMON, head_dim=8, layer_types=layer_types, block_size=16, num_local_experts=2, num_experts_per_tok=1
+    )
 
 
 # Families whose pass over several tokens is not, in transformers, that over one after the other.
@@ -137,7 +147,8 @@ def make_chain_target(family: str, seed: int = 0) -> PreTrainedModel:
     """Returns a tiny random target, in float64 where its code knows that and does not turn padding into NaN."""
     torch.manual_seed(seed)
     config = (CHAIN_FAMILIES | INEXACT_FAMILIES | PARTLY_EXACT_FAMILIES)[family]()
-    target = AutoModelForCausalLM.from_config(config).eval()
+    # The eager experts are the ones that know float64.
+    target = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     if family == "glm_moe_dsa":
         # Of the padding token's embedding, which is zero, an index makes ties, which chance decides.
         torch.nn.init.normal_(target.get_input_embeddings().weight.data[0], std=0.4)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     LogitsProcessorList,
@@ -24,6 +24,7 @@ from ..target.continuation import check_continuation
 from ..target.cycle_shapes import CycleShapes, cycle_shapes
 from ..target.feature_reader import TargetStates
 from ..target.output_head import head_for_drafting
+from ..target.own_caches import make_cache
 from ..target.prompt import prompt_positions, read_prompt
 from ..target.requirements import check_cache, check_padding, check_positions, tree_obstacle, verification_kind
 from ..target.session import TargetOutput, TargetSession
@@ -165,7 +166,10 @@ def _prepare_shapes(
     if shapes.are_fixed:
         # The static cache that `generate()` prepared is dropped; unless the prompt is read in chunks it has taken no
         # memory yet.
-        model_kwargs["past_key_values"] = DynamicCache(config=target.config.get_text_config(decoder=True))
+        model_kwargs["past_key_values"] = make_cache(target)
+    elif model_kwargs.get(cache_argument(target)) is None:
+        # `generate()` leaves a cache of the target's own class to the prompt's pass.
+        model_kwargs[cache_argument(target)] = make_cache(target)
     check_cache(target, model_kwargs.get(cache_argument(target)))
     if verification_kind(target) == "chain":
         check_continuation(target, model_kwargs.get("attention_mask"))

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ..tree.verification import AcceptedPath
-from .chain_layers import KeptLayer, crop_to, is_croppable, num_entries
+from .chain_layers import KeptLayer, KeptStates, crop_to, is_croppable, num_entries, own_states
 from .verification_cache import VerificationCache
 
 
@@ -29,8 +29,10 @@ class ChainCache(VerificationCache):
         self._cache = cache
         self._length = length
         self._batch_size = batch_size
-        self._is_croppable = all(is_croppable(layer) for layer in cache.layers)
-        self._kept: list[KeptLayer] | None = None
+        if own_states(cache):
+            _mark_unused_layers(cache)
+        self._is_croppable = not own_states(cache) and all(is_croppable(layer) for layer in cache.layers)
+        self._kept: list[KeptLayer | KeptStates] | None = None
         self._starts: list[int] = []  # entries of each layer before the newest pass
         self._pending: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None  # of the newest pass, until it is settled
@@ -66,7 +68,7 @@ class ChainCache(VerificationCache):
         """Prepares a pass over `nodes` `(B, n)`. Returns what it has to run: pending tokens, then the nodes."""
         self._settle()
         if not self._is_croppable and self._kept is None:
-            self._kept = [KeptLayer(layer) for layer in self._cache.layers]
+            self._kept = [*map(KeptLayer, self._cache.layers), KeptStates(self._cache)]
         self._starts = [num_entries(layer) for layer in self._cache.layers]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
         self._tokens = nodes if self._pending is None else torch.cat((self._pending, nodes), dim=1)
@@ -112,3 +114,13 @@ class ChainCache(VerificationCache):
         for layer in self._cache.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.record_past = record_past
+
+
+def _mark_unused_layers(cache: Cache) -> None:
+    """
+    Makes layers that hold nothing after a prompt, as their states lie beside them, ones that count no tokens. Masks
+    are made as long as the first layer that counts them says, and that would be 0.
+    """
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and num_entries(layer) == 0:
+            cache.layers[place] = LinearAttentionLayer()

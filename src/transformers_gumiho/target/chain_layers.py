@@ -45,6 +45,11 @@ def is_compressed(layer: Any) -> bool:
     return any(type(layer) is cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in COMPRESSED_KINDS)
 
 
+def own_states(cache: Any) -> dict[str, Any]:
+    """Returns what a cache itself holds tensors in, beside its layers (MiniMax: states of lightning attention)."""
+    return {name: value for name, value in vars(cache).items() if name != "layers" and _holds_tensors(value)}
+
+
 def num_entries(layer: Any) -> int:
     """Returns how many tokens a layer has read; 0 where it does not count them."""
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -111,8 +116,35 @@ class KeptLayer:
             self.layer.values = self.layer.values[..., : self._num_entries, :]
 
 
+class KeptStates:
+    """
+    What a cache itself holds now, beside its layers: a copy.
+
+    Args:
+        cache: Any cache.
+
+    Attributes:
+        held: What has to be put back, by its name in the cache.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self.held = _copy(own_states(cache))
+
+    def put_back(self) -> None:
+        """Makes the cache hold this again. May be called any number of times."""
+        now = vars(self.cache)
+        now.update(_put_back({name: now[name] for name in self.held}, self.held))
+
+
 def _is_entries(layer: Any, name: str) -> bool:
     return isinstance(layer, DynamicLayer) and name in ("keys", "values")
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_holds_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
 
 
 def _copy(value: Any) -> Any:

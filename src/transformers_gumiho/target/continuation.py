@@ -13,6 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ..internals import attention_implementation, cache_argument, computing_in_float32
 from ..tree.verification import AcceptedPath
 from .chain_cache import ChainCache
+from .chain_layers import own_states
+from .own_caches import make_cache
 
 
 NUM_PROMPT_TOKENS = 9
@@ -112,18 +114,18 @@ def measure_continuation(target: PreTrainedModel, is_padded: bool = False, in_fl
 
 def _run_singly(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Returns the logits of the last tokens, and what is in the cache after them."""
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    cache = make_cache(target)
     _run(target, tokens[:, :NUM_PROMPT_TOKENS], mask[:, :NUM_PROMPT_TOKENS], cache)
     logits = [
         _run(target, tokens[:, place : place + 1], mask[:, : place + 1], cache)
         for place in range(NUM_PROMPT_TOKENS, tokens.shape[1])
     ]
-    return [torch.cat(logits[NUM_ACCEPTED:], dim=1), *_tensors([vars(layer) for layer in cache.layers])]
+    return [torch.cat(logits[NUM_ACCEPTED:], dim=1), *_entries(cache)]
 
 
 def _run_at_once(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Returns the same after two passes over drafts, the first of which are accepted in part."""
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    cache = make_cache(target)
     _run(target, tokens[:, :NUM_PROMPT_TOKENS], mask[:, :NUM_PROMPT_TOKENS], cache)
     chain = ChainCache(cache, NUM_PROMPT_TOKENS, len(tokens))
     drafts = tokens[:, NUM_PROMPT_TOKENS:].clone()
@@ -134,7 +136,7 @@ def _run_at_once(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tens
     logits = _run(target, chain.begin_pass(rest), mask, cache)[:, -rest.shape[1] :]
     chain.commit(AcceptedPath(rest, rest, [rest.shape[1]]))
     chain.restore(cache)
-    return [logits, *_tensors([vars(layer) for layer in cache.layers])]
+    return [logits, *_entries(cache)]
 
 
 def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
@@ -164,6 +166,10 @@ def _run(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, cach
         model_inputs["logits_to_keep"] = num_tokens
     logits: torch.Tensor = target(**model_inputs, return_dict=True).logits
     return logits
+
+
+def _entries(cache: DynamicCache) -> Iterator[torch.Tensor]:
+    return _tensors([own_states(cache), *(vars(layer) for layer in cache.layers)])
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ from ..internals import attention_implementation, cache_argument, is_stateful, k
 from ..model.modeling_gumiho import GumihoModel
 from .cache_moving import is_convertible
 from .chain_layers import can_be_taken_back
+from .own_caches import cache_class
 
 
 # Kinds of attention whose mask a tree can be written into.
@@ -105,6 +106,8 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
     if is_stateful(target) or unsupported:
         kinds = f"layers of type {', '.join(sorted(unsupported))}" if unsupported else "a recurrent state"
         return f"has {kinds}, whose state cannot hold the branches of a draft tree"
+    if not keeps_dynamic_cache(target):
+        return "keeps a cache of its own class, whose entries cannot be taken over"
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
     if not takes_positions or getattr(config, "alibi", False):
         return (
@@ -126,8 +129,7 @@ def check_target(target: PreTrainedModel) -> None:
     if target.config.is_encoder_decoder:
         raise ValueError(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
     check_attention(target)
-    takes_cache = cache_argument(target) in inspect.signature(target.forward).parameters
-    if not takes_cache or not keeps_dynamic_cache(target):
+    if cache_class(target) is None:
         raise ValueError(
             f"{name} keeps no cache in a `DynamicCache`, against which drafts could be verified. Generate without "
             f"`assistant_model`."
@@ -218,8 +220,9 @@ def check_cache(target: PreTrainedModel, cache: Any) -> None:
     """Raises `ValueError` for a cache that drafts of the target cannot be verified against."""
     layers = getattr(cache, "layers", [])
     is_offloaded = getattr(cache, "offloading", False)
+    kind = cache_class(target) or DynamicCache
     if verification_kind(target) == "chain":
-        is_usable = isinstance(cache, DynamicCache) and not is_offloaded
+        is_usable = isinstance(cache, kind) and not is_offloaded
     else:
         is_usable = is_convertible(cache)
     if is_usable and (unknown := sorted({type(layer).__name__ for layer in layers if not can_be_taken_back(layer)})):
@@ -228,10 +231,11 @@ def check_cache(target: PreTrainedModel, cache: Any) -> None:
             f"are taken back. Generate without `assistant_model`."
         )
     if not is_usable:
+        made = "DynamicCache(config=target.config)" if kind is DynamicCache else f"{kind.__name__}()"
         raise ValueError(
-            f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
+            f"A Gumiho assistant needs an ordinary `{kind.__name__}` on the target's device, got "
             f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}"
             f"{' and offloading' if is_offloaded else ''}. "
-            f"Pass `{cache_argument(target)}=DynamicCache(config=target.config)`, or none; for fixed shapes set "
+            f"Pass `{cache_argument(target)}={made}`, or none; for fixed shapes set "
             f"`cache_implementation='static'` instead of passing a cache."
         )
