@@ -35,7 +35,7 @@ class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel)
     main_input_name = "input_ids"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads", "GumihoTransitions"]
+    _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
@@ -79,6 +79,9 @@ class GumihoModel(GumihoPreTrainedModel):
         self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
+        if self.transition is not None:
+            # FSDP refuses the names of modules that a model does not have.
+            self._no_split_modules = [*self._no_split_modules, "GumihoTransitions"]  # type: ignore[misc]
         self.gradient_checkpointing = False
         self.complete_generation_config()
         self.post_init()
