@@ -117,6 +117,8 @@ def _exists(name: str) -> bool:
     modules = [transformers] + [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(transformers_gumiho.__path__, f"{transformers_gumiho.__name__}.")
+        # This room is for processes of vLLM.
+        if not info.name.startswith(f"{transformers_gumiho.__name__}.vllm.")
     ]
     for module in modules:
         value = getattr(module, first, None)
