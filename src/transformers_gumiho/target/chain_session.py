@@ -50,7 +50,7 @@ class ChainSession(TargetSession):
         position_ids = self._positions(offsets.expand(len(tokens), -1))
         model_inputs = self.model.prepare_inputs_for_generation(
             tokens,
-            **self._node_kwargs(num_tokens),
+            **self._node_kwargs(num_tokens) | self._image_mask(start + num_nodes),
             **{cache_argument(self.model): self.cache.past_key_values},
             attention_mask=self._attention_mask(start + num_nodes),
             **({} if self._model_kwargs.get("position_ids") is None else {"position_ids": position_ids}),
@@ -65,6 +65,14 @@ class ChainSession(TargetSession):
             position_ids=text_positions(position_ids)[:, num_tokens - num_nodes :],
             hidden_states=hidden_states and tuple(states[:, num_tokens - num_nodes :] for states in hidden_states),
         )
+
+    def _image_mask(self, num_new: int) -> dict[str, torch.Tensor]:
+        """Returns which parts of an image each token of the text sees, as plain decoding extends it."""
+        mask = self._model_kwargs.get("cross_attention_mask")
+        if mask is None:
+            return {}
+        num_missing = self.prompt.length + num_new - mask.shape[1]
+        return {"cross_attention_mask": torch.cat((mask, mask[:, -1:].expand(-1, num_missing, -1, -1)), dim=1)}
 
     def _attention_mask(self, num_new: int) -> torch.Tensor | None:
         """Returns the mask as plain decoding extends it by `num_new` tokens, `None` where the caller's has none."""

@@ -200,8 +200,6 @@ class TargetSession:
             kwargs["token_type_ids"] = token_type_ids[:, -1:].expand(-1, num_nodes)
         if (token_type_ids := kwargs.get("mm_token_type_ids")) is not None:
             kwargs["mm_token_type_ids"] = token_type_ids.new_zeros(token_type_ids.shape[0], num_nodes)
-        if (image_mask := kwargs.get("cross_attention_mask")) is not None:
-            kwargs["cross_attention_mask"] = image_mask[:, -1:].expand(-1, num_nodes, -1, -1)
         return kwargs
 
 
