@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import small_config
-from transformers import ElectraConfig, PreTrainedConfig, RemBertConfig
 
-from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho import GumihoModel
 
 
 WAY_OUT = ".*Delete it, and download it again"
@@ -54,16 +53,3 @@ def test_damaged_download(folder: Path, tmp_path: Path) -> None:
     (snapshot / "model.safetensors").write_bytes(b"<html>")
     with pytest.raises(OSError, match=rf"`model\.safetensors` of 'someone/gumiho' is damaged{WAY_OUT}"):
         GumihoModel.from_pretrained("someone/gumiho", cache_dir=tmp_path / "hub")
-
-
-@pytest.mark.parametrize(
-    ("target_config", "reason"),
-    [
-        (RemBertConfig(), r"embedding of width 256 and states of width 1152.*`prompt_lookup_num_tokens`"),
-        (ElectraConfig(), r"ElectraConfig has an embedding of width 128 and states of width 256"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, PreTrainedConfig) else "",
-)
-def test_targets_that_a_drafter_cannot_be_derived_from(target_config: PreTrainedConfig, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        GumihoConfig.from_target(target_config)

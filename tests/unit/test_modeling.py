@@ -141,6 +141,7 @@ def test_auto_classes_load_the_drafter_with_its_settings(tmp_path: Path, auto_cl
         ({"num_serial_tokens": 0}, "`num_serial_tokens` must be at least 1, got 0"),
         ({"num_parallel_heads": -1}, "`num_parallel_heads` must be at least 0, got -1"),
         ({"num_residual_blocks": -1}, "`num_residual_blocks` must be at least 0, got -1"),
+        ({"embedding_size": 0}, "`embedding_size` must be at least 1, or None, got 0"),
         ({"model": {"model_type": "gpt2"}}, "must describe a Llama .* got model_type 'gpt2'"),
         ({"num_serial_tokens": "two"}, "num_serial_tokens"),
     ],

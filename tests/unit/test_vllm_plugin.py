@@ -286,6 +286,18 @@ class EAGLEConfig:
         self.model = model
 
 
+def test_widths_that_differ_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
+) -> None:
+    GumihoModel.from_target(make_target(), hidden_size=64, embedding_size=32).save_pretrained(tmp_path)
+    stubs = {name: {} for name in ("vllm.transformers_utils", "vllm.transformers_utils.configs")}
+    stubs |= {"vllm.transformers_utils.configs.eagle": {"EAGLEConfig": EAGLEConfig}}
+    with pytest.raises(
+        ValueError, match=r"embeddings of width 32 and states of width 64, and vLLM's .* Decode with it"
+    ):
+        load("configuration", monkeypatch, stubs).read_drafter(tmp_path)
+
+
 @pytest.mark.parametrize(("rank", "num_tokens", "said"), [(4, 4, True), (4, 2, False), (0, 4, False)])
 def test_the_log_says_that_transitions_are_left_out(
     rank: int, num_tokens: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from .damaged_files import damaged_json_named
 from .released_configs import as_drafter_fields, find_packaged_folder, released_names
+from .target_widths import embedding_width, state_width
 
 
 logger = logging.get_logger(__name__)
@@ -47,6 +48,8 @@ class GumihoConfig(PreTrainedConfig):
         has_embedding (`bool`, defaults to `True`):
             Whether the drafter holds a copy of the target's token embedding. Without one it reads the target's own,
             and its files are as much smaller; see `save_pretrained(save_embedding=False)`.
+        embedding_size (`int`, *optional*):
+            Width of the token embedding, where that is not the hidden size: targets may factorise theirs.
         tie_word_embeddings (`bool`, defaults to `False`):
             For transformers, which reads it of every model; a drafter has no output head to tie.
 
@@ -79,6 +82,7 @@ class GumihoConfig(PreTrainedConfig):
     gumiho_fc_bias: bool = True
     initializer_range: float = 0.02
     has_embedding: bool = True
+    embedding_size: int | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -106,6 +110,8 @@ class GumihoConfig(PreTrainedConfig):
             raise ValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
         if self.model.num_hidden_layers < 1:
             raise ValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
+        if self.embedding_size is not None and self.embedding_size < 1:
+            raise ValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
 
     @classmethod
     def get_config_dict(
@@ -159,10 +165,20 @@ class GumihoConfig(PreTrainedConfig):
             )
         return super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields, as `PreTrainedConfig.to_dict` does; without `embedding_size` where it says nothing."""
+        fields: dict[str, Any] = super().to_dict()
+        return {name: value for name, value in fields.items() if name != "embedding_size" or value is not None}
+
     @property
     def has_transitions(self) -> bool:
         """Whether the parallel heads take the token above into account."""
         return self.transition_rank > 0 and self.num_parallel_heads > 0
+
+    @property
+    def embedding_width(self) -> int:
+        """How many numbers the embedding of a token has."""
+        return self.embedding_size or self.get_text_config().hidden_size
 
     @property
     def max_draft_depth(self) -> int:
@@ -184,7 +200,7 @@ class GumihoConfig(PreTrainedConfig):
 
         Raises:
             TypeError: An override names no such field.
-            ValueError: The target has no vocabulary, or an embedding of another width than its states.
+            ValueError: The target has no vocabulary or hidden size.
         """
         llama_fields = {field.name for field in dataclasses.fields(LlamaConfig)}
         own_fields = {field.name for field in dataclasses.fields(cls)} - {"model"}
@@ -192,18 +208,18 @@ class GumihoConfig(PreTrainedConfig):
             raise TypeError(f"Neither GumihoConfig nor LlamaConfig has the fields {unknown}.")
         own_only = own_fields - llama_fields
         nested = {name: value for name, value in overrides.items() if name not in own_only}
-        derived = _derive_llama_fields(target_config.get_text_config(decoder=True), nested)
-        return cls(
-            model=LlamaConfig(**(derived | nested)),
-            **{name: value for name, value in overrides.items() if name in own_only},
-        )
+        text_config = target_config.get_text_config(decoder=True)
+        llama = LlamaConfig(**(_derive_llama_fields(text_config, nested) | nested))
+        own = {name: value for name, value in overrides.items() if name in own_only}
+        if "hidden_size" not in nested and embedding_width(text_config) != llama.hidden_size:
+            own = {"embedding_size": embedding_width(text_config)} | own
+        return cls(model=llama, **own)
 
 
 def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of the drafter's Llama config that follow from the target's text config."""
     _check_derivable(target, overrides)
-    # Decoders that project their output (OPT 350M) hand the drafter states of the embedding's size.
-    hidden_size = overrides.get("hidden_size") or _field(target, "word_embed_proj_dim") or target.hidden_size
+    hidden_size = overrides.get("hidden_size") or state_width(target)
     # Targets without attention (Mamba, RWKV) have no heads to copy.
     target_heads = _field(target, "num_attention_heads") or max(hidden_size // HEAD_DIM, 1)
     num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target_heads)
@@ -245,23 +261,13 @@ def _field(config: PreTrainedConfig, name: str) -> Any:
 
 
 def _check_derivable(target: PreTrainedConfig, overrides: dict[str, Any]) -> None:
-    """Raises `ValueError` for a target that a drafter of the same width cannot be derived from."""
-    name = type(target).__name__
+    """Raises `ValueError` for a target that a drafter cannot be derived from."""
     for field in ("vocab_size", "hidden_size"):
         if not hasattr(target, field) and field not in overrides:
             raise ValueError(
-                f"{name} has no `{field}`, which a drafter's configuration is derived from. Pass `{field}` as an "
+                f"{type(target).__name__} has no `{field}`, which a drafter's configuration is derived from. Pass `{field}` as an "
                 f"override."
             )
-    widths = [getattr(target, field, None) for field in ("input_embedding_size", "embedding_size")]
-    width = next((width for width in widths if width), target.hidden_size)
-    if width != target.hidden_size:
-        raise ValueError(
-            f"{name} has an embedding of width {width} and states of width {target.hidden_size}. A Gumiho drafter "
-            f"fuses a token's embedding with a state of the same width, so it needs a target whose embedding is not "
-            f"factorised. For this one, generate with `prompt_lookup_num_tokens`, or with a smaller model of the same "
-            f"vocabulary as `assistant_model`."
-        )
 
 
 def _divisor_up_to(number: int, limit: int) -> int:

@@ -71,8 +71,9 @@ class GumihoModel(GumihoPreTrainedModel):
         adopt_attention_implementation(llama, config)
         self.embed_tokens: Any = BorrowedEmbedding()
         if config.has_embedding:
-            self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
-        self.fc = nn.Linear(2 * llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias)
+            self.embed_tokens = nn.Embedding(llama.vocab_size, config.embedding_width)
+        fused_size = config.embedding_width + llama.hidden_size
+        self.fc = nn.Linear(fused_size, llama.hidden_size, bias=config.gumiho_fc_bias)
         self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
         # The first layer reads the output of `fc` unnormalised: the architecture has no weights for a norm here.
         self.layers[0].input_layernorm = nn.Identity()
@@ -113,14 +114,14 @@ class GumihoModel(GumihoPreTrainedModel):
 
         Args:
             target_config: The target's.
-            embedding (`(V or more, H)`): The weight of its token embedding; the drafter gets its device and dtype.
+            embedding (`(V or more, E)`): The weight of its token embedding; the drafter gets its device and dtype.
             **overrides: Passed to [`GumihoConfig.from_target`].
 
         Raises:
             ValueError: The embedding is offloaded, or has another shape than the config asks for.
         """
         config = GumihoConfig.from_target(target_config, **overrides)
-        rows = fitting_rows(embedding, config.get_text_config().vocab_size, config.get_text_config().hidden_size)
+        rows = fitting_rows(embedding, config.get_text_config().vocab_size, config.embedding_width)
         model = cls(config).to(device=embedding.device, dtype=embedding.dtype)
         model.adopt_embedding(rows.clone() if config.has_embedding else rows)
         return model
@@ -154,13 +155,12 @@ class GumihoModel(GumihoPreTrainedModel):
 
     def adopt_embedding(self, embedding: torch.Tensor) -> None:
         """
-        Makes `embedding` `(V or more, H)` the drafter's, without a copy where device and dtype are the drafter's.
+        Makes `embedding` `(V or more, E)` the drafter's, without a copy where device and dtype are the drafter's.
 
         Raises:
             ValueError: It is offloaded, or of another shape.
         """
-        llama = self.config.get_text_config()
-        rows = fitting_rows(embedding, llama.vocab_size, llama.hidden_size)
+        rows = fitting_rows(embedding, self.config.get_text_config().vocab_size, self.config.embedding_width)
         if not self.config.has_embedding:
             self.embed_tokens.lend(rows, self.device, self.dtype)
         else:
@@ -276,7 +276,7 @@ class GumihoModel(GumihoPreTrainedModel):
 
         Args:
             input_ids (`(B, T)`): Position t holds the token *after* hidden state t.
-            hidden_states (`(B, T, H)`): The target's last hidden states, after its final norm.
+            hidden_states (`(B, T, H)`): The target's last hidden states: what its output projection reads.
             attention_mask (*optional*): As in [`run_serial_head`].
             position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
             past_key_values (`Cache`, *optional*): The serial head's cache; extended in place.

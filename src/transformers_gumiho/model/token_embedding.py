@@ -13,7 +13,7 @@ class BorrowedEmbedding(nn.Module):
     What is lent is no parameter: it is neither trained nor saved with the drafter.
 
     Attributes:
-        weight (`(V, H)`, *optional*): The embedding, once it was lent.
+        weight (`(V, E)`, *optional*): The embedding, once it was lent.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class BorrowedEmbedding(nn.Module):
         self._source: torch.Tensor | None = None
 
     def lend(self, weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
-        """Takes `weight` `(V, H)` over: itself where device and dtype are as asked for, else a copy."""
+        """Takes `weight` `(V, E)` over: itself where device and dtype are as asked for, else a copy."""
         is_known = self._source is not None and self._source.data_ptr() == weight.data_ptr()
         if is_known and self.weight is not None and (self.weight.device, self.weight.dtype) == (device, dtype):
             return
@@ -31,7 +31,7 @@ class BorrowedEmbedding(nn.Module):
         self.weight = self._source.to(device=device, dtype=dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings `(..., H)` of token ids `(...)`."""
+        """Returns the embeddings `(..., E)` of token ids `(...)`."""
         if self.weight is None:
             raise ValueError(
                 "This drafter was saved without its token embedding, and was lent none yet. Call "
@@ -50,9 +50,9 @@ class BorrowedEmbedding(nn.Module):
         return self.__dict__ | {"weight": None, "_source": None}
 
 
-def fitting_rows(embedding: torch.Tensor, vocab_size: int, hidden_size: int) -> torch.Tensor:
+def fitting_rows(embedding: torch.Tensor, vocab_size: int, embedding_size: int) -> torch.Tensor:
     """
-    Returns the rows `(V, H)` of a target's embedding `(V or more, H)` that belong to a drafter's vocabulary.
+    Returns the rows `(V, E)` of a target's embedding `(V or more, E)` that belong to a drafter's vocabulary.
 
     Raises:
         ValueError: The embedding is offloaded, or has another shape.
@@ -62,10 +62,10 @@ def fitting_rows(embedding: torch.Tensor, vocab_size: int, hidden_size: int) -> 
             "The target's token embedding is offloaded, so a drafter cannot read it. Load the target with a "
             "`device_map` that keeps the embedding on a device."
         )
-    if embedding.shape[1] != hidden_size or embedding.shape[0] < vocab_size:
+    if embedding.shape[1] != embedding_size or embedding.shape[0] < vocab_size:
         raise ValueError(
             f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
-            f"{(vocab_size, hidden_size)}. Pass `vocab_size` and `hidden_size` as overrides."
+            f"{(vocab_size, embedding_size)}. Pass `vocab_size`, and `hidden_size` or `embedding_size`, as overrides."
         )
     return embedding[:vocab_size]
 

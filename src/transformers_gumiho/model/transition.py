@@ -8,15 +8,15 @@ from .configuration_gumiho import GumihoConfig
 
 class GumihoTransition(nn.Module):
     """
-    Moves the feature of one parallel head by `up @ down @ e`, with the embedding `e` `(H,)` of the token above.
+    Moves the feature of one parallel head by `up @ down @ e`, with the embedding `e` `(E,)` of the token above.
 
     With row `w_b` of the output head, this adds `(up.T @ w_b) @ (down @ e_a)` to the logit of token b under token a:
     a low-rank term for each pair of tokens. `up` starts at zero, with which nothing moves.
     """
 
-    def __init__(self, hidden_size: int, rank: int):
+    def __init__(self, embedding_size: int, hidden_size: int, rank: int):
         super().__init__()
-        self.down = nn.Parameter(torch.empty(rank, hidden_size))
+        self.down = nn.Parameter(torch.empty(rank, embedding_size))
         self.up = nn.Parameter(torch.empty(hidden_size, rank))
 
     def reset_parameters(self) -> None:
@@ -24,7 +24,7 @@ class GumihoTransition(nn.Module):
         nn.init.zeros_(self.up)
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Maps embeddings of the tokens above `(..., H)` to what is added to the features, `(..., H)`."""
+        """Maps embeddings of the tokens above `(..., E)` to what is added to the features, `(..., H)`."""
         return nn.functional.linear(nn.functional.linear(embeddings, self.down), self.up)
 
 
@@ -33,7 +33,7 @@ class GumihoTransitions(nn.ModuleList):
 
     def __init__(self, config: GumihoConfig):
         super().__init__(
-            GumihoTransition(config.get_text_config().hidden_size, config.transition_rank)
+            GumihoTransition(config.embedding_width, config.get_text_config().hidden_size, config.transition_rank)
             for _ in range(config.num_parallel_heads)
         )
 
@@ -43,7 +43,7 @@ class GumihoTransitions(nn.ModuleList):
 
         Args:
             features (`(B, P, T, H)`): What the heads made.
-            embeddings (`(B, T + P - 1, H)`): Of the tokens above: head i at position t reads entry `t + i`.
+            embeddings (`(B, T + P - 1, E)`): Of the tokens above: head i at position t reads entry `t + i`.
         """
         num_paths = features.shape[2]
         moves = [transition(embeddings[:, head : head + num_paths]) for head, transition in enumerate(self)]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .prediction_head import projected_states
+
 
 @dataclass(frozen=True)
 class TargetStates:
@@ -18,7 +20,8 @@ class TargetStates:
 
     Attributes:
         drafter_input (`(B, T, H_in)`): What the drafter reads.
-        last (`(B, T, H)`): After the final norm: what the output head takes, and what predictions are compared with.
+        last (`(B, T, H)`): What the output projection reads, mostly behind the final norm, and what predictions are
+            compared with.
     """
 
     drafter_input: torch.Tensor
@@ -67,15 +70,14 @@ class FeatureReader:
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
         """
-        Runs the decoder, without its output head and without a cache.
+        Runs the decoder, without its output projection and without a cache.
 
         Args:
             input_ids (`(B, T)`): The texts.
             **kwargs: Further arguments of the decoder.
         """
-        return TargetStates.from_last(
-            find_decoder(self.target)(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
-        )
+        states = find_decoder(self.target)(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+        return TargetStates.from_last(projected_states(self.target, states))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -99,7 +101,8 @@ class FeatureReader:
                 f"{type(self.target).__name__} did not run its decoder as a module, so its last hidden states could "
                 f"not be read. If its forward pass is compiled, pass the model that is not."
             )
-        return TargetStates.from_last(captured[0] if len(captured) == 1 else torch.cat(tuple(captured), dim=1))
+        states = captured[0] if len(captured) == 1 else torch.cat(tuple(captured), dim=1)
+        return TargetStates.from_last(projected_states(self.target, states))
 
 
 # Each thread's own: generations in several threads run the same decoder, with the hooks of all of them.

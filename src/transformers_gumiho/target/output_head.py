@@ -12,8 +12,8 @@ from ..internals import runs_as_defined
 
 def output_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     """
-    Returns the function from the target's last hidden states `(..., H)` to its logits `(..., V)`: its output head,
-    followed by the scaling and capping that some decoders apply.
+    Returns the function from the target's states `(..., H)`, as a [`FeatureReader`] returns them, to its logits
+    `(..., V)`: its output projection, and the scaling and capping that some decoders apply.
     """
     head = target.get_output_embeddings()
     return scaled_head(_by_rows(head) if _is_plain_linear(head) else head, target.config)
@@ -77,7 +77,9 @@ def scaled_head(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns `head` followed by the scaling and capping of logits that the target's config asks for."""
     config = target_config.get_text_config(decoder=True)
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    scale = getattr(config, "logit_scale", None) or 1
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):
+        scale = scale / (getattr(config, name, None) or 1)
     cap = getattr(config, "final_logit_softcapping", None)
 
     def logits_of(features: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from transformers.generation import GenerationMode
 
 from ..internals import attention_implementation, cache_argument, is_stateful, keeps_dynamic_cache
 from ..model.modeling_gumiho import GumihoModel
+from ..model.target_widths import state_width
 from .cache_moving import is_convertible
 from .chain_layers import can_be_taken_back
 from .own_caches import cache_class
@@ -153,10 +154,9 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
     """Raises `ValueError` where the drafter cannot draft for the target."""
     check_attention(drafter)
     config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
-    hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
     for what, ours, theirs in (
         ("vocabulary", draft.vocab_size, config.vocab_size),
-        ("hidden size", draft.hidden_size, hidden_size),
+        ("hidden size", draft.hidden_size, state_width(config)),
     ):
         if ours != theirs:
             raise ValueError(

@@ -16,6 +16,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.target_widths import state_width
 from .collator import GumihoDataCollator
 from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, shard_path
 from .fingerprint import rows_fingerprint, target_fingerprint, tokenizer_fingerprints
@@ -35,8 +36,7 @@ def cache_size(dataset: Dataset, target_config: PreTrainedConfig, dtype: torch.d
         dtype: Of the features.
     """
     config = target_config.get_text_config(decoder=True)
-    hidden_size = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
-    return sum(_row_lengths(dataset)) * (hidden_size * dtype.itemsize + 4 * len(_columns(dataset)))
+    return sum(_row_lengths(dataset)) * (state_width(config) * dtype.itemsize + 4 * len(_columns(dataset)))
 
 
 def write_feature_cache(

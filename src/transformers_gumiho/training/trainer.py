@@ -17,6 +17,7 @@ from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from ..model.target_widths import state_width
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .callbacks import AcceptanceCallback
@@ -348,7 +349,7 @@ def _checked_drafter(model: nn.Module, features: TargetFeatures) -> GumihoModel:
     if drafter is None:
         raise TypeError(f"`model` must be a GumihoModel, or a PeftModel around one, got {type(model).__name__}.")
     config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
-    hidden_size = getattr(target_config, "word_embed_proj_dim", None) or target_config.hidden_size
+    hidden_size = state_width(target_config)
     if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
         raise ValueError(
             f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "

@@ -69,10 +69,17 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
 
     Raises:
         OSError: There is no config.
-        ValueError: It is no drafter's, or its `draft_vocabulary` does not fit it.
+        ValueError: It is no drafter's, its embedding has another width than its states, or its `draft_vocabulary`
+            does not fit it.
     """
     options = {"revision": revision, "token": token}
     config = GumihoConfig.from_pretrained(model, **{name: v for name, v in options.items() if v is not None})
+    if config.embedding_width != config.get_text_config().hidden_size:
+        raise ValueError(
+            f"{str(model)!r} drafts from embeddings of width {config.embedding_width} and states of width "
+            f"{config.get_text_config().hidden_size}, and vLLM's drafters have one width for both. Decode with it in "
+            f"transformers: `target.generate(..., assistant_model=drafter)`."
+        )
     return GumihoEagleConfig(
         model=config.get_text_config(),
         num_serial_tokens=config.num_serial_tokens,

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...target.feature_reader import find_decoder
+from ...target.prediction_head import projected_states
 from ..target_features import OnlineFeatures
 from .nucleus import sample_nucleus
 from .roomy_cache import attends_everywhere, make_roomy_cache
@@ -170,13 +171,14 @@ class _Batch:
         return not self.results[row].ended or missing
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return self.continuing.decoder(
+        states = self.continuing.decoder(
             input_ids=ids.to(self.device),
             attention_mask=mask,
             position_ids=positions.to(self.device),
             past_key_values=self.cache,
             use_cache=True,
         ).last_hidden_state
+        return projected_states(self.continuing.target, states)
 
 
 def _num_shared(prompts: Sequence[list[int]]) -> int:

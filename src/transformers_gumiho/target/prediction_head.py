@@ -1,0 +1,44 @@
+"""What a target does between its last hidden states and its output projection: mostly nothing, in BERT's line more."""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+# Where the layers before the projection stand beside it in the target: in ELECTRA, and in ModernBERT's decoder.
+_BESIDE_THE_PROJECTION = ("generator_predictions", "lm_head")
+
+
+def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> torch.Tensor:
+    """
+    Returns what the target's output projection reads, `(..., H)`, for the last hidden states of its decoder. Behind
+    the decoder of BERT, RoBERTa, ELECTRA and their kin is a dense layer with a norm, which may also change the width.
+    It is run here, so that the projection alone turns states into logits, and a drafter's features as well.
+
+    Args:
+        target: The target.
+        last_hidden_states (`(B, T, ...)`): What its decoder returns.
+    """
+    projection = target.get_output_embeddings()
+    parent = next((module for module in target.modules() if any(m is projection for m in module.children())), target)
+    if not isinstance(parent, PreTrainedModel):
+        return _without(parent, projection, last_hidden_states)
+    for name in _BESIDE_THE_PROJECTION:
+        beside = getattr(parent, name, None)
+        if isinstance(beside, nn.Module) and beside is not projection:
+            states: torch.Tensor = beside(last_hidden_states)
+            return states
+    return last_hidden_states
+
+
+def _without(head: nn.Module, projection: nn.Module, last_hidden_states: torch.Tensor) -> torch.Tensor:
+    """Runs a prediction head whose last layer is the projection, without that."""
+    # A copy, which shares the other layers: the head itself may be running in another thread.
+    layers = copy.copy(head)
+    layers._modules = {name: nn.Identity() if layer is projection else layer for name, layer in head._modules.items()}
+    # Its class's: a `forward` put on the object would run the head itself.
+    states = type(head).forward(layers, last_hidden_states)
+    # XLM's head returns a tuple.
+    return states[0] if isinstance(states, tuple) else states
