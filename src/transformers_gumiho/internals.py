@@ -5,6 +5,7 @@ Each private or patched name stands here, once, with the reason; the rooms impor
 an upgrade of those libraries may break is therefore in this file, and `tests/unit/test_internals.py` says what.
 """
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -186,6 +187,16 @@ def runs_as_defined(module: nn.Module) -> bool:
     return not (num_hooks(module) or "forward" in vars(module) or has_placement_hook(module))
 
 
+def without_layer(module: nn.Module, layer: nn.Module) -> nn.Module:
+    """
+    Returns a copy of the module that shares its layers, but for one, in whose place is the identity. The module itself
+    stays as it is, as it may be running in another thread.
+    """
+    copied = copy.copy(module)
+    copied._modules = {name: nn.Identity() if own is layer else own for name, own in module._modules.items()}
+    return copied
+
+
 def num_hooks(module: nn.Module) -> int:
     """Returns how many functions are registered to run before or after the module's `forward`."""
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
@@ -287,5 +298,6 @@ __all__ = [
     "run_prompt",
     "runs_as_defined",
     "sdpa_attention",
+    "without_layer",
     "would_compile",
 ]

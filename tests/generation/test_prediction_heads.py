@@ -15,8 +15,7 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.target.feature_reader import FeatureReader
 from transformers_gumiho.target.output_head import drafting_head, output_head
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.training.synthesis.continuation import BatchContinuation
-from transformers_gumiho.training.synthesis.continuation import Sampling
+from transformers_gumiho.training.synthesis.continuation import BatchContinuation, Sampling
 
 
 # A dense layer with a norm in the head, or beside it; and states that are divided before a plain head.

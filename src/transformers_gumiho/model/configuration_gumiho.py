@@ -265,8 +265,8 @@ def _check_derivable(target: PreTrainedConfig, overrides: dict[str, Any]) -> Non
     for field in ("vocab_size", "hidden_size"):
         if not hasattr(target, field) and field not in overrides:
             raise ValueError(
-                f"{type(target).__name__} has no `{field}`, which a drafter's configuration is derived from. Pass `{field}` as an "
-                f"override."
+                f"{type(target).__name__} has no `{field}`, which a drafter's configuration is derived from. Pass "
+                f"`{field}` as an override."
             )
 
 

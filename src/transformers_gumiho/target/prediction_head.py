@@ -1,17 +1,19 @@
 """What a target does between its last hidden states and its output projection: mostly nothing, in BERT's line more."""
 
-import copy
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from ..internals import without_layer
 
 
 # Where the layers before the projection stand beside it in the target: in ELECTRA, and in ModernBERT's decoder.
 _BESIDE_THE_PROJECTION = ("generator_predictions", "lm_head")
 
 
-def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> torch.Tensor:
+def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> Any:
     """
     Returns what the target's output projection reads, `(..., H)`, for the last hidden states of its decoder. Behind
     the decoder of BERT, RoBERTa, ELECTRA and their kin is a dense layer with a norm, which may also change the width.
@@ -24,21 +26,11 @@ def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) 
     projection = target.get_output_embeddings()
     parent = next((module for module in target.modules() if any(m is projection for m in module.children())), target)
     if not isinstance(parent, PreTrainedModel):
-        return _without(parent, projection, last_hidden_states)
+        # The `forward` of its class: one that was put on the object would run the whole head.
+        states = type(parent).forward(without_layer(parent, projection), last_hidden_states)
+        return states[0] if isinstance(states, tuple) else states  # XLM's head returns a tuple
     for name in _BESIDE_THE_PROJECTION:
         beside = getattr(parent, name, None)
         if isinstance(beside, nn.Module) and beside is not projection:
-            states: torch.Tensor = beside(last_hidden_states)
-            return states
+            return beside(last_hidden_states)
     return last_hidden_states
-
-
-def _without(head: nn.Module, projection: nn.Module, last_hidden_states: torch.Tensor) -> torch.Tensor:
-    """Runs a prediction head whose last layer is the projection, without that."""
-    # A copy, which shares the other layers: the head itself may be running in another thread.
-    layers = copy.copy(head)
-    layers._modules = {name: nn.Identity() if layer is projection else layer for name, layer in head._modules.items()}
-    # Its class's: a `forward` put on the object would run the head itself.
-    states = type(head).forward(layers, last_hidden_states)
-    # XLM's head returns a tuple.
-    return states[0] if isinstance(states, tuple) else states
