@@ -1,5 +1,6 @@
 """Targets that cannot verify a tree verify chains, by their own pass over their own cache, and write the same text."""
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from chains import (
     CHAIN_FAMILIES,
     INEXACT_FAMILIES,
+    PARTLY_EXACT_FAMILIES,
     draft_rate,
     make_chain_drafter,
     make_chain_target,
@@ -52,13 +54,18 @@ def test_texts_equal_plain(family: str) -> None:
             assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
 
 
-def test_compressed_context_without_padding() -> None:
-    """DeepSeek V4 compresses by slots, so that plain decoding of padded rows is not that of each row."""
-    target = make_chain_target("deepseek_v4")
+@pytest.mark.parametrize("family", PARTLY_EXACT_FAMILIES)
+def test_without_padding(family: str) -> None:
+    """
+    DeepSeek V4 compresses by slots, and MiniMax M3 chooses blocks of them, so that plain decoding of padded rows is not
+    that of each row.
+    """
+    target = make_chain_target(family)
     for lengths in ([1], [9], [7, 7, 7]):
-        plain, drafted = both(target, make_prompts(lengths))
-        assert torch.equal(drafted.sequences, plain.sequences)
-        assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
+        for do_sample in (False, True):
+            plain, drafted = both(target, make_prompts(lengths), do_sample=do_sample)
+            assert torch.equal(drafted.sequences, plain.sequences)
+            assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
     with pytest.raises(ValueError, match="cannot verify drafts in a padded batch"):
         both(target, make_prompts(BATCH))
 
@@ -96,8 +103,13 @@ def entries(cache: Any) -> list[torch.Tensor]:
     return [tensor for layer in cache.layers for tensor in tensors(vars(layer))]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba", "bloom", "llama4", "mamba2", "minimax"])
-@pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [
+        *itertools.product(["qwen3_5", "lfm2", "bamba", "bloom", "llama4", "mamba2", "minimax"], ([5], BATCH)),
+        ("minimax_m3", [5]),
+    ],
+)
 def test_returned_cache_is_that_of_plain_decoding(family: str, lengths: list[int]) -> None:
     target = make_chain_target(family)
     prompt = make_prompts(lengths)
@@ -225,7 +237,7 @@ def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
             if sum(map(len, self.tokens[1:])) > 12:
                 raise InterruptedError
 
-    for family in ("qwen3_5", "llama4", "minimax"):
+    for family in ("qwen3_5", "llama4", "minimax", "minimax_m3"):
         target = make_chain_target(family)
         prompt = make_prompts([5])
         plain = target.generate(**prompt, max_new_tokens=40)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import partly_right_drafts as drafts
+import tiny_configs
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -140,7 +141,11 @@ INEXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }  # fmt: skip
 
 # Families that are exact where nothing is padded.
-PARTLY_EXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {"deepseek_v4": deepseek_v4_config}
+PARTLY_EXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek_v4": deepseek_v4_config,
+    # Each token attends to blocks of four keys, which an index of its own in the cache chooses.
+    "minimax_m3": partial(tiny_configs.small_config, "minimax_m3_vl_text"),
+}
 
 
 def make_chain_target(family: str, seed: int = 0) -> PreTrainedModel:

@@ -23,8 +23,10 @@ STATE_LAYERS = (
 )
 
 
-# Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4) is imported.
+# Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is
+# imported.
 COMPRESSED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
+BLOCK_INDEX_KIND = "minimax_m3_sparse"
 
 
 def can_be_taken_back(layer: Any) -> bool:
@@ -37,7 +39,12 @@ def can_be_taken_back(layer: Any) -> bool:
 
 def is_croppable(layer: Any) -> bool:
     """Whether a layer can be cropped to fewer tokens."""
-    return type(layer) in CONVERTIBLE_LAYERS or type(layer) is DynamicIndexedLayer
+    return type(layer) in CONVERTIBLE_LAYERS or type(layer) is DynamicIndexedLayer or has_block_index(layer)
+
+
+def has_block_index(layer: Any) -> bool:
+    """Whether a layer has an index of its keys (MiniMax M3), from which blocks of them are chosen."""
+    return type(layer) is cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.get(BLOCK_INDEX_KIND)
 
 
 def is_compressed(layer: Any) -> bool:
@@ -64,14 +71,18 @@ def crop_to(layer: Any, num_tokens: int) -> None:
     added its tokens to the keys and not to the index.
     """
     num_removed = num_entries(layer) - num_tokens
-    if type(layer) is not DynamicIndexedLayer:
+    if has_block_index(layer):
+        DynamicLayer.crop(layer, min(-num_removed, 0))
+        if layer.idx_keys is not None:
+            layer.idx_keys = layer.idx_keys[:, :, :num_tokens]
+    elif type(layer) is DynamicIndexedLayer:
+        DynamicLayer.crop(layer, min(-num_removed, 0))
+        if layer.indexer_keys is not None and layer.indexer_keys.numel():
+            layer.indexer_keys = layer.indexer_keys[:, :num_tokens]
+        if getattr(layer, "indexer_position_ids", None) is not None:
+            layer.indexer_position_ids = layer.indexer_position_ids[..., :num_tokens]
+    else:
         layer.crop(min(-num_removed, 0))
-        return
-    DynamicLayer.crop(layer, min(-num_removed, 0))
-    if layer.indexer_keys is not None and layer.indexer_keys.numel():
-        layer.indexer_keys = layer.indexer_keys[:, :num_tokens]
-    if getattr(layer, "indexer_position_ids", None) is not None:
-        layer.indexer_position_ids = layer.indexer_position_ids[..., :num_tokens]
 
 
 class KeptLayer:

@@ -12,7 +12,7 @@ from ..internals import attention_implementation, cache_argument, is_stateful, k
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
 from .cache_moving import is_convertible
-from .chain_layers import can_be_taken_back
+from .chain_layers import BLOCK_INDEX_KIND, can_be_taken_back
 from .own_caches import cache_class
 
 
@@ -169,19 +169,24 @@ def check_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None
     """
     Raises `ValueError` where padding would be read differently in a pass over several tokens.
 
-    GIT widens a padding mask by the tokens of an image, also in a text that has none.
+    GIT widens a padding mask by the tokens of an image, also in a text that has none. MiniMax M3 chooses blocks of
+    slots by the positions of tokens, which are not the slots of a padded row: it may choose padding alone, and what it
+    then makes of that depends on how many slots a pass sees.
 
     Args:
         target: The target.
         model_kwargs: As prepared by `generate()`.
     """
     mask = model_kwargs.get("attention_mask")
-    if target.config.model_type != "git" or mask is None or model_kwargs.get("pixel_values") is not None:
+    if mask is None or mask.ndim != 2 or bool(mask.all()):
         return
-    if not mask.all():
+    name, rest = type(target).__name__, "Generate them one by one, or without `assistant_model`."
+    if target.config.model_type == "git" and model_kwargs.get("pixel_values") is None:
+        raise ValueError(f"{name} cannot verify drafts in a padded batch of texts without images. {rest}")
+    if BLOCK_INDEX_KIND in attention_types(target):
         raise ValueError(
-            f"{type(target).__name__} cannot verify drafts in a padded batch of texts without images. Generate them "
-            f"one by one, or without `assistant_model`."
+            f"{name} cannot verify drafts in a padded batch: it chooses blocks of its cache as if no row had padding. "
+            f"{rest}"
         )
 
 
