@@ -12,18 +12,21 @@ from transformers_gumiho.tree.draft_tree import DraftTree
 
 
 @contextmanager
-def partly_right_drafts(answers: torch.Tensor, prompt_length: int, vocab_size: int) -> Iterator[None]:
+def partly_right_drafts(
+    answers: torch.Tensor, prompt_length: int, vocab_size: int, wrong_every: int | None = 12
+) -> Iterator[None]:
     """
-    Within it the longest path of each draft tree holds the target's own tokens, of which about one in twelve is made
-    wrong. The other nodes stay what the drafter made of them.
+    Within it the longest path of each draft tree holds the target's own tokens, some of which are made wrong. The
+    other nodes stay what the drafter made of them.
 
     Args:
         answers (`(B, T)`): Prompts of `prompt_length` tokens, and what the target goes on with.
         prompt_length: Tokens of the prompts, padding included.
         vocab_size: The target's.
+        wrong_every: One token in so many is wrong; `None` for none of them.
     """
     draft = GumihoCandidateGenerator.draft_tree
-    GumihoCandidateGenerator.draft_tree = _answering(draft, answers, prompt_length, vocab_size)
+    GumihoCandidateGenerator.draft_tree = _answering(draft, answers, prompt_length, vocab_size, wrong_every)
     try:
         yield
     finally:
@@ -31,7 +34,11 @@ def partly_right_drafts(answers: torch.Tensor, prompt_length: int, vocab_size: i
 
 
 def _answering(
-    draft: Callable[..., DraftTree], answers: torch.Tensor, prompt_length: int, vocab_size: int
+    draft: Callable[..., DraftTree],
+    answers: torch.Tensor,
+    prompt_length: int,
+    vocab_size: int,
+    wrong_every: int | None,
 ) -> Callable[..., DraftTree]:
     lengths: dict[int, list[int]] = {}  # of the texts, by generator
 
@@ -47,7 +54,7 @@ def _answering(
         for row, length in enumerate(now):
             for depth, node in enumerate(_longest_path(tree, row)):
                 place = min(length + depth, answers.shape[1] - 1)
-                is_wrong = (7 * place + row) % 12 == 0
+                is_wrong = wrong_every is not None and (7 * place + row) % wrong_every == 0
                 _place(tokens[row], tree.parents[row], node, int(answers[row, place] + is_wrong) % vocab_size)
         return replace(tree, tokens=tokens)
 

@@ -109,6 +109,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "rembert": {"input_embedding_size": 16, "output_embedding_size": 24},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_hidden_layers": 2},
     "roc_bert": {"pronunciation_vocab_size": 24, "shape_vocab_size": 24},
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_blocks": 4, "qk_dim_factor": 1.0},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     # Layers share their attention, which takes more than one of them.
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64, "attention_head_dim": 16,

@@ -129,8 +129,14 @@ def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
 
 
 def cache_argument(target: PreTrainedModel) -> str:
-    """Returns the argument that the target takes its cache by: `generate()` settles it by the name of the class."""
-    return "cache_params" if "mamba" in type(target).__name__.lower() else "past_key_values"
+    """
+    Returns the argument that the target takes its cache by. `generate()` settles it by the name of the class, but for
+    what it makes no cache for: that goes by the argument of the same name as the output.
+    """
+    if "mamba" in type(target).__name__.lower():
+        return "cache_params"
+    names = inspect.signature(target.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params", "state") if name in names), "past_key_values")
 
 
 def attention_implementation(config: PreTrainedConfig) -> str:

@@ -57,8 +57,8 @@ def test_texts_equal_plain(family: str) -> None:
 @pytest.mark.parametrize("family", PARTLY_EXACT_FAMILIES)
 def test_without_padding(family: str) -> None:
     """
-    DeepSeek V4 compresses by slots, and MiniMax M3 chooses blocks of them, so that plain decoding of padded rows is not
-    that of each row.
+    DeepSeek V4 compresses slots, and MiniMax M3 chooses blocks of them: plain decoding of padded rows is not that of
+    each row.
     """
     target = make_chain_target(family)
     for lengths in ([1], [9], [7, 7, 7]):
@@ -83,7 +83,9 @@ def test_cache_of_the_targets_own_class(first: str) -> None:
     if first == "linear_attention":  # plain decoding masks by slots that it does not count
         with pytest.raises(ValueError, match=r"in a padded batch: what it computes .* differs"):
             both(target, make_prompts(BATCH))
-    with pytest.raises(ValueError, match=r"got DynamicCache .* Pass `past_key_values=MiniMaxCache\(\)`, or none"):
+    with pytest.raises(
+        ValueError, match=r"got DynamicCache .* Pass `past_key_values=MiniMaxCache\(\.\.\.\)`, or none"
+    ):
         target.generate(
             **make_prompts([5]),
             max_new_tokens=4,
@@ -92,14 +94,41 @@ def test_cache_of_the_targets_own_class(first: str) -> None:
         )
 
 
+@pytest.mark.parametrize(("family", "batch"), [("rwkv", None), ("xlstm", [7, 7, 7]), ("xlstm", BATCH)])
+def test_states_that_lie_in_no_cache(family: str, batch: list[int] | None) -> None:
+    """RWKV takes and returns a list of tensors, and xLSTM what its first pass makes."""
+    target = make_chain_target(family)
+    for lengths in ([1], [9], *([batch] if batch else [])):
+        for do_sample in (False, True):
+            plain, drafted = both(target, make_prompts(lengths), do_sample=do_sample)
+            assert torch.equal(drafted.sequences, plain.sequences)
+            assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
+            ours, theirs = drafted.past_key_values, plain.past_key_values
+            assert type(ours) is type(theirs)
+            pairs = zip(entries(ours), entries(theirs), strict=True)
+            for our_state, their_state in pairs:
+                torch.testing.assert_close(our_state, their_state, rtol=1e-4, atol=1e-4)
+    if batch is None:  # a row's state is added to all rows, also in plain decoding
+        with pytest.raises(ValueError, match=r"cannot verify drafts in a batch: what it computes .* differs"):
+            both(target, make_prompts([7, 7, 7]))
+
+
 def entries(cache: Any) -> list[torch.Tensor]:
     """Returns all that a cache holds."""
 
     def tensors(value: Any) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             return [value]
-        return [tensor for item in value.values() for tensor in tensors(item)] if isinstance(value, dict) else []
+        if isinstance(value, (dict, list, tuple)):
+            return [
+                tensor for item in (value.values() if isinstance(value, dict) else value) for tensor in tensors(item)
+            ]
+        return []
 
+    if not hasattr(cache, "layers"):
+        found = tensors(cache if isinstance(cache, list) else vars(cache))
+        assert len(found) >= 5
+        return found
     return [tensor for layer in cache.layers for tensor in tensors(vars(layer))]
 
 
@@ -215,6 +244,24 @@ def test_passes_of_the_target(family: str) -> None:
     assert passes - 1 <= 1.1 * num_cycles  # the prompt is no cycle
 
 
+@pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
+def test_accepted_chains_are_kept_at_once(lengths: list[int]) -> None:
+    """Where no draft is rejected, no token is read twice."""
+    target = make_chain_target("qwen3_5")
+    prompt = make_prompts(lengths)
+    both(target, prompt, max_new_tokens=4)  # what is tried at the first call is not tried again
+    plain = target.generate(**prompt, max_new_tokens=41)
+    read = []
+    handle = target.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with partly_right_drafts(plain, max(lengths), wrong_every=None):
+        drafted = target.generate(**prompt, max_new_tokens=41, assistant_model=make_chain_drafter(target))
+    handle.remove()
+    assert torch.equal(drafted, plain)
+    assert read == [max(lengths)] + 5 * [8]
+
+
 def test_rejected_drafts_do_not_pile_up() -> None:
     target = make_chain_target("qwen3_5")
     prompt = make_prompts([5])
@@ -288,7 +335,7 @@ def test_what_was_measured_is_kept_of_a_bounded_number_of_configs(monkeypatch: p
     measured: list[int] = []
     known: dict[Any, Any] = {}
 
-    def measure(target: PreTrainedModel, is_padded: bool) -> tuple[float, float]:
+    def measure(target: PreTrainedModel, rows: str) -> tuple[float, float]:
         measured.append(target.config.vocab_size)
         return 0.0, 1.0
 

@@ -147,20 +147,26 @@ PARTLY_EXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "minimax_m3": partial(tiny_configs.small_config, "minimax_m3_vl_text"),
 }
 
+# Families whose states lie in no cache.
+BARE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    family: partial(tiny_configs.small_config, family) for family in ("rwkv", "xlstm")
+}
+
 
 def make_chain_target(family: str, seed: int = 0) -> PreTrainedModel:
     """Returns a tiny random target, in float64 where its code knows that and does not turn padding into NaN."""
     torch.manual_seed(seed)
-    config = (CHAIN_FAMILIES | INEXACT_FAMILIES | PARTLY_EXACT_FAMILIES)[family]()
+    config = (CHAIN_FAMILIES | INEXACT_FAMILIES | PARTLY_EXACT_FAMILIES | BARE_FAMILIES)[family]()
     # The eager experts are the ones that know float64.
     target = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     if family == "glm_moe_dsa":
         # Of the padding token's embedding, which is zero, an index makes ties, which chance decides.
         torch.nn.init.normal_(target.get_input_embeddings().weight.data[0], std=0.4)
-    if family not in ("bloom", "mpt", "deepseek_v4"):
+    if family not in ("bloom", "mpt", "deepseek_v4", "xlstm"):
         target = target.double()
     target.generation_config.use_cache = True
     target.generation_config.pad_token_id = 0
+    target.generation_config.eos_token_id = None
     return target
 
 

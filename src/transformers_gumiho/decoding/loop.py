@@ -80,7 +80,7 @@ def decode_with_tree(
     max_new_tokens = sequences.max_length - sequences.prompt_length
     _check_prompt(target, input_ids, model_kwargs, max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
-    shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes)
+    shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes, len(input_ids))
     chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain)
     records = CycleRecords(len(input_ids), generation_config)
     events = GenerationEvents.begin(len(input_ids))
@@ -159,7 +159,11 @@ def _drafting_settings(
 
 
 def _prepare_shapes(
-    target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], num_nodes: int
+    target: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    num_nodes: int,
+    batch_size: int,
 ) -> CycleShapes:
     """Returns what cycles run in, and sees to it that the prompt goes through an ordinary cache."""
     shapes = cycle_shapes(target, generation_config, model_kwargs, num_nodes)
@@ -172,7 +176,7 @@ def _prepare_shapes(
         model_kwargs[cache_argument(target)] = make_cache(target)
     check_cache(target, model_kwargs.get(cache_argument(target)))
     if verification_kind(target) == "chain":
-        check_continuation(target, model_kwargs.get("attention_mask"))
+        check_continuation(target, model_kwargs.get("attention_mask"), batch_size)
     return shapes
 
 

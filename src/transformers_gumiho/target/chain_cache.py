@@ -7,7 +7,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ..tree.verification import AcceptedPath
-from .chain_layers import KeptLayer, KeptStates, crop_to, is_croppable, num_entries, own_states
+from .chain_layers import KeptLayer, KeptStates, crop_to, is_croppable, layers_of, num_entries, own_states
+from .own_caches import as_argument, as_cache
 from .verification_cache import VerificationCache
 
 
@@ -20,18 +21,18 @@ class ChainCache(VerificationCache):
     next pass's nodes.
 
     Args:
-        cache (`DynamicCache`): Holds the prompt.
+        cache (`DynamicCache`, or what else the target keeps): Holds the prompt.
         length: Entries of each row.
         batch_size: Number of rows, `B`.
     """
 
-    def __init__(self, cache: Cache, length: int, batch_size: int):
-        self._cache = cache
+    def __init__(self, cache: Any, length: int, batch_size: int):
+        self._cache = cache = as_cache(cache)
         self._length = length
         self._batch_size = batch_size
         if own_states(cache):
             _mark_unused_layers(cache)
-        self._is_croppable = not own_states(cache) and all(is_croppable(layer) for layer in cache.layers)
+        self._is_croppable = not own_states(cache) and all(is_croppable(layer) for layer in layers_of(cache))
         self._kept: list[KeptLayer | KeptStates] | None = None
         self._starts: list[int] = []  # entries of each layer before the newest pass
         self._pending: torch.Tensor | None = None
@@ -46,9 +47,9 @@ class ChainCache(VerificationCache):
         return [self._length] * self._batch_size
 
     @property
-    def past_key_values(self) -> Cache:
+    def past_key_values(self) -> Any:
         """The caller's cache. It holds neither pending tokens nor, until the next pass, only accepted ones."""
-        return self._cache
+        return as_argument(self._cache)
 
     @property
     def num_pending(self) -> int:
@@ -68,8 +69,8 @@ class ChainCache(VerificationCache):
         """Prepares a pass over `nodes` `(B, n)`. Returns what it has to run: pending tokens, then the nodes."""
         self._settle()
         if not self._is_croppable and self._kept is None:
-            self._kept = [*map(KeptLayer, self._cache.layers), KeptStates(self._cache)]
-        self._starts = [num_entries(layer) for layer in self._cache.layers]
+            self._kept = [*map(KeptLayer, layers_of(self._cache)), KeptStates(self._cache)]
+        self._starts = [num_entries(layer) for layer in layers_of(self._cache)]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
         self._tokens = nodes if self._pending is None else torch.cat((self._pending, nodes), dim=1)
         return self._tokens
@@ -99,7 +100,7 @@ class ChainCache(VerificationCache):
             return
         tokens, self._tokens = self._tokens, None
         if self._is_croppable:
-            for layer, start in zip(self._cache.layers, self._starts, strict=True):
+            for layer, start in zip(layers_of(self._cache), self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
                     crop_to(layer, start + self._num_accepted)
             return
@@ -111,7 +112,7 @@ class ChainCache(VerificationCache):
         self._pending = tokens[:, : self._num_accepted] if self._num_accepted else None
 
     def _record_past(self, record_past: bool) -> None:
-        for layer in self._cache.layers:
+        for layer in layers_of(self._cache):
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.record_past = record_past
 
@@ -121,6 +122,6 @@ def _mark_unused_layers(cache: Cache) -> None:
     Makes layers that hold nothing after a prompt, as their states lie beside them, ones that count no tokens. Masks
     are made as long as the first layer that counts them says, and that would be 0.
     """
-    for place, layer in enumerate(cache.layers):
+    for place, layer in enumerate(layers_of(cache)):
         if type(layer) is DynamicLayer and num_entries(layer) == 0:
             cache.layers[place] = LinearAttentionLayer()

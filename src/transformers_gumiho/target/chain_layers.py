@@ -57,6 +57,12 @@ def own_states(cache: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(cache).items() if name != "layers" and _holds_tensors(value)}
 
 
+def layers_of(cache: Any) -> list[Any]:
+    """Returns the layers of a cache; one that holds states alone may have none."""
+    layers: list[Any] = getattr(cache, "layers", [])
+    return layers
+
+
 def num_entries(layer: Any) -> int:
     """Returns how many tokens a layer has read; 0 where it does not count them."""
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -174,4 +180,6 @@ def _put_back(now: Any, value: Any) -> Any:
         return now.copy_(value) if fits else value.clone()
     if isinstance(value, dict) and isinstance(now, dict):
         return type(value)((name, _put_back(now.get(name), item)) for name, item in value.items())
+    if type(value) in (list, tuple) and type(now) is type(value) and len(now) == len(value):
+        return type(value)(map(_put_back, now, value))
     return _copy(value)

@@ -80,7 +80,7 @@ def scaled_head(
     scale = getattr(config, "logit_scale", None) or 1
     for name in ("logits_scaling", "logits_mup_width_multiplier"):
         scale = scale / (getattr(config, name, None) or 1)
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "output_logit_soft_cap", None)
 
     def logits_of(features: torch.Tensor) -> torch.Tensor:
         logits = head(features)

@@ -1,7 +1,7 @@
-"""The cache that a target keeps where the caller gives none: an ordinary one, or one of a class of its own."""
+"""The cache that a target keeps where the caller gives none: an ordinary one, one of its own class, or bare states."""
 
 import inspect
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from transformers import DynamicCache, PreTrainedModel
 
@@ -9,10 +9,23 @@ from ..internals import cache_argument, keeps_dynamic_cache
 from .feature_reader import find_decoder
 
 
-def cache_class(target: PreTrainedModel) -> type[DynamicCache] | None:
+class BareStates:
     """
-    Returns `DynamicCache`, or the class derived from it that the target's decoder says it takes; `None` for a target
-    that takes neither.
+    Tensors that a target takes and returns without a cache around them (RWKV), in the place of one. It writes to them
+    where they lie.
+
+    Attributes:
+        tensors: The target's own list.
+    """
+
+    def __init__(self, tensors: list[Any]):
+        self.tensors = tensors
+
+
+def cache_class(target: PreTrainedModel) -> type | None:
+    """
+    Returns `DynamicCache`, or what else the target's decoder says it takes: a class derived from it, for states alone
+    a class of its own or `list`. `None` for a target that keeps nothing of this.
     """
     name = cache_argument(target)
     if name not in inspect.signature(target.forward).parameters:
@@ -21,14 +34,32 @@ def cache_class(target: PreTrainedModel) -> type[DynamicCache] | None:
         return DynamicCache
     parameter = inspect.signature(find_decoder(target).forward).parameters.get(name)
     kinds = get_args(parameter.annotation) if parameter is not None else ()
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, DynamicCache)), None)
+    kinds = tuple(get_origin(kind) or kind for kind in kinds)
+    holds_states = name != "past_key_values"
+    return next((kind for kind in kinds if _is_derived(kind) or (holds_states and kind is not type(None))), None)
 
 
-def make_cache(target: PreTrainedModel) -> DynamicCache:
-    """Returns an empty cache, as `generate()` makes it, or the target itself where it has a class of its own."""
+def _is_derived(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, DynamicCache)
+
+
+def make_cache(target: PreTrainedModel) -> DynamicCache | None:
+    """
+    Returns an empty cache, as `generate()` makes it, or the target itself where it has a class of its own; `None`
+    where the first pass makes what holds states.
+    """
     kind = cache_class(target)
     if kind is None or kind is DynamicCache:
         return DynamicCache(config=target.config.get_text_config(decoder=True))
     own: Any = kind
-    cache: DynamicCache = own()
-    return cache
+    return own() if _is_derived(kind) else None
+
+
+def as_cache(past_key_values: Any) -> Any:
+    """Returns what a target keeps as a cache whose attributes can be kept and put back."""
+    return BareStates(past_key_values) if isinstance(past_key_values, list) else past_key_values
+
+
+def as_argument(cache: Any) -> Any:
+    """Returns a cache as the target takes it."""
+    return cache.tensors if isinstance(cache, BareStates) else cache

@@ -61,8 +61,10 @@ def read_prompt(
     reader = FeatureReader(model)
     # What they are before the pass, which may put others in their places.
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
-    caller_cache = model_kwargs[cache_argument(model)]
+    caller_cache = model_kwargs.get(cache_argument(model))
     outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
+    if caller_cache is None:
+        caller_cache = outputs[cache_argument(model)]
     # A target split over devices moves its inputs itself; the parameters of an offloaded one are nowhere.
     device = states.last.device
     batch_size, num_read = states.last.shape[:2]

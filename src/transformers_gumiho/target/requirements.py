@@ -223,6 +223,8 @@ def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new
 
 def check_cache(target: PreTrainedModel, cache: Any) -> None:
     """Raises `ValueError` for a cache that drafts of the target cannot be verified against."""
+    if cache is None:
+        return  # the first pass makes what holds states
     layers = getattr(cache, "layers", [])
     is_offloaded = getattr(cache, "offloading", False)
     kind = cache_class(target) or DynamicCache
@@ -236,7 +238,7 @@ def check_cache(target: PreTrainedModel, cache: Any) -> None:
             f"are taken back. Generate without `assistant_model`."
         )
     if not is_usable:
-        made = "DynamicCache(config=target.config)" if kind is DynamicCache else f"{kind.__name__}()"
+        made = "DynamicCache(config=target.config)" if kind is DynamicCache else f"{kind.__name__}(...)"
         raise ValueError(
             f"A Gumiho assistant needs an ordinary `{kind.__name__}` on the target's device, got "
             f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}"

@@ -190,6 +190,7 @@ class TargetSession:
         handled = (
             "past_key_values",
             "cache_params",
+            "state",
             "attention_mask",
             "position_ids",
             "inputs_embeds",
