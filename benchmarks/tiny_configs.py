@@ -64,6 +64,8 @@ _QWEN4 = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA4 = {"layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    # A cache gets as many layers as the encoder has.
+    "blenderbot": {"encoder_layers": 4},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
@@ -77,7 +79,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "deepseek_v2": _EXPERTS,
     "dots1": _EXPERTS,
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}, "vision_config": {"adapter_in_dim": 32}},
+    "dots3_note": {
+        "text_config": {"num_key_value_heads": 4},
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32, "num_key_value_heads": 4},
+    },
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_head": 16, "mamba_d_ssm": 64},
     "electra": {"embedding_size": 16},
@@ -134,7 +140,8 @@ def small_config(model_type: str) -> PreTrainedConfig:
 
 
 def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:
-    fields = {name: value for name in _field_names(config) if (value := _small(name, vars(config)[name])) is not None}
+    names = [name for name in _field_names(config) if name not in overrides]
+    fields = {name: value for name in names if (value := _small(name, vars(config)[name])) is not None}
     # Some configs take no `None` here. What ends a text is a matter of the generation config.
     fields |= {name: 0 for name in TOKENS if getattr(config, name, None) is not None}
     if hasattr(config, "is_decoder"):

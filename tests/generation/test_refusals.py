@@ -77,7 +77,7 @@ def test_padding_that_a_pass_over_a_tree_would_read_differently() -> None:
 
 def test_target_without_a_cache() -> None:
     gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
-    refuses(gpt, "keeps no cache in a `DynamicCache`")
+    refuses(gpt, "takes no cache and no states")
 
 
 def test_attention_that_takes_no_mask(target: PreTrainedModel) -> None:
