@@ -70,10 +70,11 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     difference, tolerance = measured
     # Not the other way round: nothing is less than not-a-number.
     if not difference <= tolerance:
+        how = f"by {difference:.1e} of its size, and rounding explains {tolerance:.0e}"
         raise ValueError(
             f"{type(target).__name__} cannot verify drafts{_in(rows)}: what it computes for several tokens at once "
-            f"behind its cache differs from one token after the other by {difference:.1e} of its size, and rounding "
-            f"explains {tolerance:.0e}. Generate without `assistant_model`."
+            f"behind its cache differs from one token after the other "
+            f"{'in its shape' if math.isinf(difference) else how}. Generate without `assistant_model`."
         )
 
 
