@@ -225,13 +225,14 @@ def test_processors_criteria_and_streamers(lengths: list[int]) -> None:
             assert streamer.tokens[:half] == streamer.tokens[half:]
 
 
+@pytest.mark.parametrize("wrong_every", [3, 12])
 @pytest.mark.parametrize("family", ["qwen3_5", "llama4"])
-def test_passes_of_the_target(family: str) -> None:
+def test_passes_of_the_target(family: str, wrong_every: int) -> None:
     target = make_chain_target(family)
     prompt = make_prompts([5])
     both(target, prompt, max_new_tokens=4)  # what is tried at the first call is not tried again
     plain = target.generate(**prompt, max_new_tokens=250)
-    with partly_right_drafts(plain, 5):
+    with partly_right_drafts(plain, 5, wrong_every=wrong_every):
         passes, drafted = passes_of(
             target,
             lambda: target.generate(
