@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -40,6 +41,11 @@ class GumihoConfig(PreTrainedConfig):
         transition_rank (`int`, defaults to 0):
             Rank of the transitions, by which each parallel head takes the token above its own into account; see
             [`GumihoTransition`]. The published drafters have none.
+        target_layer_ids (`list[int]`, *optional*):
+            Layers of the target, from 0 up and in rising order, whose states are fused into what the serial head
+            reads; see [`GumihoLayerFusion`]. Number i is what layer i returns, as in DFlash drafters; for the last
+            layer it is that after the final norm. By default the serial head reads the latter alone, as the published
+            drafters do. [`from_target`] also takes negative numbers, which count from the last layer down.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
         initializer_range (`float`, defaults to 0.02):
@@ -76,6 +82,7 @@ class GumihoConfig(PreTrainedConfig):
     num_parallel_heads: int = 5
     num_residual_blocks: int = 5
     transition_rank: int = 0
+    target_layer_ids: list[int] | None = None
     gumiho_fc_bias: bool = True
     initializer_range: float = 0.02
     has_embedding: bool = True
@@ -106,6 +113,11 @@ class GumihoConfig(PreTrainedConfig):
             raise ValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
         if self.model.num_hidden_layers < 1:
             raise ValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
+        ids = self.target_layer_ids
+        if ids is not None and (not ids or ids[0] < 0 or ids != sorted(set(ids))):
+            raise ValueError(
+                f"`target_layer_ids` must be None or numbers of layers in rising order, from 0 up, got {ids!r}."
+            )
 
     @classmethod
     def get_config_dict(
@@ -165,6 +177,11 @@ class GumihoConfig(PreTrainedConfig):
         return self.transition_rank > 0 and self.num_parallel_heads > 0
 
     @property
+    def drafter_input_size(self) -> int:
+        """Width of what the drafter reads of the target for each token."""
+        return len(self.target_layer_ids or (0,)) * self.get_text_config().hidden_size
+
+    @property
     def max_draft_depth(self) -> int:
         """The longest path this drafter can draft, in tokens."""
         return self.num_serial_tokens + self.num_parallel_heads
@@ -184,7 +201,8 @@ class GumihoConfig(PreTrainedConfig):
 
         Raises:
             TypeError: An override names no such field.
-            ValueError: The target has no vocabulary, or an embedding of another width than its states.
+            ValueError: The target has no vocabulary, an embedding of another width than its states, or not the layers
+                of `target_layer_ids`.
         """
         llama_fields = {field.name for field in dataclasses.fields(LlamaConfig)}
         own_fields = {field.name for field in dataclasses.fields(cls)} - {"model"}
@@ -192,7 +210,10 @@ class GumihoConfig(PreTrainedConfig):
             raise TypeError(f"Neither GumihoConfig nor LlamaConfig has the fields {unknown}.")
         own_only = own_fields - llama_fields
         nested = {name: value for name, value in overrides.items() if name not in own_only}
-        derived = _derive_llama_fields(target_config.get_text_config(decoder=True), nested)
+        text_config = target_config.get_text_config(decoder=True)
+        derived = _derive_llama_fields(text_config, nested)
+        if overrides.get("target_layer_ids") is not None:
+            overrides["target_layer_ids"] = _layers_of(text_config, overrides["target_layer_ids"])
         return cls(
             model=LlamaConfig(**(derived | nested)),
             **{name: value for name, value in overrides.items() if name in own_only},
@@ -233,6 +254,17 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields[name] = getattr(target, name, None)
     return fields
+
+
+def _layers_of(target: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
+    """Returns the numbers of a target's layers, the negative ones counted from the last one down."""
+    num_layers = target.num_hidden_layers
+    if any(not -num_layers <= number < num_layers for number in layer_ids):
+        raise ValueError(
+            f"`target_layer_ids` must be layers of the target, which has {num_layers}: numbers from 0 to "
+            f"{num_layers - 1}, or from -{num_layers} to -1. Got {list(layer_ids)}."
+        )
+    return sorted({number % num_layers for number in layer_ids})
 
 
 def _field(config: PreTrainedConfig, name: str) -> Any:

@@ -14,13 +14,20 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..internals import adopt_attention_implementation, capture_outputs
-from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside, set_transitions_aside
+from .checkpoint_conversion import (
+    IGNORED_KEYS,
+    check_fit,
+    set_new_fusion_aside,
+    set_surplus_heads_aside,
+    set_transitions_aside,
+)
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .damaged_files import damaged_weights_named
 from .decoding_settings import DecodingSettingsMixin
 from .draft_vocabulary import adopt_released_vocabulary
 from .layer_copying import copy_last_layers
+from .layer_fusion import GumihoLayerFusion
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .token_embedding import BorrowedEmbedding, fitting_rows
@@ -52,7 +59,7 @@ class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel)
         super()._init_weights(module)
         if isinstance(module, GumihoHeadLinear):
             nn.init.zeros_(module.weight)
-        elif isinstance(module, GumihoTransition):
+        elif isinstance(module, (GumihoTransition, GumihoLayerFusion)):
             module.reset_parameters()
 
 
@@ -73,6 +80,7 @@ class GumihoModel(GumihoPreTrainedModel):
         if config.has_embedding:
             self.embed_tokens = nn.Embedding(llama.vocab_size, llama.hidden_size)
         self.fc = nn.Linear(2 * llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias)
+        self.layer_fusion = GumihoLayerFusion(config) if config.target_layer_ids is not None else None
         self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
         # The first layer reads the output of `fc` unnormalised: the architecture has no weights for a norm here.
         self.layers[0].input_layernorm = nn.Identity()
@@ -193,6 +201,7 @@ class GumihoModel(GumihoPreTrainedModel):
         unexpected, info["missing_keys"] = set_transitions_aside(
             info["unexpected_keys"], info["missing_keys"], config, name
         )
+        info["missing_keys"] = set_new_fusion_aside(info["missing_keys"], config, name)
         unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
         vocab_size = config.get_text_config().vocab_size
         info["unexpected_keys"] = adopt_released_vocabulary(settings, unexpected, vocab_size, name, kwargs)
@@ -213,6 +222,17 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         embeddings = self.embed_tokens(input_ids)
         return self.fc(torch.cat((embeddings, hidden_states.to(embeddings)), dim=-1))
+
+    def read_target(self, drafter_input: torch.Tensor) -> torch.Tensor:
+        """
+        Returns the state that [`fuse`] takes of each token that the target has read: where the drafter goes on from
+        its own features, these take its place.
+
+        Args:
+            drafter_input (`(B, T, k * H)`): The target's states of the `target_layer_ids`, side by side; without such,
+                its last ones `(B, T, H)`, which are returned.
+        """
+        return drafter_input if self.layer_fusion is None else self.layer_fusion(drafter_input)
 
     def run_serial_head(
         self,
@@ -276,7 +296,8 @@ class GumihoModel(GumihoPreTrainedModel):
 
         Args:
             input_ids (`(B, T)`): Position t holds the token *after* hidden state t.
-            hidden_states (`(B, T, H)`): The target's last hidden states, after its final norm.
+            hidden_states (`(B, T, H)`): The target's last hidden states, after its final norm; `(B, T, k * H)` where
+                the drafter reads k layers, see [`read_target`].
             attention_mask (*optional*): As in [`run_serial_head`].
             position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
             past_key_values (`Cache`, *optional*): The serial head's cache; extended in place.
@@ -288,17 +309,17 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
         """
-        hidden_size = self.config.get_text_config().hidden_size
-        if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != hidden_size:
+        width = self.config.drafter_input_size
+        if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != width:
             raise ValueError(
-                f"`hidden_states` must have shape (batch, tokens, {hidden_size}) with the batch and tokens of "
+                f"`hidden_states` must have shape (batch, tokens, {width}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
         if unroll and (past_key_values is not None or use_cache):
             raise ValueError("`unroll=True` runs whole texts. Leave `past_key_values` and `use_cache` out.")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config.get_text_config())
-        fused = self.fuse(input_ids, hidden_states)
+        fused = self.fuse(input_ids, self.read_target(hidden_states))
         serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
         unrolled_features = None
         if unroll:

@@ -102,7 +102,7 @@ def features_of_drafts(
     before the one that is predicted.
     """
     ids = answer.tokens[None].to(target.device)
-    states = FeatureReader(target).read(ids)
+    states = FeatureReader(target, drafter.config.target_layer_ids).read(ids)
     device, like = drafter.fc.weight.device, states.last
     output = drafter(ids[:, 1:].to(device), states.drafter_input[:, :-1].to(device), unroll=True)
     found = []
