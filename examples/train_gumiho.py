@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.model.configuration_gumiho import resolve_layer_ids
 from transformers_gumiho.model.layer_copying import copy_last_layers
 from transformers_gumiho.training import (
     CachedFeatures,
@@ -44,6 +45,14 @@ class ScriptArguments:
         metadata={
             "help": "Rank of the parallel heads' transitions; with `--drafter` and `--train_only transition` they are "
             "added to a drafter that is there. By default the drafter's own, and none of a new one."
+        },
+    )
+    target_layer_ids: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Layers of the target that the serial head reads, besides or instead of the last one (-1); with "
+            "`--drafter` they are added to a drafter that is there. By default the drafter's own, and the last one of "
+            "a new one."
         },
     )
     copy_layers: bool = field(
@@ -104,6 +113,8 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
     if args.lora_rank and (args.transition_rank or training_args.train_only):
         raise SystemExit("Adapters do not hold transitions: train these without --lora_rank, on the merged drafter.")
+    if args.lora_rank and args.target_layer_ids is not None:
+        raise SystemExit("Adapters do not hold the fusion of layers: train it without --lora_rank, on the merged one.")
     if args.copy_layers and (args.target_model is None or args.drafter is not None):
         raise SystemExit("--copy_layers begins a new drafter with layers of the target: give --target_model alone.")
     if args.target_device_map is not None and training_args.world_size > 1:
@@ -175,7 +186,10 @@ def make_drafter(
     args: ScriptArguments, source: PreTrainedModel | CachedFeatures, target: PreTrainedModel | None
 ) -> torch.nn.Module:
     """Returns the drafter to train, in float32: mixed precision is the trainer's affair."""
-    fields = {} if args.transition_rank is None else {"transition_rank": args.transition_rank}
+    layers = args.target_layer_ids
+    layers = None if layers is None else resolve_layer_ids(source.config, layers)
+    fields = {"transition_rank": args.transition_rank, "target_layer_ids": layers}
+    fields = {name: value for name, value in fields.items() if value is not None}
     if args.drafter is not None:
         drafter = GumihoModel.from_pretrained(args.drafter, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):

@@ -168,7 +168,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         """Does nothing: settings stay as they are. Earlier releases of transformers ask for this method."""
 
     def _committed_states(self, model_outputs: ModelOutput | None, n_last_matches: int) -> torch.Tensor:
-        """Returns what the drafter reads `(1, n, k * H)` of the target's newest pass that belongs to committed tokens."""
+        """Returns what the drafter reads `(1, n, k * H)` of the committed tokens in the target's newest pass."""
         hidden_states = getattr(model_outputs, "hidden_states", None)
         if not hidden_states:
             given = "no outputs" if model_outputs is None else f"a {type(model_outputs).__name__} without them"

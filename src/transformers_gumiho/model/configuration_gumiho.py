@@ -213,7 +213,7 @@ class GumihoConfig(PreTrainedConfig):
         text_config = target_config.get_text_config(decoder=True)
         derived = _derive_llama_fields(text_config, nested)
         if overrides.get("target_layer_ids") is not None:
-            overrides["target_layer_ids"] = _layers_of(text_config, overrides["target_layer_ids"])
+            overrides["target_layer_ids"] = resolve_layer_ids(text_config, overrides["target_layer_ids"])
         return cls(
             model=LlamaConfig(**(derived | nested)),
             **{name: value for name, value in overrides.items() if name in own_only},
@@ -256,9 +256,18 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
     return fields
 
 
-def _layers_of(target: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
-    """Returns the numbers of a target's layers, the negative ones counted from the last one down."""
-    num_layers = target.num_hidden_layers
+def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
+    """
+    Returns `target_layer_ids` as a [`GumihoConfig`] holds them: from 0 up and in rising order.
+
+    Args:
+        target_config: The target's.
+        layer_ids: Numbers of its layers; negative ones count from the last one down.
+
+    Raises:
+        ValueError: The target does not have one of them.
+    """
+    num_layers = target_config.get_text_config(decoder=True).num_hidden_layers
     if any(not -num_layers <= number < num_layers for number in layer_ids):
         raise ValueError(
             f"`target_layer_ids` must be layers of the target, which has {num_layers}: numbers from 0 to "
@@ -315,4 +324,4 @@ def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
     return {"rope_theta": parameters.get("rope_theta", 10000.0), "rope_type": "default"}
 
 
-__all__ = ["GumihoConfig"]
+__all__ = ["GumihoConfig", "resolve_layer_ids"]

@@ -70,8 +70,8 @@ def find_layers(target: PreTrainedModel, layer_ids: Sequence[int]) -> dict[int, 
     name, num_layers = type(target).__name__, target.config.get_text_config(decoder=True).num_hidden_layers
     if max(layer_ids) >= num_layers:
         raise ValueError(
-            f"This Gumiho drafter reads the layers {list(layer_ids)} (`target_layer_ids`), and {name} has {num_layers}, "
-            f"0 to {num_layers - 1}. Use a drafter that was trained for this target."
+            f"This Gumiho drafter reads the layers {list(layer_ids)} (`target_layer_ids`), and {name} has "
+            f"{num_layers}, 0 to {num_layers - 1}. Use a drafter that was trained for this target."
         )
     lists = [module for module in find_decoder(target).children() if isinstance(module, nn.ModuleList)]
     layers = next((found for found in lists if len(found) == num_layers), None)

@@ -12,18 +12,19 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..internals import attention_implementation, drive_one_device
+from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
-from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from ..model.layer_fusion import normalise_lower
+from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
+from .checks import check_drafter, check_rows, drafter_of, freeze_all_but_transitions
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
-from .feature_cache import CachedFeatures, FeatureDataset
 from .model_card import model_card_of
 from .target_features import OnlineFeatures, TargetFeatures
 
@@ -67,13 +68,15 @@ class GumihoTrainer(Trainer):
     ):
         if not isinstance(args, GumihoTrainingArguments):
             raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
-        self.target_features = OnlineFeatures(target) if isinstance(target, nn.Module) else target
-        self.drafter = _checked_drafter(model, self.target_features)
+        self.drafter = drafter_of(model)
+        layer_ids = self.drafter.config.target_layer_ids
+        self.target_features = OnlineFeatures(target, layer_ids) if isinstance(target, nn.Module) else target
+        check_drafter(self.drafter, self.target_features)
         for name in ("train_dataset", "eval_dataset"):
-            _check_rows(kwargs.get(name), self.target_features)
+            check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
         if args.train_only is not None:
-            _freeze_all_but_transitions(model, self.drafter)
+            freeze_all_but_transitions(model, self.drafter)
         if not self.drafter.config.has_embedding:
             self.drafter.adopt_embedding(self.target_features.embedding)
         # The target is on one device, or split over several that are then all its own.
@@ -115,7 +118,9 @@ class GumihoTrainer(Trainer):
     ) -> Any:
         """Returns the loss of a batch; `num_items_in_batch` `(Q,)` holds the positions of the whole step."""
         states = self.target_features.states(inputs)
-        drafter_input = self._add_noise(states.drafter_input) if model.training else states.drafter_input
+        drafter_input = self._drafter_input(states)
+        if model.training:
+            drafter_input = self._add_noise(drafter_input)
         output = self._forward(model, inputs, drafter_input, self.args.unroll_serial_head)
         loss, terms = chunked_gumiho_loss(
             output,
@@ -146,7 +151,7 @@ class GumihoTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
             scores = score_predictions(
-                self._forward(model, inputs, states.drafter_input, unroll=True),
+                self._forward(model, inputs, self._drafter_input(states), unroll=True),
                 states.last,
                 self.target_features.lm_head(states.last),
                 inputs["loss_mask"],
@@ -217,11 +222,17 @@ class GumihoTrainer(Trainer):
             unroll=unroll,
         )
 
+    def _drafter_input(self, states: TargetStates) -> torch.Tensor:
+        """Returns what the drafter reads: of states that were cached for one with more layers, the last."""
+        return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
+
     def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
         """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""
         width = self.args.feature_noise * 512 / states.shape[1]
-        # In float32, in which the states of a target in half precision do not swallow it.
-        return states.float() + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
+        # In float32, in which the states of a target in half precision do not swallow it; and next to states of one
+        # size, whatever that of their layer is.
+        states = normalise_lower(states.float(), self.drafter.config.get_text_config().hidden_size)
+        return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
     def _predictors(self, unroll: bool) -> list[Predictor]:
         config, weights = self.drafter.config, self.args.loss_weights(epoch=None)
@@ -305,65 +316,8 @@ class _TermAverages:
             self._seen.add(name)
 
 
-def _freeze_all_but_transitions(model: nn.Module, drafter: GumihoModel) -> None:
-    """Raises `ValueError` where there are no transitions, or an adapter, whose files do not hold them."""
-    if model is not drafter:
-        raise ValueError(
-            f"`train_only='transition'` trains a GumihoModel itself, got a {type(model).__name__}. Merge its adapters "
-            f"first (`merge_and_unload()`)."
-        )
-    if drafter.transition is None:
-        raise ValueError(
-            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
-            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
-        )
-    drafter.requires_grad_(False)
-    drafter.transition.requires_grad_(True)
-
-
-def _check_rows(dataset: Any, features: TargetFeatures) -> None:
-    """Raises `ValueError` where cached rows belong to another cache than the target's features."""
-    rows = getattr(dataset, "dataset", dataset)  # what a `Subset` is of
-    if (
-        isinstance(rows, FeatureDataset)
-        and isinstance(features, CachedFeatures)
-        and rows.manifest != features.manifest
-    ):
-        raise ValueError(
-            f"The rows come from the feature cache {str(rows.folder)!r}, and `target` from another one. Give the "
-            f"`CachedFeatures` and the `FeatureDataset` of the same folder."
-        )
-
-
 def _local_part(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the part of a parameter that this process holds, under FSDP and ZeRO-3, too."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     return getattr(parameter, "ds_tensor", parameter)
-
-
-def _checked_drafter(model: nn.Module, features: TargetFeatures) -> GumihoModel:
-    """Returns the drafter in `model`, and refuses one that was not made for this target."""
-    drafter = unwrap_drafter(model)
-    if drafter is None:
-        raise TypeError(f"`model` must be a GumihoModel, or a PeftModel around one, got {type(model).__name__}.")
-    config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
-    hidden_size = getattr(target_config, "word_embed_proj_dim", None) or target_config.hidden_size
-    if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
-        raise ValueError(
-            f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
-            f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
-            f"`GumihoModel.from_target(target)`."
-        )
-    implementation = attention_implementation(drafter.config)
-    if implementation not in ("eager", "sdpa"):
-        raise ValueError(
-            f"The drafter's attention is {implementation!r}, which takes no mask of the own features that it goes on "
-            f"from in evaluation. Load it with `attn_implementation='sdpa'`."
-        )
-    if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        logger.warning(
-            "The drafter's trained parameters are in half precision, in which small updates are lost. Train "
-            "`drafter.float()`, with `bf16=True` for speed."
-        )
-    return drafter
