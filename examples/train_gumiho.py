@@ -74,6 +74,10 @@ class ScriptArguments:
         default=128,
         metadata={"help": "Rows at the front of the data that are held out; of a file, at most a tenth of it."},
     )
+    calibrate: bool = field(
+        default=True,
+        metadata={"help": "Fit the draft temperature of each depth on the rows held out, when training has ended."},
+    )
     num_acceptance_prompts: int = field(
         default=16, metadata={"help": "Held-out prompts on which tau is measured every `--acceptance_steps` steps."}
     )
@@ -233,6 +237,8 @@ def main() -> None:
     if args.streaming and main_process:
         print(f"read by this process, in all epochs: {report}")
     if data["eval_dataset"] is not None:
+        if args.calibrate and (temperatures := trainer.calibrate()) and main_process:
+            print(f"draft temperatures: {temperatures}")
         trainer.save_metrics("eval", trainer.evaluate())
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         # Trained in float32, used next to the target.

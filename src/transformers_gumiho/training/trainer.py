@@ -20,6 +20,7 @@ from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
+from .calibration import fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .checks import check_drafter, check_rows, drafter_of, freeze_all_but_transitions
@@ -97,6 +98,7 @@ class GumihoTrainer(Trainer):
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
         self._terms = _TermAverages()
+        self._is_calibrating = False
         if args.acceptance_steps:
             if not acceptance_prompts:
                 raise ValueError(
@@ -146,12 +148,18 @@ class GumihoTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Scores a batch: see [`score_predictions`]. `compute_metrics` receives the scores of each row."""
+        """
+        Scores a batch: see [`score_predictions`], and within `calibrate` [`score_choices`]. `compute_metrics` receives
+        the scores of each row.
+        """
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
+            output = self._forward(model, inputs, self._drafter_input(states), unroll=True)
+            if self._is_calibrating:
+                return None, self._score_choices(inputs, states, output), None
             scores = score_predictions(
-                self._forward(model, inputs, self._drafter_input(states), unroll=True),
+                output,
                 states.last,
                 self.target_features.lm_head(states.last),
                 inputs["loss_mask"],
@@ -188,6 +196,33 @@ class GumihoTrainer(Trainer):
         self._check_parameters()
         return output
 
+    def calibrate(self, dataset: Any = None) -> list[float] | None:
+        """
+        Fits the `draft_temperature` of each depth on texts that were not trained on, and puts it into the drafter's
+        `generation_config`: that under which the target's own choices are most likely.
+
+        Args:
+            dataset: Rows; by default those of evaluation.
+
+        Returns:
+            The temperatures. `None` where no row has a position that counts; the setting then stays.
+
+        Raises:
+            ValueError: There are no rows.
+        """
+        dataset = self.eval_dataset if dataset is None else dataset
+        if dataset is None:
+            raise ValueError("Draft temperatures are fitted on texts that were not trained on. Give a `dataset`.")
+        self._is_calibrating = True
+        try:
+            table = self.predict(rows_to_fit_on(dataset)).predictions
+        finally:
+            self._is_calibrating = False
+        temperatures = fit_temperatures(table)
+        if temperatures is not None:
+            self.drafter.generation_config.draft_temperature = temperatures
+        return temperatures
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """
         As `Trainer.log`, with the loss terms averaged over the steps since they were logged last.
@@ -220,6 +255,18 @@ class GumihoTrainer(Trainer):
             hidden_states=drafter_input[:, :-1],
             position_ids=None if position_ids is None else position_ids[:, :-1],
             unroll=unroll,
+        )
+
+    def _score_choices(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
+        return score_choices(
+            output,
+            states.last,
+            self.target_features.lm_head(states.last),
+            inputs["input_ids"],
+            inputs["loss_mask"],
+            inputs.get("position_ids"),
+            self._restriction.vocabulary(states.last),
+            chunk_size=self.args.loss_chunk_size,
         )
 
     def _drafter_input(self, states: TargetStates) -> torch.Tensor:
