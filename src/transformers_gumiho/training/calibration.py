@@ -36,7 +36,7 @@ def score_choices(
     loss_mask: torch.Tensor,
     position_ids: torch.Tensor | None = None,
     vocabulary: tuple[torch.Tensor, LMHead] | None = None,
-    positions_per_row: int = NUM_POSITIONS // NUM_ROWS,
+    positions_per_row: int = NUM_POSITIONS,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> torch.Tensor:
     """

@@ -20,7 +20,7 @@ from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
-from .calibration import fit_temperatures, rows_to_fit_on, score_choices
+from .calibration import NUM_POSITIONS, NUM_ROWS, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .checks import check_drafter, check_rows, drafter_of, freeze_all_but_transitions
@@ -98,7 +98,7 @@ class GumihoTrainer(Trainer):
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
         self._terms = _TermAverages()
-        self._is_calibrating = False
+        self._positions_per_row = 0  # that are scored, while temperatures are fitted
         if args.acceptance_steps:
             if not acceptance_prompts:
                 raise ValueError(
@@ -156,7 +156,7 @@ class GumihoTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
             output = self._forward(model, inputs, self._drafter_input(states), unroll=True)
-            if self._is_calibrating:
+            if self._positions_per_row:
                 return None, self._score_choices(inputs, states, output), None
             scores = score_predictions(
                 output,
@@ -213,11 +213,12 @@ class GumihoTrainer(Trainer):
         dataset = self.eval_dataset if dataset is None else dataset
         if dataset is None:
             raise ValueError("Draft temperatures are fitted on texts that were not trained on. Give a `dataset`.")
-        self._is_calibrating = True
+        rows = rows_to_fit_on(dataset)
+        self._positions_per_row = NUM_POSITIONS // (max(len(rows), 1) if has_length(rows) else NUM_ROWS)
         try:
-            table = self.predict(rows_to_fit_on(dataset)).predictions
+            table = self.predict(rows).predictions
         finally:
-            self._is_calibrating = False
+            self._positions_per_row = 0
         temperatures = fit_temperatures(table)
         if temperatures is not None:
             self.drafter.generation_config.draft_temperature = temperatures
@@ -266,7 +267,8 @@ class GumihoTrainer(Trainer):
             inputs["loss_mask"],
             inputs.get("position_ids"),
             self._restriction.vocabulary(states.last),
-            chunk_size=self.args.loss_chunk_size,
+            self._positions_per_row,
+            self.args.loss_chunk_size,
         )
 
     def _drafter_input(self, states: TargetStates) -> torch.Tensor:
