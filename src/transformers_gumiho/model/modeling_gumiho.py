@@ -32,7 +32,7 @@ from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .token_embedding import BorrowedEmbedding, fitting_rows
 from .transition import GumihoTransition, GumihoTransitions
-from .unrolling import unrolled_attention_mask
+from .unrolling import unroll_serial_head
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -289,6 +289,7 @@ class GumihoModel(GumihoPreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         unroll: bool = False,
+        further_steps: int = 0,
         **kwargs: Any,
     ) -> GumihoOutput:
         r"""
@@ -305,6 +306,7 @@ class GumihoModel(GumihoPreTrainedModel):
             unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
                 feature instead of the target's state, at every position, as it happens in drafting. For training and
                 evaluation, without a cache.
+            further_steps (`int`, defaults to 0): With `unroll`, as many serial tokens beyond those of drafting.
 
         Raises:
             ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
@@ -323,8 +325,8 @@ class GumihoModel(GumihoPreTrainedModel):
         serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
         unrolled_features = None
         if unroll:
-            unrolled_features, path_inputs = self._unroll(
-                input_ids, fused, serial_features, attention_mask, position_ids, **kwargs
+            unrolled_features, path_inputs = unroll_serial_head(
+                self, input_ids, fused, serial_features, further_steps, attention_mask, position_ids, **kwargs
             )
         else:
             path_inputs = self._path_inputs(input_ids, serial_features)
@@ -351,41 +353,6 @@ class GumihoModel(GumihoPreTrainedModel):
         # Behind the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))
-
-    def _unroll(
-        self,
-        input_ids: torch.Tensor,
-        fused: torch.Tensor,
-        serial_features: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """
-        Returns the features of the serial tokens beyond the first, and the path inputs `(B, max(T - S, 0), S * H)`.
-
-        Each step runs the inputs of the steps before it again, next to its own, instead of keeping their keys and
-        values: layers under gradient checkpointing take no cache.
-        """
-        num_tokens, serial_tokens = input_ids.shape[1], self.config.num_serial_tokens
-        positions = position_ids
-        if positions is None:
-            positions = torch.arange(num_tokens, device=fused.device)[None]
-        features, unrolled, inputs = serial_features, [], [fused]
-        for step in range(1, serial_tokens):
-            count = max(num_tokens - step, 0)
-            inputs.append(self.fuse(input_ids[:, step:], features[:, :count]))
-            mask = unrolled_attention_mask(
-                num_tokens, step + 1, fused.dtype, fused.device, attention_mask, position_ids
-            )
-            step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in range(step + 1)], dim=1)
-            whole = self.run_serial_head(torch.cat(inputs, dim=1), mask, step_positions, **kwargs)
-            features = whole[:, whole.shape[1] - count :]
-            unrolled.append(features)
-        num_paths = max(num_tokens - serial_tokens, 0)
-        # The next token read with the last step's feature is an input of the parallel heads alone.
-        inputs.append(self.fuse(input_ids[:, serial_tokens:], features[:, :num_paths]))
-        return tuple(unrolled), torch.cat([fused[:, :num_paths] for fused in inputs[1:]], dim=-1)
 
 
 def unwrap_drafter(model: Any) -> GumihoModel | None:

@@ -1,8 +1,8 @@
 """The `Trainer` of a drafter."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
+from ..losses.weights import LossWeights
 from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
@@ -27,7 +28,9 @@ from .checks import check_drafter, check_rows, drafter_of, freeze_all_but_transi
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
 from .model_card import model_card_of
+from .reach import MeasuredReach
 from .target_features import OnlineFeatures, TargetFeatures
+from .term_averages import TermAverages
 
 
 logger = logging.get_logger(__name__)
@@ -97,7 +100,9 @@ class GumihoTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
-        self._terms = _TermAverages()
+        self._terms = TermAverages()
+        max_depth = self.drafter.config.max_draft_depth
+        self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         if args.acceptance_steps:
             if not acceptance_prompts:
@@ -123,16 +128,18 @@ class GumihoTrainer(Trainer):
         drafter_input = self._drafter_input(states)
         if model.training:
             drafter_input = self._add_noise(drafter_input)
-        output = self._forward(model, inputs, drafter_input, self.args.unroll_serial_head)
+            self._measure_reach(model, inputs, states)
+        args = self.args
+        output = self._forward(model, inputs, drafter_input, args.unrolls, args.serial_unroll_steps)
         loss, terms = chunked_gumiho_loss(
             output,
             states.last,
             self._restriction.features.lm_head(states.last),
             inputs["loss_mask"],
-            self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None),
+            self._loss_weights(model.training),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
-            chunk_size=self.args.loss_chunk_size,
+            chunk_size=args.loss_chunk_size,
         )
         if num_items_in_batch is not None:
             # Gradients are averaged over the processes, and this is a process's share of one average.
@@ -158,18 +165,9 @@ class GumihoTrainer(Trainer):
             output = self._forward(model, inputs, self._drafter_input(states), unroll=True)
             if self._positions_per_row:
                 return None, self._score_choices(inputs, states, output), None
-            scores = score_predictions(
-                output,
-                states.last,
-                self.target_features.lm_head(states.last),
-                inputs["loss_mask"],
-                inputs.get("position_ids"),
-                self.args.loss_weights(epoch=None),
-                self.args.loss_chunk_size,
-                self._restriction.vocabulary(states.last),
-            )
+            scores = self._score_predictions(inputs, states, output)
         if prediction_loss_only:
-            metrics = agreement_metrics(scores.cpu().numpy(), self._predictors(unroll=True))
+            metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
             return torch.tensor(metrics["loss"], device=scores.device), None, None
         return None, scores, scores[:, 0, 0]
 
@@ -189,7 +187,7 @@ class GumihoTrainer(Trainer):
                     f"There is no complete checkpoint in {self.args.output_dir!r} to go on from. Train with "
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )
-        self._terms = _TermAverages()
+        self._terms = TermAverages()
         self._warn_of_schedule()
         self._restriction.find(resume_from_checkpoint or None)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -236,7 +234,7 @@ class GumihoTrainer(Trainer):
             averages = {
                 name: total / self._terms.steps[name] for name, total in zip(self._terms.sums, sums, strict=True)
             }
-            self._terms = _TermAverages()
+            self._terms = TermAverages()
             logs = logs | averages
             if not all(map(math.isfinite, sums)):
                 raise FloatingPointError(self._divergence(f"the loss terms are {averages}"))
@@ -248,7 +246,12 @@ class GumihoTrainer(Trainer):
             model_card_of(self, **kwargs).save(f"{self.args.output_dir}/README.md")
 
     def _forward(
-        self, model: nn.Module, inputs: dict[str, torch.Tensor], drafter_input: torch.Tensor, unroll: bool
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        drafter_input: torch.Tensor,
+        unroll: bool,
+        further_steps: int = 0,
     ) -> Any:
         position_ids = inputs.get("position_ids")
         return model(
@@ -256,6 +259,33 @@ class GumihoTrainer(Trainer):
             hidden_states=drafter_input[:, :-1],
             position_ids=None if position_ids is None else position_ids[:, :-1],
             unroll=unroll,
+            further_steps=further_steps,
+        )
+
+    def _loss_weights(self, training: bool) -> LossWeights:
+        weights = self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None)
+        if self._reach is None or not training:
+            return weights
+        return replace(weights, reach=self._reach.weights())
+
+    @torch.no_grad()
+    def _measure_reach(self, model: nn.Module, inputs: dict[str, torch.Tensor], states: TargetStates) -> None:
+        """Measures how often each draft position is reached, where that is asked for and it is time."""
+        if self._reach is None or not self._reach.is_due:
+            return
+        output = self._forward(model, inputs, self._drafter_input(states), unroll=True)
+        self._reach.add(self._score_predictions(inputs, states, output))
+
+    def _score_predictions(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
+        return score_predictions(
+            output,
+            states.last,
+            self.target_features.lm_head(states.last),
+            inputs["loss_mask"],
+            inputs.get("position_ids"),
+            self.args.loss_weights(epoch=None),
+            self.args.loss_chunk_size,
+            self._restriction.vocabulary(states.last),
         )
 
     def _score_choices(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
@@ -283,16 +313,21 @@ class GumihoTrainer(Trainer):
         states = normalise_lower(states.float(), self.drafter.config.get_text_config().hidden_size)
         return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
-    def _predictors(self, unroll: bool) -> list[Predictor]:
-        config, weights = self.drafter.config, self.args.loss_weights(epoch=None)
-        return predictors(config.num_serial_tokens, config.num_parallel_heads, unroll, weights)
+    def _predictors(self, in_training: bool = False) -> list[Predictor]:
+        """Returns the predictors of drafting, or those that are trained."""
+        config, args = self.drafter.config, self.args
+        num_unrolled = config.num_serial_tokens - 1
+        if in_training:
+            num_unrolled = num_unrolled + args.serial_unroll_steps if args.unrolls else 0
+        weights = args.loss_weights(epoch=None)
+        return predictors(config.num_serial_tokens, config.num_parallel_heads, num_unrolled, weights)
 
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        return agreement_metrics(prediction.predictions, self._predictors(unroll=True))
+        return agreement_metrics(prediction.predictions, self._predictors())
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Returns `(Q,)`: the positions of a step, over its batches and processes, that each term is averaged over."""
-        shifts = [predictor.shift for predictor in self._predictors(self.args.unroll_serial_head)]
+        shifts = [predictor.shift for predictor in self._predictors(in_training=True)]
         counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
         for batch in batch_samples:
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
@@ -344,25 +379,6 @@ class GumihoTrainer(Trainer):
         configs = (self.drafter.config.get_text_config(), self.target_features.config.get_text_config(decoder=True))
         limits = [getattr(config, "max_position_embeddings", None) for config in configs]
         return min((limit for limit in limits if limit), default=None)
-
-
-class _TermAverages:
-    """Sums of the loss terms, and for each the number of steps it was computed in."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
-        self.steps: Counter[str] = Counter()
-        self._seen: set[str] = set()
-
-    def next_step(self) -> None:
-        self._seen = set()
-
-    def add(self, terms: dict[str, torch.Tensor]) -> None:
-        """Adds a batch's share of the terms of a step."""
-        for name, term in terms.items():
-            self.sums[name] = self.sums.get(name, 0) + term
-            self.steps[name] += name not in self._seen
-            self._seen.add(name)
 
 
 def _local_part(parameter: torch.Tensor) -> torch.Tensor:
