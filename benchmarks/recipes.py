@@ -75,9 +75,8 @@ def fitted_config(
     aim = num_trained(GumihoConfig.from_target(target_config))
     options: list[dict[str, Any]] = [{"num_residual_blocks": number} for number in range(1, 9)]
     if not recipe.copies_layers:
-        options = [option for depth in range(1, 13) if (option := _widths(config, target_config, depth, aim))]
-        if config.get("num_parallel_heads", 1):
-            options = [option for option in options if option["num_hidden_layers"] == 2]
+        depths = [2] if config.get("num_parallel_heads", 1) else range(1, 13)
+        options = [option for depth in depths if (option := _widths(config, target_config, depth, aim))]
     candidates = [GumihoConfig.from_target(target_config, **config | option) for option in options]
     published = GumihoConfig.from_target(target_config).model.intermediate_size
     # Of those that are as large, the one whose layers are most like the published ones.
