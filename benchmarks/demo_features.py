@@ -3,9 +3,11 @@
     python benchmarks/demo_features.py --output_dir features --num_rows 1024
 
 Each row is a piece of a training file of the standard library and what the target makes of it, greedily and by
-sampling in turn; only the latter counts in training. Started again after it was stopped, it goes on with the states.
+sampling in turn; only the latter counts in training. The texts are kept next to the cache. Started again after it was
+stopped, it goes on where it was.
 """
 
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,13 @@ import numpy as np
 import torch
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from transformers_gumiho.training import write_feature_cache
 
@@ -37,34 +45,58 @@ class DemoFeaturesArguments:
     seed: int = 0
 
 
+def prompts_of(
+    args: DemoFeaturesArguments, tokenizer: PreTrainedTokenizerBase, files: list[str], index: int
+) -> torch.Tensor:
+    """Returns the prompts `(B, T)` of a batch: beginnings of random lines of the training files, and what follows."""
+    generator = np.random.default_rng([args.seed, index])
+    prompts: list[list[int]] = []
+    while len(prompts) < args.batch_size:
+        lines = files[generator.integers(len(files))].splitlines(keepends=True)
+        start = int(generator.integers(len(lines))) if lines else 0
+        ids = tokenizer("".join(lines[start : start + args.prompt_length]))["input_ids"][: args.prompt_length]
+        if len(ids) == args.prompt_length:
+            prompts.append(ids)
+    return torch.tensor(prompts)
+
+
 @torch.inference_mode()
-def write_texts(args: DemoFeaturesArguments, target: torch.nn.Module, train: np.ndarray) -> Dataset:
-    """Lets the target continue random pieces of the training text."""
-    rows = []
-    mask = [0] * args.prompt_length + [1] * (args.length - args.prompt_length - 1) + [0]
-    for index in tqdm(range(-(-args.num_rows // args.batch_size)), desc="target writes", unit="batch"):
-        generator = np.random.default_rng([args.seed, index])
-        starts = generator.integers(0, train.size - args.prompt_length, args.batch_size)
-        prompts = np.stack([train[start : start + args.prompt_length] for start in starts]).astype(np.int64)
+def write_texts(
+    args: DemoFeaturesArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: list[str]
+) -> list[list[int]]:
+    """Lets the target continue the prompts, and keeps the token ids of each text in a line of a file."""
+    path = args.output_dir.with_name(f"{args.output_dir.name}.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    num_batches = -(-args.num_rows // args.batch_size)
+    for index in tqdm(range(len(lines) // args.batch_size, num_batches), desc="target writes", unit="batch"):
         torch.manual_seed(args.seed + index)
+        prompts = prompts_of(args, tokenizer, files, index)
         texts = target.generate(
-            torch.from_numpy(prompts),
+            prompts,
+            attention_mask=torch.ones_like(prompts),
             do_sample=index % 2 == 1,
             top_k=0,
             max_length=args.length,
             min_length=args.length,
         )
-        rows += [{"input_ids": text, "loss_mask": mask} for text in texts.tolist()]
-    return Dataset.from_list(rows[: args.num_rows])
+        lines = [*lines[: index * args.batch_size], *map(json.dumps, texts.tolist())]
+        partial = path.with_suffix(".partial")
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        partial.replace(path)
+    return [json.loads(line) for line in lines[: args.num_rows]]
 
 
 def main() -> None:
     (args,) = HfArgumentParser(DemoFeaturesArguments).parse_args_into_dataclasses()
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    files = {name: text for name, text in corpus.read_library(None).items() if not corpus.is_held_out(name, 20)}
-    dataset = write_texts(args, target, corpus.encode_texts(tokenizer, list(files.values())))
-    write_feature_cache(dataset, target, tokenizer, args.output_dir, target_layer_ids=args.target_layer_ids)
+    files = [text for name, text in corpus.read_library(None).items() if not corpus.is_held_out(name)]
+    mask = [0] * args.prompt_length + [1] * (args.length - args.prompt_length - 1) + [0]
+    rows = [{"input_ids": text, "loss_mask": mask} for text in write_texts(args, target, tokenizer, files)]
+    write_feature_cache(
+        Dataset.from_list(rows), target, tokenizer, args.output_dir, target_layer_ids=args.target_layer_ids
+    )
 
 
 if __name__ == "__main__":
