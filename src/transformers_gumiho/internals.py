@@ -117,6 +117,11 @@ def compile_on_every_device(**options: Any) -> CompileConfig:
     return config
 
 
+def was_loaded(parameter: nn.Parameter) -> bool:
+    """Whether `from_pretrained` has read this parameter, so that it is not to be initialised: only a mark says so."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
 def is_stateful(target: PreTrainedModel) -> bool:
     """Whether the target keeps a recurrent state, which cannot be cut back to an accepted path."""
     return bool(target._is_stateful)
@@ -287,5 +292,6 @@ __all__ = [
     "run_prompt",
     "runs_as_defined",
     "sdpa_attention",
+    "was_loaded",
     "would_compile",
 ]

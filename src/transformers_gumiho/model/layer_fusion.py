@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from ..internals import was_loaded
 from .configuration_gumiho import GumihoConfig
 
 
@@ -42,8 +43,8 @@ class GumihoLayerFusion(nn.Linear):
         super().__init__(len(config.target_layer_ids or ()) * hidden_size, hidden_size, bias=False)
 
     def reset_parameters(self) -> None:
-        # A part of a weight does not carry transformers' mark of one that was loaded.
-        if not getattr(self.weight, "_is_hf_initialized", False):
+        # Which the functions of `nn.init` see of a whole weight, and not of a part of one.
+        if not was_loaded(self.weight):
             nn.init.zeros_(self.weight)
             nn.init.eye_(self.weight[:, -self.out_features :])
 
