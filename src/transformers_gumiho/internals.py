@@ -117,7 +117,7 @@ def compile_on_every_device(**options: Any) -> CompileConfig:
     return config
 
 
-def was_loaded(parameter: nn.Parameter) -> bool:
+def was_loaded(parameter: torch.Tensor) -> bool:
     """Whether `from_pretrained` has read this parameter, so that it is not to be initialised: only a mark says so."""
     return bool(getattr(parameter, "_is_hf_initialized", False))
 
