@@ -55,11 +55,11 @@ class GumihoCandidateGenerator(CandidateGenerator):
     ):
         self.assistant_model = assistant_model
         layer_ids = assistant_model.config.target_layer_ids
-        # Places among all states, of which the embeddings are the first. Models that cannot choose return all of them.
+        # Places among all states, of which the embeddings are the first.
         self._places = [-1] if layer_ids is None else [number + 1 for number in layer_ids]
-        self.model_kwargs_overrides: dict[str, Any] = {
-            "output_hidden_states": -1 if layer_ids is None else self._places
-        }
+        # Models that cannot choose among theirs return all of them. Of several layers, releases before 5.23 count
+        # otherwise, so all are asked for.
+        self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": -1 if layer_ids is None else True}
         self.device = assistant_model.fc.weight.device
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
         self.max_length = max_length
