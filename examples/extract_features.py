@@ -29,6 +29,10 @@ class ExtractionArguments:
     packing: bool = field(default=True, metadata={"help": "Put several texts into a row."})
     dtype: str = field(default="bfloat16", metadata={"help": "Of the features: bfloat16, float16 or float32."})
     batch_size: int = field(default=4, metadata={"help": "Rows that the target reads at a time."})
+    target_layer_ids: list[int] | None = field(
+        default=None,
+        metadata={"help": "Layers whose states are kept, too, for a drafter that reads them; -1 is the last one."},
+    )
 
 
 def main() -> None:
@@ -53,8 +57,12 @@ def extract(args: ExtractionArguments) -> None:
         )
     dtype = getattr(torch, args.dtype)
     state.print(report)
-    state.print(f"the features take {cache_size(dataset, target.config, dtype) / 1e9:.2f} GB in {args.output_dir}")
-    write_feature_cache(dataset, target, tokenizer, args.output_dir, dtype=dtype, batch_size=args.batch_size)
+    layers = args.target_layer_ids
+    num_bytes = cache_size(dataset, target.config, dtype, layers)
+    state.print(f"the features take {num_bytes / 1e9:.2f} GB in {args.output_dir}")
+    write_feature_cache(
+        dataset, target, tokenizer, args.output_dir, dtype=dtype, batch_size=args.batch_size, target_layer_ids=layers
+    )
     state.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.model.configuration_gumiho import resolve_layer_ids
 from transformers_gumiho.model.layer_copying import copy_last_layers
 from transformers_gumiho.training import (
     CachedFeatures,
@@ -46,6 +47,14 @@ class ScriptArguments:
             "added to a drafter that is there. By default the drafter's own, and none of a new one."
         },
     )
+    target_layer_ids: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Layers of the target that the serial head reads, besides or instead of the last one (-1); with "
+            "`--drafter` they are added to a drafter that is there. By default the drafter's own, and the last one of "
+            "a new one."
+        },
+    )
     copy_layers: bool = field(
         default=False, metadata={"help": "Begin with the target's last layers as the serial ones of a new drafter."}
     )
@@ -64,6 +73,10 @@ class ScriptArguments:
     num_eval_rows: int = field(
         default=128,
         metadata={"help": "Rows at the front of the data that are held out; of a file, at most a tenth of it."},
+    )
+    calibrate: bool = field(
+        default=True,
+        metadata={"help": "Fit the draft temperature of each depth on the rows held out, when training has ended."},
     )
     num_acceptance_prompts: int = field(
         default=16, metadata={"help": "Held-out prompts on which tau is measured every `--acceptance_steps` steps."}
@@ -104,6 +117,8 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
     if args.lora_rank and (args.transition_rank or training_args.train_only):
         raise SystemExit("Adapters do not hold transitions: train these without --lora_rank, on the merged drafter.")
+    if args.lora_rank and args.target_layer_ids is not None:
+        raise SystemExit("Adapters do not hold the fusion of layers: train it without --lora_rank, on the merged one.")
     if args.copy_layers and (args.target_model is None or args.drafter is not None):
         raise SystemExit("--copy_layers begins a new drafter with layers of the target: give --target_model alone.")
     if args.target_device_map is not None and training_args.world_size > 1:
@@ -175,7 +190,10 @@ def make_drafter(
     args: ScriptArguments, source: PreTrainedModel | CachedFeatures, target: PreTrainedModel | None
 ) -> torch.nn.Module:
     """Returns the drafter to train, in float32: mixed precision is the trainer's affair."""
-    fields = {} if args.transition_rank is None else {"transition_rank": args.transition_rank}
+    layers = args.target_layer_ids
+    layers = None if layers is None else resolve_layer_ids(source.config, layers)
+    fields = {"transition_rank": args.transition_rank, "target_layer_ids": layers}
+    fields = {name: value for name, value in fields.items() if value is not None}
     if args.drafter is not None:
         drafter = GumihoModel.from_pretrained(args.drafter, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):
@@ -219,6 +237,8 @@ def main() -> None:
     if args.streaming and main_process:
         print(f"read by this process, in all epochs: {report}")
     if data["eval_dataset"] is not None:
+        if args.calibrate and (temperatures := trainer.calibrate()) and main_process:
+            print(f"draft temperatures: {temperatures}")
         trainer.save_metrics("eval", trainer.evaluate())
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         # Trained in float32, used next to the target.

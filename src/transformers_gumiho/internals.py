@@ -118,6 +118,11 @@ def compile_on_every_device(**options: Any) -> CompileConfig:
     return config
 
 
+def was_loaded(parameter: torch.Tensor) -> bool:
+    """Whether `from_pretrained` has read this parameter, so that it is not to be initialised: only a mark says so."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
 def is_stateful(target: PreTrainedModel) -> bool:
     """Whether the target keeps a recurrent state, which cannot be cut back to an accepted path."""
     return bool(target._is_stateful)
@@ -304,6 +309,7 @@ __all__ = [
     "run_prompt",
     "runs_as_defined",
     "sdpa_attention",
+    "was_loaded",
     "without_layer",
     "would_compile",
 ]

@@ -46,6 +46,11 @@ def test_greedy_text_and_passes(family: str) -> None:
         check(target, drafter, **make_prompts([3 + seed], seed))
 
 
+def test_several_layers_are_read() -> None:
+    target = make_target()
+    check(target, make_drafter(target, branching_factor=1, target_layer_ids=[0, 2]))
+
+
 @pytest.mark.parametrize("text", ["def open(path, mode='r'):\n", "def __init__(self, "])
 def test_long_chains_of_a_trained_drafter(text: str) -> None:
     pair = Path(__file__).parents[2] / "examples" / "demo_pair"

@@ -97,10 +97,11 @@ def test_cache_can_be_continued_from() -> None:
         ("llama", {}),
         ("llama", {"num_assistant_tokens": 12, "branching_factor": 3}),
         ("llama", {"num_assistant_tokens": 12, "transition_rank": 3}),
+        ("llama", {"num_assistant_tokens": 12, "target_layer_ids": [0, 2]}),
         ("gemma3", {}),
         ("gpt2", {}),
     ],
-    ids=["llama", "llama-small", "llama-transitions", "gemma3", "gpt2"],
+    ids=["llama", "llama-small", "llama-transitions", "llama-layers", "gemma3", "gpt2"],
 )
 def test_stages_are_compiled_once(family: str, settings: dict[str, int]) -> None:
     target, drafter = make_pair(family, **settings)

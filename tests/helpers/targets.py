@@ -89,12 +89,21 @@ def make_target(
     return target
 
 
-def make_drafter(target: PreTrainedModel, seed: int = 0, transition_rank: int = 0, **settings: object) -> GumihoModel:
+def make_drafter(
+    target: PreTrainedModel,
+    seed: int = 0,
+    transition_rank: int = 0,
+    target_layer_ids: list[int] | None = None,
+    **settings: object,
+) -> GumihoModel:
     """
     Returns a random drafter. With a vocabulary this small its trees hold many of the target's tokens all the same.
     """
     torch.manual_seed(seed)
-    drafter = GumihoModel.from_target(target, intermediate_size=48, transition_rank=transition_rank).eval()
+    config = {"intermediate_size": 48, "transition_rank": transition_rank, "target_layer_ids": target_layer_ids}
+    drafter = GumihoModel.from_target(target, **config).eval()
+    if drafter.layer_fusion is not None:
+        torch.nn.init.normal_(drafter.layer_fusion.weight, std=0.2)
     for parameter in [*drafter.mlp.parameters(), *(drafter.transition or torch.nn.Module()).parameters()]:
         torch.nn.init.normal_(parameter, std=0.3)
     for name, value in settings.items():

@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,20 +60,26 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-# The second caps its logits, and the third has layers before its output projection, and other widths there.
-@pytest.mark.parametrize("family", ["llama", "gemma2", "rembert"])
-def test_cached_features_give_the_losses_of_the_running_target(tmp_path: Path, family: str, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "layer_ids"),
+    # The second caps its logits, and the third has layers before its output projection, and other widths there.
+    [("llama", None), ("gemma2", None), ("rembert", None), ("llama", [0, 2]), ("llama", [0, 1])],
+)
+def test_cached_features_give_the_losses_of_the_running_target(
+    tmp_path: Path, family: str, layer_ids: list[int] | None, packed: bool
+) -> None:
     target = make_target(family).float() if family != "rembert" else build("rembert")
     rows = make_rows(packed=packed)
-    write(target, tmp_path / "cache", rows)
+    write(target, tmp_path / "cache", rows, target_layer_ids=layer_ids)
     histories = []
     for features, dataset in (
         (target, rows),
         (CachedFeatures(tmp_path / "cache"), FeatureDataset(tmp_path / "cache", target, make_tokenizer())),
     ):
         torch.manual_seed(0)
-        drafter = (
-            features.make_drafter() if isinstance(features, CachedFeatures) else GumihoModel.from_target(features)
+        is_cache = isinstance(features, CachedFeatures)
+        drafter = (features.make_drafter if is_cache else partial(GumihoModel.from_target, features))(
+            target_layer_ids=layer_ids
         )
         args = GumihoTrainingArguments(
             output_dir=tmp_path, max_steps=4, logging_steps=1, per_device_train_batch_size=2, use_cpu=True,
@@ -92,6 +99,27 @@ def test_cached_features_give_the_losses_of_the_running_target(tmp_path: Path, f
         assert cached == pytest.approx(online, rel=1e-4)
 
 
+def test_a_cache_of_several_layers_serves_drafters_of_the_last_one(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = make_rows()
+    write(target, tmp_path / "one", rows)
+    write(target, tmp_path / "two", rows, target_layer_ids=[0, 2])
+    losses = []
+    for folder in ("one", "two"):
+        torch.manual_seed(0)
+        features, dataset = CachedFeatures(tmp_path / folder), FeatureDataset(tmp_path / folder)
+        args = GumihoTrainingArguments(
+            output_dir=tmp_path, max_steps=3, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no"
+        )
+        trainer = GumihoTrainer(features.make_drafter(), args, target=features, train_dataset=dataset)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] .*features are of \[0, 2\]"):
+        GumihoTrainer(features.make_drafter(target_layer_ids=[0, 1]), args, target=features, train_dataset=dataset)
+    with pytest.raises(ValueError, match=r"holds the states of other layers.*of \[0, 2\]"):
+        write(target, tmp_path / "two", rows, target_layer_ids=[1, 2])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_features_are_those_of_the_target_in_the_precision_asked_for(
     target: PreTrainedModel, tmp_path: Path, dtype: torch.dtype
@@ -109,12 +137,16 @@ def test_features_are_those_of_the_target_in_the_precision_asked_for(
         assert cached["loss_mask"].tolist() == row["loss_mask"]
 
 
-def test_size_is_estimated_before_extraction(target: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layer_ids", "num_kept"), [(None, 1), ([0, 1], 3), ([1, 2], 2)])
+def test_size_is_estimated_before_extraction(
+    target: PreTrainedModel, tmp_path: Path, layer_ids: list[int] | None, num_kept: int
+) -> None:
     rows = make_rows()
-    write(target, tmp_path, rows, dtype=torch.bfloat16)
+    write(target, tmp_path, rows, dtype=torch.bfloat16, target_layer_ids=layer_ids)
     written = sum(path.stat().st_size for path in tmp_path.glob("shard-*"))
     headers = 1000 * len(list(tmp_path.glob("shard-*")))
-    assert written - headers < cache_size(rows, target.config, torch.bfloat16) == 103 * (32 * 2 + 12) < written
+    estimate = cache_size(rows, target.config, torch.bfloat16, layer_ids)
+    assert written - headers < estimate == 103 * (32 * 2 * num_kept + 12) < written
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 100, 3000])

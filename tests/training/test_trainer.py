@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,14 +63,39 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def test_the_loss_is_the_eager_one_and_falls(target: PreTrainedModel, tmp_path: Path) -> None:
+def reach_of(target: PreTrainedModel, features: list[torch.Tensor], states: torch.Tensor, mask: torch.Tensor) -> tuple:
+    """How often greedy drafts reach each position, from drafts that are compared one by one."""
+    choices, reach = target.lm_head(states).argmax(dim=-1), [1.0]
+    for depth, predicted in enumerate(features, start=1):
+        count = min(predicted.shape[1], states.shape[1] - depth)
+        drafts = target.lm_head(predicted[:, :count]).argmax(dim=-1)
+        counts = mask[:, depth : depth + count].bool()
+        right = (drafts == choices[:, depth : depth + count])[counts]
+        reach.append(reach[-1] * float(right.double().mean()))
+    return tuple(max(share, 0.01) for share in reach[:-1])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"unroll_serial_head": True}, {"serial_unroll_steps": 2}, {"weigh_by_reach": True}], ids=str
+)
+def test_the_loss_is_the_eager_one_and_falls(
+    target: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     rows = [{"input_ids": row["input_ids"][:12], "loss_mask": row["loss_mask"][:12]} for row in make_rows(4)]
     drafter = make_drafter(target)
-    trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, max_steps=30, unroll_serial_head=True)
+    trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, max_steps=30, **settings)
     ids, mask = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "loss_mask"))
     states = target.model(ids).last_hidden_state
-    output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
-    loss, terms = gumiho_loss(output, states, target.lm_head, mask, trainer.args.loss_weights(None))
+    is_unrolled, weights = "weigh_by_reach" not in settings, trainer.args.loss_weights(None)
+    if not is_unrolled:
+        output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+        features = [output.serial_features, *output.unrolled_features, *output.parallel_features.unbind(1)]
+        weights = replace(weights, reach=reach_of(target, features, states, mask))
+        assert 0.01 < weights.reach[1] < 1
+    output = drafter(
+        ids[:, 1:], states[:, :-1], unroll=is_unrolled, further_steps=settings.get("serial_unroll_steps", 0)
+    )
+    loss, terms = gumiho_loss(output, states, target.lm_head, mask, weights)
     embedding = weights_of(drafter.embed_tokens)
     trainer.train()
     first = trainer.state.log_history[0]

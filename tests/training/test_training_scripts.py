@@ -80,17 +80,21 @@ def test_one_command_trains_a_drafter_and_goes_on_when_run_again(data: dict[str,
 
 def test_features_are_extracted_once_and_trained_on_without_the_target(data: dict[str, Path], tmp_path: Path) -> None:
     common = ["--target_model", DEMO_TARGET, "--dataset_name", data["dataset"], "--chat_template", data["template"]]
-    extraction = ["extract_features.py", *common, "--output_dir", tmp_path / "features", "--max_length", 256]
+    layers = ["--target_layer_ids", 3, -1]
+    extraction = ["extract_features.py", *common, "--output_dir", tmp_path / "features", "--max_length", 256, *layers]
     output = run(*extraction)
     assert "the features take 0.00 GB" in output
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*")}
     run(*extraction)  # nothing is left to do
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*")} == before
-    run(
+    output = run(
         "train_gumiho.py", "--features_dir", tmp_path / "features", "--output_dir", tmp_path / "gumiho", *TRAINING,
-        "--max_steps", 3,
+        "--max_steps", 3, *layers,
     )  # fmt: skip
     check_drafter(tmp_path / "gumiho")
+    drafter = GumihoModel.from_pretrained(tmp_path / "gumiho")
+    assert drafter.config.target_layer_ids == [3, 19]
+    assert f"draft temperatures: {drafter.generation_config.draft_temperature}" in output
 
 
 def test_the_targets_own_answers_are_a_dataset(data: dict[str, Path], tmp_path: Path) -> None:

@@ -208,6 +208,18 @@ def test_compiled_graphs_are_counted() -> None:
     assert internals.num_compiled_graphs() == before + 1
 
 
+def test_loaded_parameters_are_told_from_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_drafter(make_target()).save_pretrained(tmp_path)
+    found = {}
+
+    def initialise(self: GumihoModel, module: nn.Module) -> None:
+        found.update({name: internals.was_loaded(p) for name, p in self.named_parameters()})
+
+    monkeypatch.setattr(GumihoModel, "_init_weights", initialise)
+    GumihoModel.from_pretrained(tmp_path, target_layer_ids=[0, 2])
+    assert [name for name, is_loaded in found.items() if not is_loaded] == ["layer_fusion.weight"]
+
+
 def test_a_trainer_drives_one_device(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     assert args.n_gpu in (0, 1)

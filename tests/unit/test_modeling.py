@@ -230,25 +230,27 @@ def test_forward_follows_the_architecture() -> None:
             torch.testing.assert_close(output.parallel_features[:, index, position], hidden)
 
 
+@pytest.mark.parametrize("further_steps", [0, 2])
 @pytest.mark.parametrize("num_serial_tokens", [1, 2, 3])
-def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int) -> None:
+def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int, further_steps: int) -> None:
     """At each position, one run of the serial head over the text up to there, going on from its own features."""
     model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
     ids, states = inputs["input_ids"], inputs["hidden_states"]
-    output = model(**inputs, unroll=True)
-    assert [features.shape[1] for features in output.unrolled_features] == [8, 7][: num_serial_tokens - 1]
+    output = model(**inputs, unroll=True, further_steps=further_steps)
+    num_steps = num_serial_tokens + further_steps
+    assert [features.shape[1] for features in output.unrolled_features] == [8, 7, 6, 5][: num_steps - 1]
     torch.testing.assert_close(output.serial_features, model(**inputs).serial_features)
-    for position in range(9 - num_serial_tokens):
+    for position in range(9 - num_steps):
         fused = model.fuse(ids[:, : position + 1], states[:, : position + 1])
         path_inputs = []
-        for step in range(1, num_serial_tokens + 1):
+        for step in range(1, num_steps + 1):
             feature = model.run_serial_head(fused)[:, -1:]
             if step > 1:
                 unrolled = output.unrolled_features[step - 2]
                 torch.testing.assert_close(unrolled[:, position : position + 1], feature)
             path_inputs.append(model.fuse(ids[:, position + step : position + step + 1], feature))
             fused = torch.cat((fused, path_inputs[-1]), dim=1)
-        heads = model.mlp(torch.cat(path_inputs, dim=-1))
+        heads = model.mlp(torch.cat(path_inputs[:num_serial_tokens], dim=-1))
         torch.testing.assert_close(output.parallel_features[:, :, position : position + 1], heads)
 
 

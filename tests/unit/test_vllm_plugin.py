@@ -298,6 +298,16 @@ def test_widths_that_differ_are_refused(
         load("configuration", monkeypatch, stubs).read_drafter(tmp_path)
 
 
+def test_a_drafter_that_reads_several_layers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
+) -> None:
+    GumihoModel.from_target(make_target(), target_layer_ids=[0, -1]).save_pretrained(tmp_path)
+    stubs = {name: {} for name in ("vllm.transformers_utils", "vllm.transformers_utils.configs")}
+    stubs |= {"vllm.transformers_utils.configs.eagle": {"EAGLEConfig": EAGLEConfig}}
+    with pytest.raises(ValueError, match=r"the target's layers \[0, 2\].*Generate with transformers"):
+        load("configuration", monkeypatch, stubs).read_drafter(tmp_path)
+
+
 @pytest.mark.parametrize(("rank", "num_tokens", "said"), [(4, 4, True), (4, 2, False), (0, 4, False)])
 def test_the_log_says_that_transitions_are_left_out(
     rank: int, num_tokens: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace

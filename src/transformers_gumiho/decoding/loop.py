@@ -88,7 +88,14 @@ def decode_with_tree(
     with ExitStack() as running:
         with events.stage("prompt"):
             session, output = read_prompt(
-                target, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes
+                target,
+                input_ids,
+                generation_config,
+                model_kwargs,
+                num_nodes,
+                max_new_tokens,
+                shapes,
+                assistant_model.config.target_layer_ids,
             )
             # At once: it has the entries of the caller's cache, and gives them back whatever an observer raises.
             running.enter_context(session)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -41,8 +41,6 @@ class GumihoCandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
-    # Only the last states are read. Models that cannot choose among theirs return all of them.
-    model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": -1}
 
     def __init__(
         self,
@@ -56,6 +54,12 @@ class GumihoCandidateGenerator(CandidateGenerator):
         **drafter_kwargs: Any,
     ):
         self.assistant_model = assistant_model
+        layer_ids = assistant_model.config.target_layer_ids
+        # Places among all states, of which the embeddings are the first.
+        self._places = [-1] if layer_ids is None else [number + 1 for number in layer_ids]
+        # Models that cannot choose among theirs return all of them. Of several layers, releases before 5.23 count
+        # otherwise, so all are asked for.
+        self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": -1 if layer_ids is None else True}
         self.device = assistant_model.fc.weight.device
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
         self.max_length = max_length
@@ -137,7 +141,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
             n_last_matches: Candidates of the last call that are part of the text now.
             hidden_states (`(1, n, H)`): Instead of `model_outputs` and `n_last_matches`: the target's last hidden
                 states before its newest `n` tokens: of the whole text but its last token in the first call, of what
-                was committed since then later on.
+                was committed since then later on. `(1, n, k * H)` for a drafter that reads k layers.
 
         Returns:
             Candidates `(1, T + depth)`, and no candidate logits: drafted tokens are verified as point masses.
@@ -164,7 +168,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         """Does nothing: settings stay as they are. Earlier releases of transformers ask for this method."""
 
     def _committed_states(self, model_outputs: ModelOutput | None, n_last_matches: int) -> torch.Tensor:
-        """Returns the last hidden states `(1, n, H)` of the target's newest pass that belong to committed tokens."""
+        """Returns what the drafter reads `(1, n, k * H)` of the committed tokens in the target's newest pass."""
         hidden_states = getattr(model_outputs, "hidden_states", None)
         if not hidden_states:
             given = "no outputs" if model_outputs is None else f"a {type(model_outputs).__name__} without them"
@@ -174,7 +178,8 @@ class GumihoCandidateGenerator(CandidateGenerator):
                 f"`hidden_states`."
             )
         # Nothing was drafted before the prompt was read, so all of its states belong to the text.
-        return hidden_states[-1][:, : n_last_matches + 1] if self._has_read_prompt else hidden_states[-1]
+        read = torch.cat([hidden_states[place].to(self.device) for place in self._places], dim=-1)
+        return read[:, : n_last_matches + 1] if self._has_read_prompt else read
 
     def _draft_after(
         self, input_ids: torch.Tensor, hidden_states: torch.Tensor, model_kwargs: dict[str, Any]

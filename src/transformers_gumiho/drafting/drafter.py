@@ -140,7 +140,7 @@ class GumihoDrafter:
         tokens, position_ids, mask = prompt.tokens, prompt.position_ids, prompt.attention_mask
         self._has_read_prompt = True
         self.cache.hide(mask)
-        fused = self._fuse(tokens, prompt.drafter_input)
+        fused = self._fuse_read(tokens, prompt.drafter_input)
         features = self._run_serial_head(fused, mask, position_ids)
         self.cache.advance(prompt.accepted_lengths)
         if self.has_fixed_shapes:
@@ -181,7 +181,7 @@ class GumihoDrafter:
     ) -> torch.Tensor:
         """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
         causal, depths = self._committed[tokens.shape[1]]
-        fused = self._fuse(tokens, drafter_input)
+        fused = self._fuse_read(tokens, drafter_input)
         return self._run_block(fused, causal, depths, position_ids)
 
     def _draft_serially(
@@ -298,6 +298,11 @@ class GumihoDrafter:
         """Returns the target's logits of the tokens that may be drafted, for features `(..., H)`."""
         with self._around_pass():
             return self.lm_head(features)
+
+    def _fuse_read(self, tokens: torch.Tensor, drafter_input: torch.Tensor) -> torch.Tensor:
+        """As [`_fuse`], with what the target tells of tokens that it has read."""
+        with self._around_pass():
+            return self.model.fuse(tokens, self.model.read_target(drafter_input))
 
     def _fuse(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         with self._around_pass():

@@ -30,16 +30,22 @@ class Predictor:
     weights: Mapping[str, float]
 
 
-def predictors(num_serial_tokens: int, num_parallel_heads: int, unroll: bool, weights: LossWeights) -> list[Predictor]:
-    """Returns the predictors of a drafter. With `unroll` the q-th of them makes the draft at position q + 1."""
+def predictors(
+    num_serial_tokens: int, num_parallel_heads: int, num_unrolled: int, weights: LossWeights
+) -> list[Predictor]:
+    """
+    Returns the predictors of a drafter. Where the serial head is unrolled as in drafting, for `num_serial_tokens - 1`
+    steps, the q-th of them makes the draft at position q + 1.
+    """
     serial, parallel = weights.serial_cross_entropy, weights.parallel_cross_entropy
     found = [Predictor("serial", 1, weights.of_terms(serial, weights.serial))]
-    for step in range(1, num_serial_tokens if unroll else 1):
-        terms = weights.of_terms(serial, weights.serial * weights.unrolled)
+    for step in range(1, num_unrolled + 1):
+        terms = weights.of_terms(serial, weights.serial * weights.unrolled * weights.reach_of(1 + step, 1.0))
         found.append(Predictor(f"unrolled_{step}", 1 + step, terms))
     for head in range(num_parallel_heads):
-        factor = weights.parallel * weights.decay ** (head + 1)
-        found.append(Predictor(f"parallel_{head}", 1 + num_serial_tokens + head, weights.of_terms(parallel, factor)))
+        depth = 1 + num_serial_tokens + head
+        factor = weights.reach_of(depth, weights.parallel * weights.decay ** (head + 1))
+        found.append(Predictor(f"parallel_{head}", depth, weights.of_terms(parallel, factor)))
     return found
 
 
@@ -48,8 +54,8 @@ def predictions_of(output: GumihoOutput, weights: LossWeights) -> list[tuple[Pre
     serial, parallel = output.serial_features, output.parallel_features
     if serial is None or parallel is None:
         raise ValueError("The loss needs the features of both the serial and the parallel heads.")
-    unrolled = output.unrolled_features
+    unrolled = output.unrolled_features or ()
     # In a text without a single path every count does: no head has a position.
-    num_serial_tokens = serial.shape[1] - parallel.shape[2] if unrolled is None else len(unrolled) + 1
-    found = predictors(num_serial_tokens, parallel.shape[1], unrolled is not None, weights)
-    return list(zip(found, (serial, *(unrolled or ()), *parallel.unbind(dim=1)), strict=True))
+    num_serial_tokens = serial.shape[1] - parallel.shape[2]
+    found = predictors(num_serial_tokens, parallel.shape[1], len(unrolled), weights)
+    return list(zip(found, (serial, *unrolled, *parallel.unbind(dim=1)), strict=True))

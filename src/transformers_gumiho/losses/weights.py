@@ -21,6 +21,8 @@ class LossWeights:
         parallel: Of the sum over all parallel heads.
         unrolled: Of each serial token beyond the first that was drafted from the drafter's own feature. The recipe
             has none; they are there where the drafter's forward pass was asked to `unroll`.
+        reach: Where given, how much each draft position counts from the first on, in place of `decay` and `parallel`:
+            how often decoding reaches it. Those below the last one count like it.
         further: Of other terms, by their names in `TERMS`; the same for the serial and for the parallel heads.
 
     Raises:
@@ -34,6 +36,7 @@ class LossWeights:
     serial: float = 1.0
     parallel: float = 1 / 9
     unrolled: float = 1.0
+    reach: tuple[float, ...] | None = None
     further: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,6 +47,10 @@ class LossWeights:
                 f"{', '.join(map(repr, sorted(possible))) or 'none'}; smooth L1 and cross-entropy have weights of "
                 f"their own. Add it to `transformers_gumiho.losses.terms.TERMS`, or leave its weight out."
             )
+
+    def reach_of(self, depth: int, default: float) -> float:
+        """Returns the weight of draft position `depth` (from 1 on) by `reach`, and `default` without it."""
+        return default if self.reach is None else self.reach[min(depth, len(self.reach)) - 1]
 
     def of_terms(self, cross_entropy: float, factor: float = 1.0) -> dict[str, float]:
         """Returns the weight of each term of a predictor whose `cross_entropy` has this weight, times `factor`."""

@@ -36,7 +36,7 @@ def register_released_names() -> None:
         GumihoConfig.model_type,
         [
             # As in vLLM, around the whole drafter or the serial head alone.
-            RenamingOnLoad(r"^(?:model\.){1,2}(embed_tokens|fc|layers|mlp|transition)\.", r"\1."),
+            RenamingOnLoad(r"^(?:model\.){1,2}(embed_tokens|fc|layers|layer_fusion|mlp|transition)\.", r"\1."),
             # As the reference's training writes them.
             RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
         ],
@@ -112,6 +112,20 @@ def set_transitions_aside(
         )
         missing -= new
     return unexpected - surplus, missing
+
+
+def set_new_fusion_aside(missing_keys: Iterable[str], config: GumihoConfig, name_or_path: Any) -> set[str]:
+    """
+    Accepts a checkpoint without a fusion of the target's layers for a config with one: it begins as the state of the
+    highest of these layers. Arguments as in [`set_transitions_aside`]; returns the entries that are still missing.
+    """
+    missing = set(missing_keys)
+    if "layer_fusion.weight" in missing:
+        logger.warning(
+            f"The checkpoint {str(name_or_path)!r} reads one state of the target. Its fusion with those of the layers "
+            f"{config.target_layer_ids}, as its config asks for, is new: it begins as that of the highest one."
+        )
+    return missing - {"layer_fusion.weight"}
 
 
 def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -41,6 +42,11 @@ class GumihoConfig(PreTrainedConfig):
         transition_rank (`int`, defaults to 0):
             Rank of the transitions, by which each parallel head takes the token above its own into account; see
             [`GumihoTransition`]. The published drafters have none.
+        target_layer_ids (`list[int]`, *optional*):
+            Layers of the target, from 0 up and in rising order, whose states are fused into what the serial head
+            reads; see [`GumihoLayerFusion`]. Number i is what layer i returns, as in DFlash drafters; for the last
+            layer it is that after the final norm. By default the serial head reads the latter alone, as the published
+            drafters do. [`from_target`] also takes negative numbers, which count from the last layer down.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
         initializer_range (`float`, defaults to 0.02):
@@ -79,6 +85,7 @@ class GumihoConfig(PreTrainedConfig):
     num_parallel_heads: int = 5
     num_residual_blocks: int = 5
     transition_rank: int = 0
+    target_layer_ids: list[int] | None = None
     gumiho_fc_bias: bool = True
     initializer_range: float = 0.02
     has_embedding: bool = True
@@ -112,6 +119,11 @@ class GumihoConfig(PreTrainedConfig):
             raise ValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
         if self.embedding_size is not None and self.embedding_size < 1:
             raise ValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
+        ids = self.target_layer_ids
+        if ids is not None and (not ids or ids[0] < 0 or ids != sorted(set(ids))):
+            raise ValueError(
+                f"`target_layer_ids` must be None or numbers of layers in rising order, from 0 up, got {ids!r}."
+            )
 
     @classmethod
     def get_config_dict(
@@ -181,6 +193,11 @@ class GumihoConfig(PreTrainedConfig):
         return self.embedding_size or self.get_text_config().hidden_size
 
     @property
+    def drafter_input_size(self) -> int:
+        """Width of what the drafter reads of the target for each token."""
+        return len(self.target_layer_ids or (0,)) * self.get_text_config().hidden_size
+
+    @property
     def max_draft_depth(self) -> int:
         """The longest path this drafter can draft, in tokens."""
         return self.num_serial_tokens + self.num_parallel_heads
@@ -200,7 +217,7 @@ class GumihoConfig(PreTrainedConfig):
 
         Raises:
             TypeError: An override names no such field.
-            ValueError: The target has no vocabulary or hidden size.
+            ValueError: The target has no vocabulary or hidden size, or not the layers of `target_layer_ids`.
         """
         llama_fields = {field.name for field in dataclasses.fields(LlamaConfig)}
         own_fields = {field.name for field in dataclasses.fields(cls)} - {"model"}
@@ -213,6 +230,8 @@ class GumihoConfig(PreTrainedConfig):
         own = {name: value for name, value in overrides.items() if name in own_only}
         if "hidden_size" not in nested and embedding_width(text_config) != llama.hidden_size:
             own = {"embedding_size": embedding_width(text_config)} | own
+        if own.get("target_layer_ids") is not None:
+            own["target_layer_ids"] = resolve_layer_ids(text_config, own["target_layer_ids"])
         return cls(model=llama, **own)
 
 
@@ -249,6 +268,26 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields[name] = getattr(target, name, None)
     return fields
+
+
+def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
+    """
+    Returns `target_layer_ids` as a [`GumihoConfig`] holds them: from 0 up and in rising order.
+
+    Args:
+        target_config: The target's.
+        layer_ids: Numbers of its layers; negative ones count from the last one down.
+
+    Raises:
+        ValueError: The target does not have one of them.
+    """
+    num_layers = target_config.get_text_config(decoder=True).num_hidden_layers
+    if any(not -num_layers <= number < num_layers for number in layer_ids):
+        raise ValueError(
+            f"`target_layer_ids` must be layers of the target, which has {num_layers}: numbers from 0 to "
+            f"{num_layers - 1}, or from -{num_layers} to -1. Got {list(layer_ids)}."
+        )
+    return sorted({number % num_layers for number in layer_ids})
 
 
 def _field(config: PreTrainedConfig, name: str) -> Any:
@@ -289,4 +328,4 @@ def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
     return {"rope_theta": parameters.get("rope_theta", 10000.0), "rope_type": "default"}
 
 
-__all__ = ["GumihoConfig"]
+__all__ = ["GumihoConfig", "resolve_layer_ids"]

@@ -14,18 +14,25 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..internals import adopt_attention_implementation, capture_outputs
-from .checkpoint_conversion import IGNORED_KEYS, check_fit, set_surplus_heads_aside, set_transitions_aside
+from .checkpoint_conversion import (
+    IGNORED_KEYS,
+    check_fit,
+    set_new_fusion_aside,
+    set_surplus_heads_aside,
+    set_transitions_aside,
+)
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .damaged_files import damaged_weights_named
 from .decoding_settings import DecodingSettingsMixin
 from .draft_vocabulary import adopt_released_vocabulary
 from .layer_copying import copy_last_layers
+from .layer_fusion import GumihoLayerFusion
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .token_embedding import BorrowedEmbedding, fitting_rows
 from .transition import GumihoTransition, GumihoTransitions
-from .unrolling import unrolled_attention_mask
+from .unrolling import unroll_serial_head
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -52,7 +59,7 @@ class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel)
         super()._init_weights(module)
         if isinstance(module, GumihoHeadLinear):
             nn.init.zeros_(module.weight)
-        elif isinstance(module, GumihoTransition):
+        elif isinstance(module, (GumihoTransition, GumihoLayerFusion)):
             module.reset_parameters()
 
 
@@ -74,6 +81,7 @@ class GumihoModel(GumihoPreTrainedModel):
             self.embed_tokens = nn.Embedding(llama.vocab_size, config.embedding_width)
         fused_size = config.embedding_width + llama.hidden_size
         self.fc = nn.Linear(fused_size, llama.hidden_size, bias=config.gumiho_fc_bias)
+        self.layer_fusion = GumihoLayerFusion(config) if config.target_layer_ids is not None else None
         self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
         # The first layer reads the output of `fc` unnormalised: the architecture has no weights for a norm here.
         self.layers[0].input_layernorm = nn.Identity()
@@ -193,6 +201,7 @@ class GumihoModel(GumihoPreTrainedModel):
         unexpected, info["missing_keys"] = set_transitions_aside(
             info["unexpected_keys"], info["missing_keys"], config, name
         )
+        info["missing_keys"] = set_new_fusion_aside(info["missing_keys"], config, name)
         unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
         vocab_size = config.get_text_config().vocab_size
         info["unexpected_keys"] = adopt_released_vocabulary(settings, unexpected, vocab_size, name, kwargs)
@@ -213,6 +222,17 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         embeddings = self.embed_tokens(input_ids)
         return self.fc(torch.cat((embeddings, hidden_states.to(embeddings)), dim=-1))
+
+    def read_target(self, drafter_input: torch.Tensor) -> torch.Tensor:
+        """
+        Returns the state that [`fuse`] takes of each token that the target has read: where the drafter goes on from
+        its own features, these take its place.
+
+        Args:
+            drafter_input (`(B, T, k * H)`): The target's states of the `target_layer_ids`, side by side; without such,
+                its last ones `(B, T, H)`, which are returned.
+        """
+        return drafter_input if self.layer_fusion is None else self.layer_fusion(drafter_input)
 
     def run_serial_head(
         self,
@@ -269,6 +289,7 @@ class GumihoModel(GumihoPreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         unroll: bool = False,
+        further_steps: int = 0,
         **kwargs: Any,
     ) -> GumihoOutput:
         r"""
@@ -276,7 +297,8 @@ class GumihoModel(GumihoPreTrainedModel):
 
         Args:
             input_ids (`(B, T)`): Position t holds the token *after* hidden state t.
-            hidden_states (`(B, T, H)`): The target's last hidden states: what its output projection reads.
+            hidden_states (`(B, T, H)`): The target's last hidden states: what its output projection reads; `(B, T, k *
+                H)` where the drafter reads k layers, see [`read_target`].
             attention_mask (*optional*): As in [`run_serial_head`].
             position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
             past_key_values (`Cache`, *optional*): The serial head's cache; extended in place.
@@ -284,26 +306,27 @@ class GumihoModel(GumihoPreTrainedModel):
             unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
                 feature instead of the target's state, at every position, as it happens in drafting. For training and
                 evaluation, without a cache.
+            further_steps (`int`, defaults to 0): With `unroll`, as many serial tokens beyond those of drafting.
 
         Raises:
             ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
         """
-        hidden_size = self.config.get_text_config().hidden_size
-        if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != hidden_size:
+        width = self.config.drafter_input_size
+        if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != width:
             raise ValueError(
-                f"`hidden_states` must have shape (batch, tokens, {hidden_size}) with the batch and tokens of "
+                f"`hidden_states` must have shape (batch, tokens, {width}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
         if unroll and (past_key_values is not None or use_cache):
             raise ValueError("`unroll=True` runs whole texts. Leave `past_key_values` and `use_cache` out.")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config.get_text_config())
-        fused = self.fuse(input_ids, hidden_states)
+        fused = self.fuse(input_ids, self.read_target(hidden_states))
         serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
         unrolled_features = None
         if unroll:
-            unrolled_features, path_inputs = self._unroll(
-                input_ids, fused, serial_features, attention_mask, position_ids, **kwargs
+            unrolled_features, path_inputs = unroll_serial_head(
+                self, input_ids, fused, serial_features, further_steps, attention_mask, position_ids, **kwargs
             )
         else:
             path_inputs = self._path_inputs(input_ids, serial_features)
@@ -330,41 +353,6 @@ class GumihoModel(GumihoPreTrainedModel):
         # Behind the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))
-
-    def _unroll(
-        self,
-        input_ids: torch.Tensor,
-        fused: torch.Tensor,
-        serial_features: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """
-        Returns the features of the serial tokens beyond the first, and the path inputs `(B, max(T - S, 0), S * H)`.
-
-        Each step runs the inputs of the steps before it again, next to its own, instead of keeping their keys and
-        values: layers under gradient checkpointing take no cache.
-        """
-        num_tokens, serial_tokens = input_ids.shape[1], self.config.num_serial_tokens
-        positions = position_ids
-        if positions is None:
-            positions = torch.arange(num_tokens, device=fused.device)[None]
-        features, unrolled, inputs = serial_features, [], [fused]
-        for step in range(1, serial_tokens):
-            count = max(num_tokens - step, 0)
-            inputs.append(self.fuse(input_ids[:, step:], features[:, :count]))
-            mask = unrolled_attention_mask(
-                num_tokens, step + 1, fused.dtype, fused.device, attention_mask, position_ids
-            )
-            step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in range(step + 1)], dim=1)
-            whole = self.run_serial_head(torch.cat(inputs, dim=1), mask, step_positions, **kwargs)
-            features = whole[:, whole.shape[1] - count :]
-            unrolled.append(features)
-        num_paths = max(num_tokens - serial_tokens, 0)
-        # The next token read with the last step's feature is an input of the parallel heads alone.
-        inputs.append(self.fuse(input_ids[:, serial_tokens:], features[:, :num_paths]))
-        return tuple(unrolled), torch.cat([fused[:, :num_paths] for fused in inputs[1:]], dim=-1)
 
 
 def unwrap_drafter(model: Any) -> GumihoModel | None:

@@ -1,6 +1,58 @@
-"""The attention of a serial head that goes on from its own features at every position of a text at once."""
+"""A serial head that goes on from its own features at every position of a text at once."""
+
+from typing import Any
 
 import torch
+
+
+def unroll_serial_head(
+    drafter: Any,
+    input_ids: torch.Tensor,
+    fused: torch.Tensor,
+    serial_features: torch.Tensor,
+    further_steps: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """
+    Drafts the serial tokens beyond the first, and `further_steps` more, each from the feature of the one before it.
+
+    Each step runs the inputs of the steps before it again, next to its own, instead of keeping their keys and values:
+    layers under gradient checkpointing take no cache.
+
+    Args:
+        drafter: A [`GumihoModel`].
+        input_ids (`(B, T)`): As in its `forward`.
+        fused (`(B, T, H)`): The inputs of the first step.
+        serial_features (`(B, T, H)`): What it made of them.
+        further_steps: Steps beyond those of drafting.
+        attention_mask: As in [`GumihoModel.run_serial_head`].
+        position_ids (`(B, T)`, *optional*): As there.
+        **kwargs: For it.
+
+    Returns:
+        The features of each step from the second on, and the path inputs `(B, max(T - S, 0), S * H)`.
+    """
+    num_tokens, serial_tokens = input_ids.shape[1], drafter.config.num_serial_tokens
+    positions = position_ids
+    if positions is None:
+        positions = torch.arange(num_tokens, device=fused.device)[None]
+    features, unrolled, inputs = serial_features, [], [fused]
+    for step in range(1, serial_tokens + further_steps):
+        count = max(num_tokens - step, 0)
+        inputs.append(drafter.fuse(input_ids[:, step:], features[:, :count]))
+        mask = unrolled_attention_mask(num_tokens, step + 1, fused.dtype, fused.device, attention_mask, position_ids)
+        step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in range(step + 1)], dim=1)
+        whole = drafter.run_serial_head(torch.cat(inputs, dim=1), mask, step_positions, **kwargs)
+        features = whole[:, whole.shape[1] - count :]
+        unrolled.append(features)
+    num_paths = max(num_tokens - serial_tokens, 0)
+    if not further_steps:
+        # The next token read with the last step's feature is an input of the parallel heads alone.
+        inputs.append(drafter.fuse(input_ids[:, serial_tokens:], features[:, :num_paths]))
+    path_inputs = [of_step[:, :num_paths] for of_step in inputs[1 : serial_tokens + 1]]
+    return tuple(unrolled), torch.cat(path_inputs, dim=-1)
 
 
 def unrolled_attention_mask(

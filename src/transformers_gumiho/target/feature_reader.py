@@ -1,8 +1,9 @@
 """Which of the target's hidden states the drafter reads, and which its predictions are compared with."""
 
+import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,18 @@ from transformers import PreTrainedModel
 from .prediction_head import projected_states
 
 
+# The last states `(B, n, H)` of a pass, and for each layer that was listened to its number and its states.
+CapturedPass = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]
+
+
 @dataclass(frozen=True)
 class TargetStates:
     """
-    What the target tells of each token it read. Today both are one tensor.
+    What the target tells of each token it read. For most drafters both are one tensor.
 
     Attributes:
-        drafter_input (`(B, T, H_in)`): What the drafter reads.
+        drafter_input (`(B, T, H_in)`): What the drafter reads: the last states, or those of its `target_layer_ids`
+            side by side.
         last (`(B, T, H)`): What the output projection reads, mostly behind the final norm, and what predictions are
             compared with.
     """
@@ -57,16 +63,46 @@ def find_decoder(target: PreTrainedModel) -> nn.Module:
     return submodels[0] if is_other and len(submodels) == 1 else decoder
 
 
+def find_layers(target: PreTrainedModel, layer_ids: Sequence[int]) -> dict[int, nn.Module]:
+    """
+    Returns these layers of a target's decoder, but for its last one, whose state the drafter reads after the norm.
+
+    Raises:
+        ValueError: The target has not so many layers, or none that can be found.
+    """
+    name, num_layers = type(target).__name__, target.config.get_text_config(decoder=True).num_hidden_layers
+    if max(layer_ids) >= num_layers:
+        raise ValueError(
+            f"This Gumiho drafter reads the layers {list(layer_ids)} (`target_layer_ids`), and {name} has "
+            f"{num_layers}, 0 to {num_layers - 1}. Use a drafter that was trained for this target."
+        )
+    lists = [module for module in find_decoder(target).children() if isinstance(module, nn.ModuleList)]
+    layers = next((found for found in lists if len(found) == num_layers), None)
+    if layers is None:
+        raise ValueError(
+            f"The {num_layers} layers of {name} were not found in one list of its decoder, so their states cannot be "
+            f"read. Use a drafter without `target_layer_ids`."
+        )
+    return {number: layers[number] for number in layer_ids if number < num_layers - 1}
+
+
 class FeatureReader:
     """
     Reads the states of a target: of texts that it runs through the decoder, or of passes that somebody else makes.
 
     Args:
         target: The target.
+        layer_ids: The `target_layer_ids` of a drafter that reads several layers. Only these are listened to: no other
+            layer's states are kept.
+
+    Raises:
+        ValueError: The target does not have these layers.
     """
 
-    def __init__(self, target: PreTrainedModel):
+    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int] | None = None):
         self.target = target
+        self.layer_ids = layer_ids
+        self._layers = {} if layer_ids is None else find_layers(target, layer_ids)
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
         """
@@ -76,33 +112,61 @@ class FeatureReader:
             input_ids (`(B, T)`): The texts.
             **kwargs: Further arguments of the decoder.
         """
-        states = find_decoder(self.target)(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
-        return TargetStates.from_last(projected_states(self.target, states))
+        if self.layer_ids is None:
+            return TargetStates.from_last(projected_states(self.target, self._run(input_ids, **kwargs)))
+        with self.listening():
+            begin_capture()
+            self._run(input_ids, **kwargs)
+            return self.collect(end_capture())
+
+    def _run(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return find_decoder(self.target)(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Within it the states of passes are kept between `begin_capture` and `end_capture`."""
-        handle = find_decoder(self.target).register_forward_hook(keep_states)
-        try:
-            yield
-        finally:
-            handle.remove()
-            _passes.states = None  # of a pass that failed
+        with ExitStack() as hooks:
+            for number, layer in self._layers.items():
+                hooks.callback(layer.register_forward_hook(_layer_keeper(number)).remove)
+            hooks.callback(find_decoder(self.target).register_forward_hook(keep_states).remove)
+            try:
+                yield
+            finally:
+                _passes.states, _passes.layers = None, ()  # of a pass that failed
 
-    def collect(self, captured: Sequence[torch.Tensor]) -> TargetStates:
+    def collect(self, captured: Sequence[CapturedPass]) -> TargetStates:
         """
         Returns the states of the tokens of one or several passes in a row (a prompt that is read in chunks).
 
         Raises:
             RuntimeError: The passes did not go through the decoder as a module.
+            ValueError: A layer's states are no vectors of the size of the last ones.
         """
         if not captured:
             raise RuntimeError(
                 f"{type(self.target).__name__} did not run its decoder as a module, so its last hidden states could "
                 f"not be read. If its forward pass is compiled, pass the model that is not."
             )
-        states = captured[0] if len(captured) == 1 else torch.cat(tuple(captured), dim=1)
-        return TargetStates.from_last(projected_states(self.target, states))
+        last = projected_states(self.target, _joined([last for last, _ in captured]))
+        if self.layer_ids is None:
+            return TargetStates.from_last(last)
+        fused = []
+        for number in self.layer_ids:
+            states = last
+            if number in self._layers:
+                states = _joined([dict(layers)[number] for _, layers in captured]).to(last.device)
+            if states.shape != last.shape:
+                raise ValueError(
+                    f"Layer {number} of {type(self.target).__name__} returns states of shape {tuple(states.shape)}, "
+                    f"and its last states are {tuple(last.shape)}: they cannot be fused. Use a drafter without "
+                    f"`target_layer_ids`."
+                )
+            fused.append(states)
+        return TargetStates(torch.cat(fused, dim=-1), last)
+
+
+def _joined(states: list[torch.Tensor]) -> torch.Tensor:
+    return states[0] if len(states) == 1 else torch.cat(states, dim=1)
 
 
 # Each thread's own: generations in several threads run the same decoder, with the hooks of all of them.
@@ -111,12 +175,12 @@ _passes = threading.local()
 
 def begin_capture() -> None:
     """From here on the states of this thread's passes are kept, where a [`FeatureReader`] listens."""
-    _passes.states = ()
+    _passes.states, _passes.layers = (), ()
 
 
-def end_capture() -> tuple[torch.Tensor, ...]:
-    """Returns what was kept, one tensor `(B, n, H)` for each pass, and keeps no more."""
-    states: tuple[torch.Tensor, ...] = _passes.states
+def end_capture() -> tuple[CapturedPass, ...]:
+    """Returns what was kept of each pass, and keeps no more."""
+    states: tuple[CapturedPass, ...] = _passes.states
     _passes.states = None
     return states
 
@@ -124,5 +188,18 @@ def end_capture() -> tuple[torch.Tensor, ...]:
 def keep_states(module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook for a decoder. Where several generations have registered it, it still keeps a pass once."""
     states = getattr(_passes, "states", None)
-    if states is not None and not any(known is output[0] for known in states):
-        _passes.states = (*states, output[0])
+    if states is not None and not any(known is output[0] for known, _ in states):
+        _passes.states = (*states, (output[0], _passes.layers))
+        _passes.layers = ()
+
+
+@functools.cache
+def _layer_keeper(number: int) -> Callable[[nn.Module, Any, Any], None]:
+    """A forward hook for the layer of this number: always the same, as compiled functions are told of it."""
+
+    def keep_layer(module: nn.Module, args: Any, output: Any) -> None:
+        if getattr(_passes, "states", None) is not None and all(known != number for known, _ in _passes.layers):
+            states = output[0] if isinstance(output, tuple) else output
+            _passes.layers = (*_passes.layers, (number, states))
+
+    return keep_layer

@@ -1,5 +1,6 @@
 """The prompt of a generation: read as plain decoding reads it, and handed over to a session."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def read_prompt(
     num_nodes: int,
     max_new_tokens: int,
     shapes: CycleShapes,
+    layer_ids: Sequence[int] | None = None,
 ) -> tuple["TargetSession", TargetOutput]:
     """
     Runs the prompt as plain `generate()` does, and all of it through all layers.
@@ -54,11 +56,12 @@ def read_prompt(
         num_nodes: The most nodes that a later pass will have, root included.
         max_new_tokens: The most tokens that may follow.
         shapes: What the passes over trees run in.
+        layer_ids: Of the layers that the drafter reads, where they are not the last one alone.
 
     Returns:
         The session that goes on from here, and what the target computed.
     """
-    reader = FeatureReader(model)
+    reader = FeatureReader(model, layer_ids)
     # What they are before the pass, which may put others in their places.
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
     caller_cache = model_kwargs.get(cache_argument(model))

@@ -13,6 +13,7 @@ from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
 from .cache_moving import is_convertible
 from .chain_layers import BLOCK_INDEX_KIND, can_be_taken_back
+from .feature_reader import find_layers
 from .own_caches import cache_class
 
 
@@ -163,6 +164,8 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
+    if drafter.config.target_layer_ids is not None:
+        find_layers(target, drafter.config.target_layer_ids)
 
 
 def check_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 from .cycle_shapes import CycleShapes
-from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
+from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .grouped_attention import groups_in_place
 from .requirements import attention_types
 from .verification_cache import VerificationCache
@@ -171,7 +171,7 @@ class TargetSession:
             self.cache.commit(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
         self.cache.truncate([max(-number, 0) for number in num_missing])
 
-    def _run_target(self, model_inputs: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    def _run_target(self, model_inputs: dict[str, Any]) -> tuple[Any, tuple[CapturedPass, ...]]:
         """Returns what the target returns, and the states that were captured."""
         with groups_in_place():
             return self._run_model(self.model, model_inputs)
@@ -204,7 +204,7 @@ class TargetSession:
         return kwargs
 
 
-def _run_model(model: PreTrainedModel, model_inputs: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+def _run_model(model: PreTrainedModel, model_inputs: dict[str, Any]) -> tuple[Any, tuple[CapturedPass, ...]]:
     begin_capture()
     outputs = model(**model_inputs, return_dict=True)
     return outputs, end_capture()

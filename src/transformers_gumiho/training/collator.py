@@ -7,15 +7,19 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 
+_STATES = ("hidden_states", "layer_states")
+
+
 @dataclass
 class GumihoDataCollator:
     """
     Pads rows on the right into a batch.
 
     A row holds `input_ids` (`L` token ids), and where it is given, `loss_mask` (1 at the states that count as targets;
-    default: all), `position_ids` (the position of each token in its own text, where several are packed into the row)
-    and `hidden_states` (`(L, H)`, cached features of the target). Attention is causal, so padding on the right needs
-    no attention mask; its positions start at zero, so that a packed batch takes it for a text of its own.
+    default: all), `position_ids` (the position of each token in its own text, where several are packed into the row),
+    `hidden_states` (`(L, H)`, cached features of the target) and `layer_states` (`(L, k * H)`, those of further
+    layers). Attention is causal, so padding on the right needs no attention mask; its positions start at zero, so that
+    a packed batch takes it for a text of its own.
 
     Args:
         vocab_size: Where given, token ids from there on are refused.
@@ -37,7 +41,7 @@ class GumihoDataCollator:
         batch = {"input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows])}
         self._check(batch["input_ids"])
         for row in rows:
-            for name in ("loss_mask", "position_ids", "hidden_states"):
+            for name in ("loss_mask", "position_ids", *_STATES):
                 if name in row and len(row[name]) != len(row["input_ids"]):
                     raise ValueError(
                         f"A row has {len(row['input_ids'])} tokens, but its `{name}` is for {len(row[name])}."
@@ -48,8 +52,9 @@ class GumihoDataCollator:
             positions = [torch.as_tensor(row["position_ids"], dtype=torch.long) for row in rows]
             length = batch["input_ids"].shape[1]
             batch["position_ids"] = torch.stack([torch.cat((p, torch.arange(length - len(p)))) for p in positions])
-        if "hidden_states" in rows[0]:
-            batch["hidden_states"] = self._pad([torch.as_tensor(row["hidden_states"]) for row in rows])
+        for name in _STATES:
+            if name in rows[0]:
+                batch[name] = self._pad([torch.as_tensor(row[name]) for row in rows])
         return batch
 
     def _pad(self, tensors: list[torch.Tensor]) -> torch.Tensor:

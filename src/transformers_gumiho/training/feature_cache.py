@@ -8,7 +8,7 @@ that a run that is killed goes on from the shards that are there.
 import copy
 import json
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
 from ..target.feature_reader import TargetStates
@@ -43,6 +43,8 @@ class CacheManifest:
         num_tokens: Tokens in all rows.
         rows_per_shard: Rows in each shard but the last.
         shard_rows: Rows in each shard, where they are not so many.
+        target_layer_ids: The target's layers whose states the rows hold, where they are not the last one alone. Those
+            of the last one are in `hidden_states` all the same, those of the others in `layer_states`, side by side.
     """
 
     fingerprints: dict[str, str]
@@ -53,6 +55,12 @@ class CacheManifest:
     num_tokens: int
     rows_per_shard: int
     shard_rows: list[int] | None = None
+    target_layer_ids: list[int] | None = None
+
+    @property
+    def feature_columns(self) -> list[str]:
+        """The columns of a row that hold states."""
+        return ["hidden_states"] if self.target_layer_ids is None else ["hidden_states", "layer_states"]
 
     @property
     def num_shards(self) -> int:
@@ -77,6 +85,12 @@ class CacheManifest:
 
     def check(self, fingerprints: dict[str, str], folder: Path, dtype: str | None = None) -> None:
         """Raises `ValueError` where the cache was made from something else than what these are of, or otherwise."""
+        if dtype is not None and fingerprints.get("layers") != self.fingerprints.get("layers"):
+            held = self.target_layer_ids or "the last one alone"
+            raise ValueError(
+                f"The feature cache {str(folder)!r} holds the states of other layers (`target_layer_ids`): of {held}. "
+                f"Extract features into another folder, or delete this one."
+            )
         if dtype is not None and dtype != self.dtype:
             raise ValueError(
                 f"The feature cache {str(folder)!r} holds {self.dtype}, not {dtype}. Extract features into another "
@@ -92,7 +106,7 @@ class CacheManifest:
 
 class FeatureDataset(torch.utils.data.Dataset):
     """
-    The rows of a complete feature cache, with `hidden_states`.
+    The rows of a complete feature cache, with `hidden_states` and, where it holds more layers, `layer_states`.
 
     Args:
         folder: The cache.
@@ -127,10 +141,10 @@ class FeatureDataset(torch.utils.data.Dataset):
         return self.manifest.num_rows
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._read(index, [*self.manifest.columns, "hidden_states"])
+        return self._read(index, [*self.manifest.columns, *self.manifest.feature_columns])
 
     def tokens_of(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns row `index`, tensors `(L,)`, without its `hidden_states`, which are not read."""
+        """Returns row `index`, tensors `(L,)`, without its states, which are not read."""
         return self._read(index, self.manifest.columns)
 
     def _read(self, index: int, columns: list[str]) -> dict[str, torch.Tensor]:
@@ -162,6 +176,7 @@ class CachedFeatures:
     def __init__(self, folder: str | Path):
         target = Path(folder) / TARGET_FOLDER
         self.manifest = CacheManifest.load(Path(folder))
+        self.layer_ids = self.manifest.target_layer_ids
         self.config = AutoConfig.from_pretrained(target)
         self.config.name_or_path = self.manifest.target_name
         weights = load_file(target / WEIGHTS)
@@ -190,7 +205,10 @@ class CachedFeatures:
         """
         if "hidden_states" not in inputs:
             raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
-        return TargetStates.from_last(inputs["hidden_states"])
+        last = inputs["hidden_states"]
+        if self.layer_ids is None:
+            return TargetStates.from_last(last)
+        return TargetStates(join_layers(inputs["layer_states"], last, self.layer_ids, self.config), last)
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
@@ -201,6 +219,25 @@ class CachedFeatures:
         restricted = copy.copy(self)
         restricted.head = cut_head(self._linear, self.config, token_ids)
         return restricted
+
+
+def split_layers(states: TargetStates, layer_ids: Sequence[int], config: PreTrainedConfig) -> torch.Tensor:
+    """Returns the states `(B, T, k * H)` of layers, without those of the last one, which are kept anyway."""
+    return states.drafter_input[..., : num_kept_layers(layer_ids, config) * states.last.shape[-1]]
+
+
+def join_layers(
+    layer_states: torch.Tensor, last: torch.Tensor, layer_ids: Sequence[int], config: PreTrainedConfig
+) -> torch.Tensor:
+    """Returns what [`split_layers`] was given, of states `(B, T, k * H)` and the last ones `(B, T, H)`."""
+    has_last = num_kept_layers(layer_ids, config) < len(layer_ids)
+    return torch.cat((layer_states, last), dim=-1) if has_last else layer_states
+
+
+def num_kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> int:
+    """Returns the number of these layers of a target whose states are kept next to the last ones."""
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    return sum(number < num_layers - 1 for number in layer_ids or ())
 
 
 def shard_path(folder: Path, index: int) -> Path:

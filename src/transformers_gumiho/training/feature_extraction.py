@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,9 +17,18 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_widths import state_width
 from .collator import GumihoDataCollator
-from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, shard_path
+from .feature_cache import (
+    MANIFEST,
+    TARGET_FOLDER,
+    WEIGHTS,
+    CacheManifest,
+    num_kept_layers,
+    shard_path,
+    split_layers,
+)
 from .fingerprint import rows_fingerprint, target_fingerprint, tokenizer_fingerprints
 from .target_features import OnlineFeatures
 
@@ -26,7 +36,12 @@ from .target_features import OnlineFeatures
 DEFAULT_SHARD_BYTES = 2**29
 
 
-def cache_size(dataset: Dataset, target_config: PreTrainedConfig, dtype: torch.dtype) -> int:
+def cache_size(
+    dataset: Dataset,
+    target_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    target_layer_ids: Sequence[int] | None = None,
+) -> int:
     """
     Returns the bytes that the features of a prepared dataset will take.
 
@@ -34,9 +49,13 @@ def cache_size(dataset: Dataset, target_config: PreTrainedConfig, dtype: torch.d
         dataset: From [`prepare_dataset`].
         target_config: The target's.
         dtype: Of the features.
+        target_layer_ids: The layers, as for [`write_feature_cache`].
     """
     config = target_config.get_text_config(decoder=True)
-    return sum(_row_lengths(dataset)) * (state_width(config) * dtype.itemsize + 4 * len(_columns(dataset)))
+    if target_layer_ids is not None:
+        target_layer_ids = resolve_layer_ids(target_config, target_layer_ids)
+    token_bytes = state_width(config) * dtype.itemsize * (1 + num_kept_layers(target_layer_ids, target_config))
+    return sum(_row_lengths(dataset)) * (token_bytes + 4 * len(_columns(dataset)))
 
 
 def write_feature_cache(
@@ -48,6 +67,7 @@ def write_feature_cache(
     dtype: torch.dtype = torch.bfloat16,
     batch_size: int = 4,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    target_layer_ids: Sequence[int] | None = None,
 ) -> None:
     """
     Runs the target over a prepared dataset and writes its last hidden states. Called again after it was stopped, it
@@ -61,28 +81,34 @@ def write_feature_cache(
         dtype: Of the features.
         batch_size: Rows that the target reads at a time.
         shard_bytes: Size of a shard, at most; a shard has at least one row.
+        target_layer_ids: Layers whose states are written next to the last ones, for a drafter that reads them
+            ([`GumihoConfig`]); negative numbers count from the last one down. Drafters without `target_layer_ids` are
+            trained on such a cache, too.
 
     Raises:
-        ValueError: The folder holds a cache of something else, or the features do not fit into `dtype`.
+        ValueError: The folder holds a cache of something else, the target does not have these layers, or the features
+            do not fit into `dtype`.
         OSError: The disk is too small or full. What is written stays, and is not written again.
     """
     folder, state = Path(folder), PartialState()
-    manifest = _make_manifest(dataset, target, tokenizer, dtype, shard_bytes)
+    if target_layer_ids is not None:
+        target_layer_ids = resolve_layer_ids(target.config, target_layer_ids)
+    features = OnlineFeatures(target, target_layer_ids)
+    manifest = _make_manifest(dataset, target, tokenizer, dtype, shard_bytes, target_layer_ids)
     if (folder / MANIFEST).exists():
         CacheManifest.load(folder).check(manifest.fingerprints, folder, manifest.dtype)
         manifest = CacheManifest.load(folder)
     state.wait_for_everyone()
     if state.is_main_process:
-        _check_space(folder, manifest, cache_size(dataset, target.config, dtype))
+        _check_space(folder, manifest, cache_size(dataset, target.config, dtype, target_layer_ids))
         begin_cache(folder, manifest, target, tokenizer)
     state.wait_for_everyone()
-    features = OnlineFeatures(target)
     # Each process has its shards whatever the others have written meanwhile.
     mine = range(state.process_index, manifest.num_shards, state.num_processes)
     missing = [index for index in mine if not shard_path(folder, index).exists()]
     for index in tqdm(missing, desc="extracting features", unit="shard", disable=not state.is_local_main_process):
         rows = range(index * manifest.rows_per_shard, min((index + 1) * manifest.rows_per_shard, manifest.num_rows))
-        tensors = _extract(dataset, rows, features, manifest.columns, getattr(torch, manifest.dtype), batch_size)
+        tensors = _extract(dataset, rows, features, manifest, batch_size)
         save_whole(tensors, shard_path(folder, index))
     state.wait_for_everyone()
 
@@ -101,18 +127,23 @@ def _make_manifest(
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
     shard_bytes: int,
+    layer_ids: Sequence[int] | None,
 ) -> CacheManifest:
     lengths, columns = _row_lengths(dataset), _columns(dataset)
-    row_bytes = cache_size(dataset, target.config, dtype) / sum(lengths) * max(lengths)
+    row_bytes = cache_size(dataset, target.config, dtype, layer_ids) / sum(lengths) * max(lengths)
     data = rows_fingerprint(dataset.select_columns(columns).with_format("numpy"), columns)
+    fingerprints = {"target": target_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer)
+    if layer_ids is not None:
+        fingerprints["layers"] = ",".join(map(str, layer_ids))
     return CacheManifest(
-        fingerprints={"target": target_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer),
+        fingerprints=fingerprints,
         columns=columns,
         dtype=str(dtype).removeprefix("torch."),
         target_name=target.config.name_or_path,
         num_rows=len(lengths),
         num_tokens=sum(lengths),
         rows_per_shard=max(int(shard_bytes // row_bytes), 1),
+        target_layer_ids=None if layer_ids is None else list(layer_ids),
     )
 
 
@@ -166,29 +197,38 @@ def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _extract(
-    dataset: Dataset,
-    rows: range,
-    features: OnlineFeatures,
-    columns: list[str],
-    dtype: torch.dtype,
-    batch_size: int,
+    dataset: Dataset, rows: range, features: OnlineFeatures, manifest: CacheManifest, batch_size: int
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors of a shard: the values of all its rows in one piece, and where each row begins."""
     collate = GumihoDataCollator()
-    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in [*columns, "hidden_states"]}
+    columns = manifest.columns
+    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in [*columns, *manifest.feature_columns]}
     device = features.target.device
     for start in range(rows.start, rows.stop, batch_size):
         chosen = [dataset[index] for index in range(start, min(start + batch_size, rows.stop))]
         batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
-        states = features.states(batch).last.to(dtype).cpu()  # the drafter's input, too
-        if not torch.isfinite(states).all():
-            raise ValueError(f"The target's states are too large for {dtype}. Extract them as bfloat16.")
+        found = _states_to_keep(features, batch, getattr(torch, manifest.dtype))
         for index, row in enumerate(chosen):
-            pieces["hidden_states"].append(states[index, : len(row["input_ids"])])
+            for name, states in zip(manifest.feature_columns, found, strict=True):
+                pieces[name].append(states[index, : len(row["input_ids"])])
             for name in columns:
                 pieces[name].append(torch.tensor(row[name], dtype=torch.int32))
     lengths = torch.tensor([0] + [len(piece) for piece in pieces["input_ids"]])
     return {"offsets": lengths.cumsum(0)} | {name: torch.cat(tensors) for name, tensors in pieces.items()}
+
+
+def _states_to_keep(
+    features: OnlineFeatures, batch: dict[str, torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Returns what a cache keeps of a batch's states: the last ones, and those of other layers where it holds any."""
+    states = features.states(batch)
+    found = [states.last]
+    if features.layer_ids is not None:
+        found.append(split_layers(states, features.layer_ids, features.config))
+    kept = [tensor.to(dtype).cpu() for tensor in found]
+    if not all(torch.isfinite(tensor).all() for tensor in kept):
+        raise ValueError(f"The target's states are too large for {dtype}. Extract them as bfloat16.")
+    return kept
 
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -1,7 +1,7 @@
 """What the target contributes to a drafter's training: its states and its output head, both frozen."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,8 @@ class TargetFeatures(Protocol):
     """Where training gets the target's states and logits from."""
 
     config: PreTrainedConfig
+    # Of the layers whose states it gives, where they are not the last one alone.
+    layer_ids: Sequence[int] | None
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -42,12 +44,17 @@ class OnlineFeatures:
     Args:
         target: Any decoder: in any dtype, quantised, split over devices or with adapters. It is set to evaluation mode
             and its parameters are frozen.
+        layer_ids: The `target_layer_ids` of a drafter that reads several layers.
+
+    Raises:
+        ValueError: The target does not have these layers.
     """
 
-    def __init__(self, target: PreTrainedModel):
+    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int] | None = None):
         self.target = target.eval().requires_grad_(False)
         self.config = target.config
-        self._reader = FeatureReader(target)
+        self.layer_ids = layer_ids
+        self._reader = FeatureReader(target, layer_ids)
         self.head = output_head(target)
         self._packing_is_checked = False
 

@@ -1,8 +1,8 @@
 """The `Trainer` of a drafter."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,21 +12,25 @@ from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..internals import attention_implementation, drive_one_device
+from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
-from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
-from ..model.target_widths import state_width
+from ..losses.weights import LossWeights
+from ..model.layer_fusion import normalise_lower
+from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
+from .calibration import NUM_POSITIONS, NUM_ROWS, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
+from .checks import check_drafter, check_rows, drafter_of, freeze_all_but_transitions
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
-from .feature_cache import CachedFeatures, FeatureDataset
 from .model_card import model_card_of
+from .reach import MeasuredReach
 from .target_features import OnlineFeatures, TargetFeatures
+from .term_averages import TermAverages
 
 
 logger = logging.get_logger(__name__)
@@ -68,13 +72,15 @@ class GumihoTrainer(Trainer):
     ):
         if not isinstance(args, GumihoTrainingArguments):
             raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
-        self.target_features = OnlineFeatures(target) if isinstance(target, nn.Module) else target
-        self.drafter = _checked_drafter(model, self.target_features)
+        self.drafter = drafter_of(model)
+        layer_ids = self.drafter.config.target_layer_ids
+        self.target_features = OnlineFeatures(target, layer_ids) if isinstance(target, nn.Module) else target
+        check_drafter(self.drafter, self.target_features)
         for name in ("train_dataset", "eval_dataset"):
-            _check_rows(kwargs.get(name), self.target_features)
+            check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
         if args.train_only is not None:
-            _freeze_all_but_transitions(model, self.drafter)
+            freeze_all_but_transitions(model, self.drafter)
         if not self.drafter.config.has_embedding:
             self.drafter.adopt_embedding(self.target_features.embedding)
         # The target is on one device, or split over several that are then all its own.
@@ -94,7 +100,10 @@ class GumihoTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
-        self._terms = _TermAverages()
+        self._terms = TermAverages()
+        max_depth = self.drafter.config.max_draft_depth
+        self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
+        self._positions_per_row = 0  # that are scored, while temperatures are fitted
         if args.acceptance_steps:
             if not acceptance_prompts:
                 raise ValueError(
@@ -116,17 +125,21 @@ class GumihoTrainer(Trainer):
     ) -> Any:
         """Returns the loss of a batch; `num_items_in_batch` `(Q,)` holds the positions of the whole step."""
         states = self.target_features.states(inputs)
-        drafter_input = self._add_noise(states.drafter_input) if model.training else states.drafter_input
-        output = self._forward(model, inputs, drafter_input, self.args.unroll_serial_head)
+        drafter_input = self._drafter_input(states)
+        if model.training:
+            drafter_input = self._add_noise(drafter_input)
+            self._measure_reach(model, inputs, states)
+        args = self.args
+        output = self._forward(model, inputs, drafter_input, args.unrolls, args.serial_unroll_steps)
         loss, terms = chunked_gumiho_loss(
             output,
             states.last,
             self._restriction.features.lm_head(states.last),
             inputs["loss_mask"],
-            self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None),
+            self._loss_weights(model.training),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
-            chunk_size=self.args.loss_chunk_size,
+            chunk_size=args.loss_chunk_size,
         )
         if num_items_in_batch is not None:
             # Gradients are averaged over the processes, and this is a process's share of one average.
@@ -142,22 +155,19 @@ class GumihoTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Scores a batch: see [`score_predictions`]. `compute_metrics` receives the scores of each row."""
+        """
+        Scores a batch: see [`score_predictions`], and within `calibrate` [`score_choices`]. `compute_metrics` receives
+        the scores of each row.
+        """
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
-            scores = score_predictions(
-                self._forward(model, inputs, states.drafter_input, unroll=True),
-                states.last,
-                self.target_features.lm_head(states.last),
-                inputs["loss_mask"],
-                inputs.get("position_ids"),
-                self.args.loss_weights(epoch=None),
-                self.args.loss_chunk_size,
-                self._restriction.vocabulary(states.last),
-            )
+            output = self._forward(model, inputs, self._drafter_input(states), unroll=True)
+            if self._positions_per_row:
+                return None, self._score_choices(inputs, states, output), None
+            scores = self._score_predictions(inputs, states, output)
         if prediction_loss_only:
-            metrics = agreement_metrics(scores.cpu().numpy(), self._predictors(unroll=True))
+            metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
             return torch.tensor(metrics["loss"], device=scores.device), None, None
         return None, scores, scores[:, 0, 0]
 
@@ -177,12 +187,40 @@ class GumihoTrainer(Trainer):
                     f"There is no complete checkpoint in {self.args.output_dir!r} to go on from. Train with "
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )
-        self._terms = _TermAverages()
+        self._terms = TermAverages()
         self._warn_of_schedule()
         self._restriction.find(resume_from_checkpoint or None)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_parameters()
         return output
+
+    def calibrate(self, dataset: Any = None) -> list[float] | None:
+        """
+        Fits the `draft_temperature` of each depth on texts that were not trained on, and puts it into the drafter's
+        `generation_config`: that under which the target's own choices are most likely.
+
+        Args:
+            dataset: Rows; by default those of evaluation.
+
+        Returns:
+            The temperatures. `None` where no row has a position that counts; the setting then stays.
+
+        Raises:
+            ValueError: There are no rows.
+        """
+        dataset = self.eval_dataset if dataset is None else dataset
+        if dataset is None:
+            raise ValueError("Draft temperatures are fitted on texts that were not trained on. Give a `dataset`.")
+        rows = rows_to_fit_on(dataset)
+        self._positions_per_row = NUM_POSITIONS // (max(len(rows), 1) if has_length(rows) else NUM_ROWS)
+        try:
+            table = self.predict(rows).predictions
+        finally:
+            self._positions_per_row = 0
+        temperatures = fit_temperatures(table)
+        if temperatures is not None:
+            self.drafter.generation_config.draft_temperature = temperatures
+        return temperatures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """
@@ -196,7 +234,7 @@ class GumihoTrainer(Trainer):
             averages = {
                 name: total / self._terms.steps[name] for name, total in zip(self._terms.sums, sums, strict=True)
             }
-            self._terms = _TermAverages()
+            self._terms = TermAverages()
             logs = logs | averages
             if not all(map(math.isfinite, sums)):
                 raise FloatingPointError(self._divergence(f"the loss terms are {averages}"))
@@ -208,7 +246,12 @@ class GumihoTrainer(Trainer):
             model_card_of(self, **kwargs).save(f"{self.args.output_dir}/README.md")
 
     def _forward(
-        self, model: nn.Module, inputs: dict[str, torch.Tensor], drafter_input: torch.Tensor, unroll: bool
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        drafter_input: torch.Tensor,
+        unroll: bool,
+        further_steps: int = 0,
     ) -> Any:
         position_ids = inputs.get("position_ids")
         return model(
@@ -216,24 +259,75 @@ class GumihoTrainer(Trainer):
             hidden_states=drafter_input[:, :-1],
             position_ids=None if position_ids is None else position_ids[:, :-1],
             unroll=unroll,
+            further_steps=further_steps,
         )
+
+    def _loss_weights(self, training: bool) -> LossWeights:
+        weights = self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None)
+        if self._reach is None or not training:
+            return weights
+        return replace(weights, reach=self._reach.weights())
+
+    @torch.no_grad()
+    def _measure_reach(self, model: nn.Module, inputs: dict[str, torch.Tensor], states: TargetStates) -> None:
+        """Measures how often each draft position is reached, where that is asked for and it is time."""
+        if self._reach is None or not self._reach.is_due:
+            return
+        output = self._forward(model, inputs, self._drafter_input(states), unroll=True)
+        self._reach.add(self._score_predictions(inputs, states, output))
+
+    def _score_predictions(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
+        return score_predictions(
+            output,
+            states.last,
+            self.target_features.lm_head(states.last),
+            inputs["loss_mask"],
+            inputs.get("position_ids"),
+            self.args.loss_weights(epoch=None),
+            self.args.loss_chunk_size,
+            self._restriction.vocabulary(states.last),
+        )
+
+    def _score_choices(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
+        return score_choices(
+            output,
+            states.last,
+            self.target_features.lm_head(states.last),
+            inputs["input_ids"],
+            inputs["loss_mask"],
+            inputs.get("position_ids"),
+            self._restriction.vocabulary(states.last),
+            self._positions_per_row,
+            self.args.loss_chunk_size,
+        )
+
+    def _drafter_input(self, states: TargetStates) -> torch.Tensor:
+        """Returns what the drafter reads: of states that were cached for one with more layers, the last."""
+        return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
 
     def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
         """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""
         width = self.args.feature_noise * 512 / states.shape[1]
-        # In float32, in which the states of a target in half precision do not swallow it.
-        return states.float() + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
+        # In float32, in which the states of a target in half precision do not swallow it; and next to states of one
+        # size, whatever that of their layer is.
+        states = normalise_lower(states.float(), self.drafter.config.get_text_config().hidden_size)
+        return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
-    def _predictors(self, unroll: bool) -> list[Predictor]:
-        config, weights = self.drafter.config, self.args.loss_weights(epoch=None)
-        return predictors(config.num_serial_tokens, config.num_parallel_heads, unroll, weights)
+    def _predictors(self, in_training: bool = False) -> list[Predictor]:
+        """Returns the predictors of drafting, or those that are trained."""
+        config, args = self.drafter.config, self.args
+        num_unrolled = config.num_serial_tokens - 1
+        if in_training:
+            num_unrolled = num_unrolled + args.serial_unroll_steps if args.unrolls else 0
+        weights = args.loss_weights(epoch=None)
+        return predictors(config.num_serial_tokens, config.num_parallel_heads, num_unrolled, weights)
 
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        return agreement_metrics(prediction.predictions, self._predictors(unroll=True))
+        return agreement_metrics(prediction.predictions, self._predictors())
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Returns `(Q,)`: the positions of a step, over its batches and processes, that each term is averaged over."""
-        shifts = [predictor.shift for predictor in self._predictors(self.args.unroll_serial_head)]
+        shifts = [predictor.shift for predictor in self._predictors(in_training=True)]
         counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
         for batch in batch_samples:
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
@@ -287,84 +381,8 @@ class GumihoTrainer(Trainer):
         return min((limit for limit in limits if limit), default=None)
 
 
-class _TermAverages:
-    """Sums of the loss terms, and for each the number of steps it was computed in."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
-        self.steps: Counter[str] = Counter()
-        self._seen: set[str] = set()
-
-    def next_step(self) -> None:
-        self._seen = set()
-
-    def add(self, terms: dict[str, torch.Tensor]) -> None:
-        """Adds a batch's share of the terms of a step."""
-        for name, term in terms.items():
-            self.sums[name] = self.sums.get(name, 0) + term
-            self.steps[name] += name not in self._seen
-            self._seen.add(name)
-
-
-def _freeze_all_but_transitions(model: nn.Module, drafter: GumihoModel) -> None:
-    """Raises `ValueError` where there are no transitions, or an adapter, whose files do not hold them."""
-    if model is not drafter:
-        raise ValueError(
-            f"`train_only='transition'` trains a GumihoModel itself, got a {type(model).__name__}. Merge its adapters "
-            f"first (`merge_and_unload()`)."
-        )
-    if drafter.transition is None:
-        raise ValueError(
-            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
-            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
-        )
-    drafter.requires_grad_(False)
-    drafter.transition.requires_grad_(True)
-
-
-def _check_rows(dataset: Any, features: TargetFeatures) -> None:
-    """Raises `ValueError` where cached rows belong to another cache than the target's features."""
-    rows = getattr(dataset, "dataset", dataset)  # what a `Subset` is of
-    if (
-        isinstance(rows, FeatureDataset)
-        and isinstance(features, CachedFeatures)
-        and rows.manifest != features.manifest
-    ):
-        raise ValueError(
-            f"The rows come from the feature cache {str(rows.folder)!r}, and `target` from another one. Give the "
-            f"`CachedFeatures` and the `FeatureDataset` of the same folder."
-        )
-
-
 def _local_part(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the part of a parameter that this process holds, under FSDP and ZeRO-3, too."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
     return getattr(parameter, "ds_tensor", parameter)
-
-
-def _checked_drafter(model: nn.Module, features: TargetFeatures) -> GumihoModel:
-    """Returns the drafter in `model`, and refuses one that was not made for this target."""
-    drafter = unwrap_drafter(model)
-    if drafter is None:
-        raise TypeError(f"`model` must be a GumihoModel, or a PeftModel around one, got {type(model).__name__}.")
-    config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
-    hidden_size = state_width(target_config)
-    if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
-        raise ValueError(
-            f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
-            f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
-            f"`GumihoModel.from_target(target)`."
-        )
-    implementation = attention_implementation(drafter.config)
-    if implementation not in ("eager", "sdpa"):
-        raise ValueError(
-            f"The drafter's attention is {implementation!r}, which takes no mask of the own features that it goes on "
-            f"from in evaluation. Load it with `attn_implementation='sdpa'`."
-        )
-    if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        logger.warning(
-            "The drafter's trained parameters are in half precision, in which small updates are lost. Train "
-            "`drafter.float()`, with `bf16=True` for speed."
-        )
-    return drafter

@@ -7,7 +7,6 @@ They are fitted on the target's own answers, by teacher forcing: one pass of the
 features that drafting has on the accepted path, at every position of a text at once.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..losses.predictors import predictions_of
+from ..losses.temperatures import LOG_TEMPERATURES, best_temperature, likelihood_losses
 from ..losses.weights import LossWeights
 from ..model.modeling_gumiho import GumihoModel
 from ..target.feature_reader import FeatureReader
@@ -23,8 +23,6 @@ from ..target.output_head import output_head
 from .answers import Answer
 
 
-# Close enough for the parabola through three of them to be the curve: the loss is smooth in the log of T.
-LOG_TEMPERATURES = torch.linspace(math.log(0.1), math.log(3.0), 25, dtype=torch.float64)
 # Rows of logits held at a time: 131 MB in float32 with a vocabulary of 128k, and as much again to divide them.
 CHUNK_SIZE = 256
 
@@ -58,7 +56,7 @@ class DraftLosses:
             raise ValueError("The answers have one token at most, none of them drafted. Give others, or longer ones.")
         found: list[float] = []
         for curve, count in zip(sums, counts, strict=True):
-            found.append(round(_minimum(curve / count), 3) if count else found[-1])
+            found.append(round(best_temperature(curve / count), 3) if count else found[-1])
         return tuple(found)
 
 
@@ -102,7 +100,7 @@ def features_of_drafts(
     before the one that is predicted.
     """
     ids = answer.tokens[None].to(target.device)
-    states = FeatureReader(target).read(ids)
+    states = FeatureReader(target, drafter.config.target_layer_ids).read(ids)
     device, like = drafter.fc.weight.device, states.last
     output = drafter(ids[:, 1:].to(device), states.drafter_input[:, :-1].to(device), unroll=True)
     found = []
@@ -113,17 +111,6 @@ def features_of_drafts(
         features = features[0, first_root - 1 : first_root - 1 + len(tokens)]
         found.append((features.to(device=like.device, dtype=like.dtype), tokens))
     return found
-
-
-def likelihood_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns `(n, G)`: `-log softmax(logits / T)` of tokens `(n,)` under each temperature, for logits `(n, V)`."""
-    logits = logits.float()
-    chosen = logits.gather(1, tokens.to(logits.device)[:, None]).squeeze(1)
-    losses = [
-        (logits / temperature).logsumexp(dim=-1) - chosen / temperature
-        for temperature in LOG_TEMPERATURES.exp().tolist()
-    ]
-    return torch.stack(losses, dim=1).double()
 
 
 def cross_fitted(losses: DraftLosses) -> tuple[tuple[float, ...], list[tuple[float, ...]]]:
@@ -137,15 +124,3 @@ def cross_fitted(losses: DraftLosses) -> tuple[tuple[float, ...], list[tuple[flo
         return fitted, [fitted] * len(rows)
     of_other_half = [losses.best_temperatures(rows[1 - half :: 2]) for half in (0, 1)]
     return fitted, [of_other_half[row % 2] for row in rows]
-
-
-def _minimum(curve: torch.Tensor) -> float:
-    """Returns the temperature at the lowest point of a curve `(G,)` over the grid."""
-    lowest = int(curve.argmin())
-    if not 0 < lowest < len(curve) - 1:
-        return float(LOG_TEMPERATURES[lowest].exp())
-    left, middle, right = curve[lowest - 1 : lowest + 2].tolist()
-    bend = left - 2 * middle + right
-    shift = (left - right) / (2 * bend) if bend > 0 else 0.0
-    step = LOG_TEMPERATURES[1] - LOG_TEMPERATURES[0]
-    return float((LOG_TEMPERATURES[lowest] + shift * step).exp())

@@ -69,8 +69,8 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
 
     Raises:
         OSError: There is no config.
-        ValueError: It is no drafter's, its embedding has another width than its states, or its `draft_vocabulary`
-            does not fit it.
+        ValueError: It is no drafter's, its embedding has another width than its states, it reads several of the
+            target's layers, or its `draft_vocabulary` does not fit it.
     """
     options = {"revision": revision, "token": token}
     config = GumihoConfig.from_pretrained(model, **{name: v for name, v in options.items() if v is not None})
@@ -79,6 +79,12 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
             f"{str(model)!r} drafts from embeddings of width {config.embedding_width} and states of width "
             f"{config.get_text_config().hidden_size}, and vLLM's drafters have one width for both. Decode with it in "
             f"transformers: `target.generate(..., assistant_model=drafter)`."
+        )
+    if config.target_layer_ids is not None:
+        raise ValueError(
+            f"The drafter {str(model)!r} reads the states of the target's layers {config.target_layer_ids} "
+            f"(`target_layer_ids`), and vLLM hands on those of the last one alone. Generate with transformers, or "
+            f"serve a drafter without `target_layer_ids`."
         )
     return GumihoEagleConfig(
         model=config.get_text_config(),

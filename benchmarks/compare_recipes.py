@@ -1,0 +1,224 @@
+"""Trains drafters of one size on the same tokens, each by another recipe, and measures what they are worth.
+
+    python benchmarks/demo_features.py --output_dir features
+    python benchmarks/compare_recipes.py --features_dir features
+    python benchmarks/compare_recipes.py --features_dir features --table
+
+By default for the demo pair; for another target, give it, a feature cache of it (`extract_features.py`, with
+`--target_layer_ids` for the recipes that read several layers) and prompts that are not in the cache. The first rows of
+the cache are held out. Started again after it was stopped, the command goes on from the newest checkpoint, and leaves
+out what `--output` has a line for under the same settings. `recipes.py` says what each recipe changes.
+"""
+
+import gc
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from recipe_table import table
+from recipe_training import TrainingClock
+from recipes import PARALLEL_CE_START, RECIPES, Recipe, fitted_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, logging, set_seed
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.measuring.decoding_settings import decoding_settings
+from transformers_gumiho.measuring.prompts import encode_turn, read_questions
+from transformers_gumiho.measuring.stages import stage_timer
+from transformers_gumiho.model.layer_copying import copy_last_layers
+from transformers_gumiho.training import (
+    CachedFeatures,
+    FeatureDataset,
+    GumihoTrainer,
+    GumihoTrainingArguments,
+    last_complete_checkpoint,
+)
+
+
+PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0},
+}
+NUM_TIMED = 4
+
+
+@dataclass
+class ComparisonArguments:
+    features_dir: Path = field(metadata={"help": "The feature cache to train on."})
+    target: str = field(default=str(PAIR / "target"), metadata={"help": "The target: a folder or a name on the Hub."})
+    prompts: str = field(default=str(PAIR / "prompts.jsonl"), metadata={"help": "Prompts to measure with."})
+    recipes: list[str] = field(default_factory=lambda: list(RECIPES), metadata={"help": "Which to compare."})
+    seeds: list[int] = field(default_factory=lambda: [0, 1])
+    output: Path = field(default=Path("recipes.jsonl"), metadata={"help": "One line for each recipe and seed."})
+    work_dir: Path = field(default=Path("recipes_work"), metadata={"help": "Checkpoints and drafters."})
+    table: bool = field(default=False, metadata={"help": "Only print the table of what was measured."})
+
+    num_train_epochs: float = 20.0
+    batch_size: int = 16
+    learning_rate: float = 2e-3
+    warmup_steps: int = 100
+    num_eval_rows: int = field(default=64, metadata={"help": "Rows of the cache that are held out."})
+    save_steps: int = 250
+    bf16: bool = False
+
+    num_prompts: int = 16
+    max_new_tokens: int = 128
+    nodes: list[int] = field(default_factory=lambda: [12, 32, 63], metadata={"help": "Drafted tokens of each tree."})
+    dtype: str = field(default="float32", metadata={"help": "The precision to measure in."})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a line of the output holds for, besides its recipe and seed."""
+        left_out = {"recipes", "seeds", "output", "work_dir", "table", "save_steps"}
+        return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if name not in left_out}
+
+
+def train(args: ComparisonArguments, name: str, seed: int, target: PreTrainedModel) -> tuple[GumihoModel, dict]:
+    """Returns the drafter of a recipe and a seed, and what its training took."""
+    recipe, features = RECIPES[name], CachedFeatures(args.features_dir)
+    config, num_parameters = fitted_config(recipe, target.config, features.layer_ids)
+    folder = args.work_dir / f"{name}-{seed}"
+    rows = FeatureDataset(args.features_dir, target)
+    set_seed(seed)
+    drafter = make_drafter(config, features, recipe, target)
+    held_out = torch.utils.data.Subset(rows, range(args.num_eval_rows))
+    trained_on = torch.utils.data.Subset(rows, range(args.num_eval_rows, len(rows)))
+    clock = TrainingClock(folder)
+    trainer = GumihoTrainer(
+        drafter,
+        training_arguments(args, folder, seed, recipe),
+        target=features,
+        train_dataset=trained_on,
+        eval_dataset=held_out,
+        callbacks=[clock],
+    )
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
+    metrics = trainer.evaluate()
+    counts = {"parameters": num_parameters, "steps": trainer.state.global_step, "seconds": round(clock.seconds, 1)}
+    num_tokens = sum(len(rows.tokens_of(index)["input_ids"]) for index in trained_on.indices)
+    agreements = [metrics[f"eval_agreement_{depth}"] for depth in range(1, config.max_draft_depth + 1)]
+    calibrated = trainer.calibrate()
+    drafter.generation_config.draft_temperature = None  # each way of ranking is measured
+    return drafter, counts | {"tokens": num_tokens, "agreements": agreements, "draft_temperature": calibrated}
+
+
+def make_drafter(config: Any, features: CachedFeatures, recipe: Recipe, target: PreTrainedModel) -> GumihoModel:
+    """Returns the untrained drafter of a recipe."""
+    drafter = GumihoModel(config).float()
+    drafter.adopt_embedding(features.embedding.float())
+    if recipe.copies_layers:
+        copy_last_layers(target, drafter.layers)
+    return drafter
+
+
+def training_arguments(args: ComparisonArguments, folder: Path, seed: int, recipe: Recipe) -> GumihoTrainingArguments:
+    defaults = {
+        "num_train_epochs": args.num_train_epochs,
+        "per_device_train_batch_size": args.batch_size,
+        "per_device_eval_batch_size": args.batch_size,
+        "learning_rate": args.learning_rate,
+        "warmup_steps": args.warmup_steps,
+        "parallel_ce_start_epoch": PARALLEL_CE_START * args.num_train_epochs,
+        "save_steps": args.save_steps,
+        "save_total_limit": 1,
+        "bf16": args.bf16,
+        "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none",
+        "dataloader_pin_memory": False,
+        "logging_steps": 50,
+    }
+    return GumihoTrainingArguments(output_dir=str(folder), seed=seed, **defaults | recipe.training)
+
+
+def measure(
+    args: ComparisonArguments, target: PreTrainedModel, drafter: GumihoModel, fitted: list[float] | None
+) -> dict[str, Any]:
+    """
+    Returns for each way of generating and size of tree the tokens that each cycle of each prompt committed, and the
+    drafter's milliseconds in a cycle of the largest tree. The chain is the longest that the drafter drafts.
+    """
+    drafter.to(target.dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    questions = read_questions(args.prompts, num_questions=args.num_prompts)
+    prompts = [torch.tensor([encode_turn(tokenizer, question.turns[:1], [])]) for question in questions]
+    chain = {"branching_factor": 1, "num_assistant_tokens": drafter.config.max_draft_depth}
+    shapes = {"chain": chain} | {str(nodes): {"num_assistant_tokens": nodes} for nodes in args.nodes}
+    ways = {mode: (None, kwargs) for mode, kwargs in MODES.items()} | {"calibrated": (fitted, MODES["greedy"])}
+    lengths: dict[str, dict[str, list[list[int]]]] = {}
+    for way, (temperature, kwargs) in ways.items():
+        for shape, settings in shapes.items():
+            with decoding_settings(drafter, settings | {"draft_temperature": temperature}):
+                found = [accepted_lengths(args, target, drafter, prompt, kwargs) for prompt in prompts]
+            lengths.setdefault(way, {})[shape] = found
+    with decoding_settings(drafter, shapes[str(args.nodes[-1])]):
+        times = [drafter_time(args, target, drafter, prompt) for prompt in prompts[:NUM_TIMED]]
+    return {"accepted_lengths": lengths, "drafter_ms": round(1000 * statistics.median(times), 2)}
+
+
+def accepted_lengths(
+    args: ComparisonArguments,
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    prompt: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> list[int]:
+    """Returns the tokens that each cycle committed after a prompt `(1, T)`."""
+    torch.manual_seed(0)
+    settings = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
+    output = target.generate(prompt.to(target.device), assistant_model=drafter, **settings, **kwargs)
+    return output.accepted_lengths[0]
+
+
+def drafter_time(
+    args: ComparisonArguments, target: PreTrainedModel, drafter: GumihoModel, prompt: torch.Tensor
+) -> float:
+    """Returns the seconds of a cycle that the drafter computes, its output head included."""
+    with stage_timer(target.device) as seconds:
+        accepted_lengths(args, target, drafter, prompt, MODES["greedy"])
+    return seconds.draft / max(seconds.num_cycles, 1)
+
+
+def read(args: ComparisonArguments) -> list[dict[str, Any]]:
+    """Returns the lines of the output that hold for these settings."""
+    if not args.output.exists():
+        return []
+    records = [json.loads(line) for line in args.output.read_text(encoding="utf-8").splitlines()]
+    return [record for record in records if record["settings"] == args.settings]
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(ComparisonArguments, description=__doc__).parse_args_into_dataclasses()
+    logging.set_verbosity_error()
+    if unknown := set(args.recipes) - set(RECIPES):
+        raise SystemExit(f"There are no recipes {sorted(unknown)}, only {', '.join(RECIPES)}.")
+    if not args.table:
+        known = {(record["recipe"], record["seed"]) for record in read(args)}
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
+        for seed in args.seeds:
+            for name in args.recipes:
+                if (name, seed) not in known:
+                    add_row(args, name, seed, target)
+                    gc.collect()
+    print(table(read(args), args.nodes))
+
+
+def add_row(args: ComparisonArguments, name: str, seed: int, target: PreTrainedModel) -> None:
+    """Trains and measures one drafter, and appends its line to the output."""
+    try:
+        drafter, training = train(args, name, seed, target)
+    except ValueError as error:
+        print(f"{name} is left out: {error}", file=sys.stderr)
+        return
+    record = {"recipe": name, "seed": seed, "settings": args.settings, **training}
+    record |= measure(args, target, drafter, training["draft_temperature"])
+    with args.output.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    print(f"{name}, seed {seed}: done", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

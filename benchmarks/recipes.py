@@ -1,0 +1,111 @@
+"""The recipes that `compare_recipes.py` compares: what each changes in the drafter and in its training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from transformers_gumiho import GumihoConfig, GumihoModel
+
+
+# Of all drafters of a comparison: by how much their numbers of trained parameters may differ.
+SIZE_TOLERANCE = 0.1
+TRANSITION_RANK = 64
+# Of the whole training, as in the published recipe's two of twenty epochs.
+PARALLEL_CE_START = 0.1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """
+    Attributes:
+        config: Fields of the drafter's config.
+        training: Fields of `GumihoTrainingArguments`.
+        reads_layers: Whether the drafter reads all layers that the feature cache holds.
+        copies_layers: Whether its serial layers begin as the target's last ones, and so have their shapes.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    reads_layers: bool = False
+    copies_layers: bool = False
+
+
+_TRANSITION = {"transition_rank": TRANSITION_RANK}
+_CROSS_ENTROPY = {"serial_ce_weight": 1.0, "parallel_ce_weight": 1.0, "parallel_ce_start_epoch": 0.0}
+_UNROLL = {"serial_unroll_steps": 2}
+_REACH = {"weigh_by_reach": True}
+
+RECIPES: dict[str, Recipe] = {
+    "published": Recipe(),
+    "transition": Recipe(config=_TRANSITION),
+    "layers": Recipe(reads_layers=True),
+    "cross_entropy": Recipe(training=_CROSS_ENTROPY | {"feature_weight": 0.0}),
+    "more_cross_entropy": Recipe(training=_CROSS_ENTROPY),
+    "own_features": Recipe(training={"unroll_serial_head": True}),
+    "unroll": Recipe(training=_UNROLL),
+    "reach": Recipe(training=_REACH),
+    "copy_layers": Recipe(copies_layers=True),
+    "all": Recipe(_TRANSITION, _CROSS_ENTROPY | _UNROLL | _REACH, reads_layers=True, copies_layers=True),
+    # With the published losses. Serial tokens beyond the second are of no use without training on own features.
+    "all_serial": Recipe({"num_serial_tokens": 7, "num_parallel_heads": 0}, {"unroll_serial_head": True}),
+    "all_parallel": Recipe({"num_serial_tokens": 1, "num_parallel_heads": 6}),
+}
+
+
+def fitted_config(
+    recipe: Recipe, target_config: PreTrainedConfig, layer_ids: Sequence[int] | None
+) -> tuple[GumihoConfig, int]:
+    """
+    Returns the config of a recipe's drafter, as large as the published recipe's, and its trained parameters.
+
+    What a recipe adds is taken from the serial layers' MLPs; where these have the target's shapes, from the parallel
+    heads' residual blocks. A drafter without parallel heads has more serial layers.
+
+    Raises:
+        ValueError: The recipe reads layers that the cache does not hold, or its drafter cannot be made as large.
+    """
+    if recipe.reads_layers and layer_ids is None:
+        raise ValueError(
+            "it reads layers that the feature cache does not hold (`extract_features --target_layer_ids`)"
+        )
+    config = recipe.config | ({"target_layer_ids": list(layer_ids or ())} if recipe.reads_layers else {})
+    aim = num_trained(GumihoConfig.from_target(target_config))
+    options: list[dict[str, Any]] = [{"num_residual_blocks": number} for number in range(1, 9)]
+    if not recipe.copies_layers:
+        depths = [2] if config.get("num_parallel_heads", 1) else range(1, 13)
+        options = [option for depth in depths if (option := _widths(config, target_config, depth, aim))]
+    candidates = [GumihoConfig.from_target(target_config, **config | option) for option in options]
+    published = GumihoConfig.from_target(target_config).model.intermediate_size
+    # Of those that are as large, the one whose layers are most like the published ones.
+    sizes = [(num_trained(candidate), candidate) for candidate in candidates]
+    fitting = [pair for pair in sizes if abs(pair[0] / aim - 1) <= SIZE_TOLERANCE]
+    if not fitting:
+        raise ValueError(f"no drafter of it has about {aim:,} parameters")
+    size, chosen = min(
+        fitting, key=lambda pair: (abs(pair[1].model.intermediate_size - published), abs(pair[0] - aim))
+    )
+    return chosen, size
+
+
+def _widths(
+    config: dict[str, Any], target_config: PreTrainedConfig, num_layers: int, aim: int
+) -> dict[str, Any] | None:
+    """Returns the width of the MLPs with which a drafter of so many serial layers has `aim` parameters."""
+    sizes = [
+        num_trained(
+            GumihoConfig.from_target(target_config, **config, num_hidden_layers=num_layers, intermediate_size=w)
+        )
+        for w in (8, 16)
+    ]
+    width = 8 + 8 * round((aim - sizes[0]) / (sizes[1] - sizes[0]))
+    return {"num_hidden_layers": num_layers, "intermediate_size": width} if width >= 8 else None
+
+
+def num_trained(config: GumihoConfig) -> int:
+    """Returns a drafter's parameters, without the frozen embedding."""
+    with torch.device("meta"):
+        drafter = GumihoModel(config)
+    return sum(p.numel() for name, p in drafter.named_parameters() if not name.startswith("embed_tokens"))

@@ -1,0 +1,56 @@
+"""The fusion of several of the target's layers into the state that the serial head reads."""
+
+import torch
+from torch import nn
+
+from ..internals import was_loaded
+from .configuration_gumiho import GumihoConfig
+
+
+# Of the mean square, for a state that is all zeros.
+_EPSILON = 1e-6
+
+
+def normalise_lower(layer_states: torch.Tensor, hidden_size: int) -> torch.Tensor:
+    """
+    Scales each layer's states to a root mean square of 1, but for the last `hidden_size` entries, which stay.
+
+    Below the final norm a target's states have sizes of their own: small in early layers, and with a few huge entries
+    in later ones, which a weight that all layers share the learning rate of could not follow.
+
+    Args:
+        layer_states (`(..., k * H)`): The states of k layers.
+        hidden_size: `H`.
+    """
+    if layer_states.shape[-1] <= hidden_size:
+        return layer_states
+    lower, highest = layer_states[..., :-hidden_size], layer_states[..., -hidden_size:]
+    states = lower.unflatten(-1, (-1, hidden_size)).float()
+    states = states * (states.square().mean(dim=-1, keepdim=True) + _EPSILON).rsqrt()
+    return torch.cat((states.flatten(-2).to(highest), highest), dim=-1)
+
+
+class GumihoLayerFusion(nn.Linear):
+    """
+    A linear layer without bias from the states of the target's `target_layer_ids` `(..., k * H)` to `(..., H)`.
+
+    It begins as the state of the highest of these layers: where that is the target's last one, the drafter begins as
+    it would without the others.
+    """
+
+    def __init__(self, config: GumihoConfig):
+        hidden_size = config.get_text_config().hidden_size
+        super().__init__(len(config.target_layer_ids or ()) * hidden_size, hidden_size, bias=False)
+
+    def reset_parameters(self) -> None:
+        # Which the functions of `nn.init` see of a whole weight, and not of a part of one.
+        if not was_loaded(self.weight):
+            nn.init.zeros_(self.weight)
+            nn.init.eye_(self.weight[:, -self.out_features :])
+
+    def forward(self, layer_states: torch.Tensor) -> torch.Tensor:
+        """Maps states `(..., k * H)`, the highest layer's last, to `(..., H)`."""
+        return super().forward(normalise_lower(layer_states, self.out_features).to(self.weight.dtype))
+
+
+__all__ = ["GumihoLayerFusion", "normalise_lower"]

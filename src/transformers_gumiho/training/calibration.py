@@ -1,0 +1,129 @@
+"""The draft temperature of each depth, fitted on held-out positions at the end of training.
+
+A path's score is the product of its tokens' probabilities. Where a deep head is surer than it may be, its nodes take
+the place of better ones; a temperature for each depth puts that right. It is the one under which the target's own
+choices are most likely, at the positions that decoding would reach: those before which the text, too, holds what the
+target chooses.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.trainer_utils import has_length
+
+from ..losses.chunked import DEFAULT_CHUNK_SIZE, pieces
+from ..losses.positions import select_positions
+from ..losses.predictors import predictions_of
+from ..losses.temperatures import LOG_TEMPERATURES, best_temperature, likelihood_losses
+from ..losses.terms import LMHead
+from ..losses.weights import LossWeights
+from ..model.outputs import GumihoOutput
+
+
+# Rows to fit on, and the most positions of each depth in them. A temperature's relative error is about one by the
+# square root of these.
+NUM_ROWS, NUM_POSITIONS = 64, 2048
+
+
+@torch.no_grad()
+def score_choices(
+    output: GumihoOutput,
+    hidden_states: torch.Tensor,
+    lm_head: LMHead,
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    vocabulary: tuple[torch.Tensor, LMHead] | None = None,
+    positions_per_row: int = NUM_POSITIONS,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> torch.Tensor:
+    """
+    Scores the drafter's predictions of what the target chooses in a batch of texts.
+
+    Args:
+        output: The drafter's, made with `unroll=True`.
+        hidden_states (`(B, L, H)`): The target's last hidden states.
+        lm_head: The target's output head.
+        input_ids (`(B, L)`): The texts.
+        loss_mask (`(B, L)`): 1 at the states that count.
+        position_ids (`(B, L)`, *optional*): Where a row holds several texts.
+        vocabulary: The tokens `(K,)` that may be drafted and the output head cut to them, where they are not all.
+            Choices that cannot be drafted do not count.
+        positions_per_row: The most positions of each depth in a row, on average.
+        chunk_size: Rows of logits held at a time.
+
+    Returns:
+        `(B, Q, G + 1)`: for each of the `Q` depths the negative log-likelihood (nats) of the target's choices under
+        each temperature `exp(LOG_TEMPERATURES[g])`, summed over the row's positions, and last the number of these.
+    """
+    predictions = predictions_of(output, LossWeights())
+    selected = select_positions(predictions, hidden_states, loss_mask, position_ids)
+    num_rows = len(selected.rows)
+    token_ids, draft_head = vocabulary or (None, lm_head)
+    heads = [lm_head(selected.targets[piece]).argmax(dim=-1) for piece in pieces(num_rows, chunk_size)]
+    choices = torch.cat([*heads, input_ids.new_zeros(0)])
+    places = choices if token_ids is None else _places(choices, token_ids)
+    shifts = [predictor.shift for predictor, _ in predictions]
+    counted = selected.valid & _on_path(shifts, choices, input_ids, loss_mask) & (places >= 0)
+    shape = (len(input_ids), len(shifts), len(LOG_TEMPERATURES) + 1)
+    table = torch.zeros(shape, dtype=torch.float64, device=hidden_states.device)
+    for depth, of_depth in enumerate(counted):
+        found = of_depth.nonzero().squeeze(1)
+        found = found[:: max(-(-len(found) // (positions_per_row * len(input_ids))), 1)]
+        for piece in found.split(chunk_size):
+            losses = likelihood_losses(draft_head(selected.features[depth, piece]), places[piece])
+            finite = losses.isfinite().all(dim=1)
+            scores = torch.cat((losses, torch.ones_like(losses[:, :1])), dim=1)[finite]
+            table[:, depth].index_add_(0, selected.rows[piece][finite], scores)
+    return table
+
+
+def fit_temperatures(table: np.ndarray) -> list[float] | None:
+    """
+    Returns the temperature of each depth under which the target's choices are most likely, for what [`score_choices`]
+    returned for all rows `(rows, Q, G + 1)`. One that no position reaches has that of the depth above; `None` where
+    there are no positions at all.
+    """
+    found: list[float] = []
+    for scores in torch.from_numpy(table).double().sum(dim=0):
+        if scores[-1] > 0:
+            found.append(round(best_temperature(scores[:-1] / scores[-1]), 3))
+        elif found:
+            found.append(found[-1])
+        else:
+            return None
+    return found
+
+
+def rows_to_fit_on(dataset: Any) -> Any:
+    """Returns a part of a dataset (or stream) of rows, evenly spread."""
+    if not has_length(dataset):
+        return dataset.take(NUM_ROWS) if hasattr(dataset, "take") else dataset
+    step = max(-(-len(dataset) // NUM_ROWS), 1)
+    return torch.utils.data.Subset(dataset, range(0, len(dataset), step))
+
+
+def _places(tokens: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Returns where each of tokens `(N,)` is among `token_ids` `(K,)`, -1 for those that are not there."""
+    order = token_ids.argsort()
+    found = torch.searchsorted(token_ids[order], tokens).clamp_(max=len(token_ids) - 1)
+    places = order[found]
+    return places.masked_fill(token_ids[places] != tokens, -1)
+
+
+def _on_path(
+    shifts: Sequence[int], choices: torch.Tensor, input_ids: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
+    """
+    Returns `(Q, N)`: whether the tokens between the newest one that a prediction has read and the choice that it
+    predicts are the target's choices, too, for the `N` states that count and their choices.
+    """
+    chosen = torch.full_like(input_ids, -1)
+    chosen[loss_mask.bool()] = choices.to(chosen)
+    differs = torch.ones_like(input_ids)
+    differs[:, :-1] = (chosen[:, :-1] != input_ids[:, 1:]).long()
+    before = torch.nn.functional.pad(differs.cumsum(dim=1), (1, 0))  # differences before each column
+    rows, columns = loss_mask.nonzero(as_tuple=True)
+    return torch.stack([before[rows, columns] == before[rows, (columns - shift + 1).clamp(min=0)] for shift in shifts])

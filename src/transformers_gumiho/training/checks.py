@@ -1,0 +1,84 @@
+"""What a drafter's training refuses before it begins: each with its cause and the way out."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ..internals import attention_implementation
+from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from ..model.target_widths import state_width
+from .feature_cache import CachedFeatures, FeatureDataset
+from .target_features import TargetFeatures
+
+
+logger = logging.get_logger(__name__)
+
+
+def drafter_of(model: nn.Module) -> GumihoModel:
+    """Returns the drafter in `model`; raises `TypeError` where there is none."""
+    drafter = unwrap_drafter(model)
+    if drafter is None:
+        raise TypeError(f"`model` must be a GumihoModel, or a PeftModel around one, got {type(model).__name__}.")
+    return drafter
+
+
+def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
+    """Raises `ValueError` for a drafter that was not made for this target, or reads other layers of it."""
+    config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
+    hidden_size = state_width(target_config)
+    if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
+        raise ValueError(
+            f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
+            f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
+            f"`GumihoModel.from_target(target)`."
+        )
+    layer_ids = drafter.config.target_layer_ids
+    if layer_ids is not None and list(features.layer_ids or ()) != layer_ids:
+        raise ValueError(
+            f"The drafter reads the target's layers {layer_ids} (`target_layer_ids`), and the features are of "
+            f"{'the last one alone' if features.layer_ids is None else list(features.layer_ids)}. Extract them with "
+            f"`target_layer_ids={layer_ids}`, or train a drafter that reads what is there."
+        )
+    implementation = attention_implementation(drafter.config)
+    if implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"The drafter's attention is {implementation!r}, which takes no mask of the own features that it goes on "
+            f"from in evaluation. Load it with `attn_implementation='sdpa'`."
+        )
+    if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in drafter.parameters()):
+        logger.warning(
+            "The drafter's trained parameters are in half precision, in which small updates are lost. Train "
+            "`drafter.float()`, with `bf16=True` for speed."
+        )
+
+
+def check_rows(dataset: Any, features: TargetFeatures) -> None:
+    """Raises `ValueError` where cached rows belong to another cache than the target's features."""
+    rows = getattr(dataset, "dataset", dataset)  # what a `Subset` is of
+    if (
+        isinstance(rows, FeatureDataset)
+        and isinstance(features, CachedFeatures)
+        and rows.manifest != features.manifest
+    ):
+        raise ValueError(
+            f"The rows come from the feature cache {str(rows.folder)!r}, and `target` from another one. Give the "
+            f"`CachedFeatures` and the `FeatureDataset` of the same folder."
+        )
+
+
+def freeze_all_but_transitions(model: nn.Module, drafter: GumihoModel) -> None:
+    """Raises `ValueError` where there are no transitions, or an adapter, whose files do not hold them."""
+    if model is not drafter:
+        raise ValueError(
+            f"`train_only='transition'` trains a GumihoModel itself, got a {type(model).__name__}. Merge its adapters "
+            f"first (`merge_and_unload()`)."
+        )
+    if drafter.transition is None:
+        raise ValueError(
+            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
+            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
+        )
+    drafter.requires_grad_(False)
+    drafter.transition.requires_grad_(True)
