@@ -173,8 +173,8 @@ def _tree_sizing(session: TargetSession, settings: DraftingSettings, chooser: To
     if (table.machine, table.dtype) != here:
         logger.warning_once(
             f"The drafter's `cycle_costs` were measured on {table.machine!r} in {table.dtype}, and this is "
-            f"{here[0]!r} in {here[1]}: trees may have other sizes than the best. Let `gumiho tune` measure here, or set "
-            f"`cycle_costs` to None in the drafter's `generation_config`."
+            f"{here[0]!r} in {here[1]}: trees may have other sizes than the best. Let `gumiho tune` measure here, or "
+            f"set `cycle_costs` to None in the drafter's `generation_config`."
         )
     return TreeSizing(
         table.for_batch(chooser.batch_size),
