@@ -108,8 +108,8 @@ def _sizes(sizes: FittedSizes) -> list[str]:
                 table.batch_sizes, table.verify_ms, table.draft_ms, table.plain_ms, strict=True
             )
         ],
-        f"sizes that fit each cycle: {speeds} tokens/s; always {sizes.fixed}: {sizes.fixed_speed:.1f}, plain decoding: "
-        f"{sizes.plain:.1f}; fitting gains {gain:+.1%}",
+        f"sizes that fit each cycle: {speeds} tokens/s; always {sizes.fixed}: {sizes.fixed_speed:.1f}, plain "
+        f"decoding: {sizes.plain:.1f}; fitting gains {gain:+.1%}",
     ]
 
 

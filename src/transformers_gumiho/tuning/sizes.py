@@ -72,7 +72,7 @@ def fit_sizes(
     if settings["branching_factor"] == 1:
         sizes = [min(fixed, settings["tree_depth"])]
     unfitted = settings | {"num_assistant_tokens": sizes[-1], "cycle_costs": None}
-    sampling = {"do_sample": True, "temperature": args.temperature or 1.0, "top_k": 0}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": args.temperature or 1.0, "top_k": 0}
     profiled = target, drafter, prompts, args.max_new_tokens, unfitted
     greedy_curve, answers = measure_acceptance_curve(*profiled)
     sampling_curve, _ = measure_acceptance_curve(*profiled, **sampling)
