@@ -14,6 +14,11 @@ _FORGETTING_ACCEPTANCE = 0.95
 _FORGETTING_SPEED = 0.8
 # For how many expected tokens it stands that the expectation is right, before anything was observed.
 _PRIOR_TOKENS = 2.0
+# What is expected of the first cycle counts as at most so many times the speed of plain decoding: a drafter that does
+# not fit may be sure of itself.
+_MOST_EXPECTED_SPEEDUP = 2.0
+# Drafted tokens that are verified at most when drafting is tried again: enough to tell whether it pays.
+TRIAL_SIZE = 8
 # Cycles without drafts before drafting is tried again: at first, and at most.
 FIRST_PAUSE = 4
 LONGEST_PAUSE = 64
@@ -64,7 +69,8 @@ class BackOff:
     def expect(self, tokens: float, cycle_ms: float) -> None:
         """Takes in what the first cycle is expected to do, as if there had been one like that before it."""
         if not self._ms:
-            self._tokens, self._ms = tokens, cycle_ms
+            self._ms = cycle_ms
+            self._tokens = min(tokens, _MOST_EXPECTED_SPEEDUP * cycle_ms / self._plain_ms)
 
     def observe(self, tokens: float, cycle_ms: float) -> None:
         """Takes in a cycle that drafted, with the tokens that each row got of it and the time that it should take."""
@@ -108,6 +114,7 @@ class TreeSizing:
         self._sizes = sizes
         self._correction = AcceptanceCorrection()
         self._back_off = BackOff(costs.plain_ms)
+        self._tries_again = False
         self.reason: SizeChoice | DraftingPause | None = None
 
     def pauses(self) -> bool:
@@ -115,6 +122,8 @@ class TreeSizing:
         if not self._back_off.pauses():
             return False
         back_off = self._back_off
+        # The text is another one when drafting is tried again, and may be one that the drafter knows better.
+        self._correction, self._tries_again = AcceptanceCorrection(), True
         self.reason = DraftingPause(back_off.drafted_speed, back_off.plain_speed, back_off.num_left)
         return True
 
@@ -122,7 +131,8 @@ class TreeSizing:
         """Returns the part of `tree` that is worth most for its cost, where only the rows that are open gain by it."""
         scores = tree.scores[:, 1:].numpy(force=True).astype(np.float64)[list(is_open)]
         probabilities = path_probabilities(scores, self._curve, self._rows_together)
-        sizes = sizes_up_to(scores.shape[1], self._sizes)
+        most = min(scores.shape[1], TRIAL_SIZE) if self._tries_again else scores.shape[1]
+        sizes = sizes_up_to(most, self._sizes)
         choice = choose_size(probabilities, sizes, self._costs, self._correction.factor)
         self._back_off.expect(1 + choice.expected[choice.place], choice.cycle_ms[choice.place])
         self.reason = choice
@@ -135,5 +145,6 @@ class TreeSizing:
         if not isinstance(choice, SizeChoice) or not lengths:
             return
         tokens = sum(lengths) / len(lengths)
+        self._tries_again = False
         self._correction.observe(choice.expected[choice.place] / choice.correction, tokens - 1)
         self._back_off.observe(tokens, choice.cycle_ms[choice.place])
