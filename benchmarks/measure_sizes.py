@@ -156,7 +156,7 @@ def compare(target: PreTrainedModel, ways: list[Way], inputs: list[dict[str, tor
                 num_tokens[way.name] += sum(map(sum, lengths))
         for name, text in texts.items():
             num_equal[name] += turn > 0 and torch.equal(text, texts[PLAIN])
-    report(seconds, sizes, {name: num_tokens[name] / n for name, n in num_cycles.items()}, num_equal)
+    report(seconds, sizes, {name: num_tokens[name] / n for name, n in num_cycles.items() if n}, num_equal)
 
 
 def report(

@@ -12,7 +12,7 @@ def describe_size(reason: SizeChoice | DraftingPause) -> str:
     if isinstance(reason, DraftingPause):
         return (
             f"nothing drafted: the newest drafts gave {reason.drafted_speed:.0f} tokens/s, plain decoding "
-            f"{reason.plain_speed:.0f}; tried again in {reason.num_left + 1} cycles"
+            f"{reason.plain_speed:.0f}; tried again after {reason.num_left} more cycles"
         )
     place, speeds = reason.place, reason.tokens_per_second
     others = [other for other in range(len(speeds)) if other != place]

@@ -30,7 +30,7 @@ def measure_cost_table(
     settings: dict[str, Any],
     max_new_tokens: int,
     repeats: int = 3,
-    batch_sizes: Sequence[int] = TIMED_BATCHES,
+    batch_sizes: Sequence[int] | None = None,
     **generate_kwargs: Any,
 ) -> CycleCostTable:
     """
@@ -43,9 +43,10 @@ def measure_cost_table(
         settings: Decoding settings of the drafter; `num_assistant_tokens` is the largest size.
         max_new_tokens: Tokens of each run.
         repeats: Runs of each, of which the median counts.
-        batch_sizes: Rows of the batches.
+        batch_sizes: Rows of the batches (default: 1, 4 and 8).
         **generate_kwargs: For `generate()`.
     """
+    batch_sizes = TIMED_BATCHES if batch_sizes is None else batch_sizes
     largest = settings["num_assistant_tokens"]
     if settings["branching_factor"] == 1:
         largest = min(largest, settings["tree_depth"])

@@ -97,7 +97,7 @@ def describe(result: TuningResult) -> str:
 
 def _sizes(sizes: FittedSizes) -> list[str]:
     table = sizes.table
-    speeds = ", ".join(f"{speed:.1f} up to {size} drafted tokens" for size, speed in sizes.measured.items())
+    speeds = ", ".join(f"{speed:.1f} tokens/s up to {size} drafted" for size, speed in sizes.measured.items())
     gain = sizes.measured[sizes.largest] / sizes.fixed_speed - 1
     return [
         "milliseconds of a target pass, by rows and drafted tokens; of drafting; of a plain step",
@@ -108,7 +108,7 @@ def _sizes(sizes: FittedSizes) -> list[str]:
                 table.batch_sizes, table.verify_ms, table.draft_ms, table.plain_ms, strict=True
             )
         ],
-        f"sizes that fit each cycle: {speeds} tokens/s; always {sizes.fixed}: {sizes.fixed_speed:.1f}, plain "
+        f"sizes that fit each cycle: {speeds}; always {sizes.fixed}: {sizes.fixed_speed:.1f}, plain "
         f"decoding: {sizes.plain:.1f}; fitting gains {gain:+.1%}",
     ]
 
