@@ -4,7 +4,8 @@
 
 All ways of decoding take turns, prompt by prompt: plain decoding, trees of fixed sizes, sizes that fit
 (`cycle_costs`), and the same with a drafter of random weights, whose drafts are worth nothing. What cycles cost is
-measured first, on prompts that the comparison does not use, or read from `--cost_table`. With
+measured first, on prompts that the comparison does not use, or read from `--cost_table`. The column "by the table"
+compares what the cycles should have taken by it: that tells how sizes are chosen, however busy the machine is. With
 `--clock processor` seconds are those of the processor, which tell more on a machine that does other things, too.
 """
 
@@ -27,7 +28,7 @@ from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.measuring.prompts import encode_turn, read_questions
 from transformers_gumiho.measuring.stages import synchronize
-from transformers_gumiho.model.cycle_costs import CycleCostTable
+from transformers_gumiho.model.cycle_costs import BatchCosts, CycleCostTable
 from transformers_gumiho.tuning import TuningArguments, fit_sizes
 
 
@@ -63,6 +64,26 @@ class Way:
     name: str
     drafter: GumihoModel | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """What a way of decoding did: seconds of each batch, its cycles by size, their lengths, texts equal to plain."""
+
+    seconds: list[float] = field(default_factory=list)
+    sizes: Counter[int] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)
+    num_equal: int = 0
+
+    def add(self, seconds: float, output: Any, is_equal: bool) -> None:
+        self.seconds.append(seconds)
+        self.sizes.update(getattr(output, "tree_sizes", None) or [])
+        self.lengths += [length for row in getattr(output, "accepted_lengths", None) or [] for length in row]
+        self.num_equal += is_equal
+
+    def expected_ms(self, costs: BatchCosts) -> float:
+        """Returns what the cycles should have taken; those without a draft as steps of plain decoding."""
+        return sum(n * (float(costs.cycle_ms(size)) if size else costs.plain_ms) for size, n in self.sizes.items())
 
 
 def random_drafter(drafter: GumihoModel, target: PreTrainedModel) -> GumihoModel:
@@ -125,55 +146,53 @@ def batches(
 
 
 @torch.inference_mode()
-def compare(target: PreTrainedModel, ways: list[Way], inputs: list[dict[str, torch.Tensor]], args: SizesArguments,
-            temperature: float) -> None:  # fmt: skip
-    """Decodes all batches in all ways in turns, and prints what came of it."""
+def decode(target: PreTrainedModel, way: Way, batch: dict[str, torch.Tensor], **kwargs: Any) -> tuple[float, Any]:
+    """Returns the seconds that a batch took, and what `generate()` returned."""
+    with settings_of(way) as arguments:
+        synchronize(target.device)
+        begin = time.perf_counter()
+        output = target.generate(**batch, **arguments, **kwargs, return_dict_in_generate=True)
+        synchronize(target.device)
+        return time.perf_counter() - begin, output
+
+
+def compare(
+    target: PreTrainedModel, ways: list[Way], inputs: list[dict[str, torch.Tensor]], temperature: float, num_new: int
+) -> dict[str, Record]:
+    """Decodes all batches in all ways in turns."""
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-    sizes: dict[str, Counter[int]] = {way.name: Counter() for way in ways}
-    num_cycles, num_tokens, num_equal = Counter[str](), Counter[str](), Counter[str]()
-    for turn, batch in enumerate(tqdm([inputs[0], *inputs], leave=False)):  # the first one warms up
-        texts = {}
+    records = {way.name: Record() for way in ways}
+    for turn, batch in enumerate(tqdm([inputs[0], *inputs], leave=False)):
+        outputs = {}
         shift = turn % len(ways)
         for way in [*ways[shift:], *ways[:shift]]:
             torch.manual_seed(turn)
-            with settings_of(way) as arguments:
-                synchronize(target.device)
-                begin = time.perf_counter()
-                output = target.generate(
-                    **batch, **arguments, **sampling, max_new_tokens=args.max_new_tokens, return_dict_in_generate=True
-                )
-                synchronize(target.device)
-                taken = time.perf_counter() - begin
-            texts[way.name] = output.sequences
-            if turn:
-                seconds[way.name].append(taken)
-                sizes[way.name].update(getattr(output, "tree_sizes", None) or [])
-                lengths = getattr(output, "accepted_lengths", None) or []
-                num_cycles[way.name] += sum(map(len, lengths))
-                num_tokens[way.name] += sum(map(sum, lengths))
-        for name, text in texts.items():
-            num_equal[name] += turn > 0 and torch.equal(text, texts[PLAIN])
-    report(seconds, sizes, {name: num_tokens[name] / n for name, n in num_cycles.items() if n}, num_equal)
+            outputs[way.name] = decode(target, way, batch, max_new_tokens=num_new, **sampling)
+        if turn:  # the first one warms up
+            plain = outputs[PLAIN][1].sequences
+            for name, (seconds, output) in outputs.items():
+                records[name].add(seconds, output, torch.equal(output.sequences, plain))
+    return records
 
 
-def report(
-    seconds: dict[str, list[float]], sizes: dict[str, Counter[int]], taus: dict[str, float], num_equal: Counter[str]
-) -> None:
-    fixed = [name for name in seconds if name.startswith("tree of")]
-    best = min(fixed, key=lambda name: sum(seconds[name]))
-    print(f"| way | speed-up (median) | lowest | against {best}, total | median | tau | equal | cycles by size |")
-    print("|---" * 8 + "|")
-    for name, of_name in seconds.items():
-        ratios = [plain / own for plain, own in zip(seconds[PLAIN], of_name, strict=True)]
-        to_best = [other / own for other, own in zip(seconds[best], of_name, strict=True)]
-        counts = ", ".join(f"{size}: {count}" for size, count in sorted(sizes[name].items()))
+def report(records: dict[str, Record], costs: BatchCosts) -> None:
+    """Prints a row for each way of decoding."""
+    fixed = [name for name in records if name.startswith("tree of")]
+    best = min(fixed, key=lambda name: sum(records[name].seconds))
+    best_by_table = min(records[name].expected_ms(costs) for name in fixed)
+    columns = ("way", "speed-up (median)", "lowest", f"total against {best}", "by the table", "tau", "equal")
+    print(f"| {' | '.join((*columns, 'cycles by size'))} |\n" + "|---" * 8 + "|")
+    for name, record in records.items():
+        ratios = [plain / own for plain, own in zip(records[PLAIN].seconds, record.seconds, strict=True)]
+        by_table = f"{best_by_table / record.expected_ms(costs) - 1:+.1%}" if record.sizes else ""
         cells = [
             name, f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f}",
-            f"{sum(seconds[best]) / sum(of_name) - 1:+.1%}", f"{statistics.median(to_best) - 1:+.1%}",
-            f"{taus[name]:.2f}" if name in taus else "", f"{num_equal[name]} of {len(of_name)}", counts,
+            f"{sum(records[best].seconds) / sum(record.seconds) - 1:+.1%}", by_table,
+            f"{statistics.mean(record.lengths):.2f}" if record.lengths else "",
+            f"{record.num_equal} of {len(ratios)}",
+            ", ".join(f"{size}: {count}" for size, count in sorted(record.sizes.items())),
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
 
@@ -189,14 +208,14 @@ def main() -> None:
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype)
     texts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     costs = costs_of(target, drafter, [torch.tensor(text) for text in texts[: args.num_tuning_prompts]], args)
-    CycleCostTable.parse(costs)
+    table = CycleCostTable.parse(costs)
     print(json.dumps(costs))
     ways = ways_of(drafter, random_drafter(drafter, target), costs, args)
     for temperature in args.temperatures:
         for size in args.batch_sizes:
             print(f"\n{'greedy' if not temperature else f'temperature {temperature:g}'}, batches of {size}\n")
             inputs = batches(tokenizer, texts[args.num_tuning_prompts :], size, target.device)
-            compare(target, ways, inputs, args, temperature)
+            report(compare(target, ways, inputs, temperature, args.max_new_tokens), table.for_batch(size))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def choose_size(
     # All rows of a batch count together: their mean is what each of them has of the time.
     totals = np.concatenate(([0.0], probabilities.mean(axis=0).cumsum()))
     expected = correction * totals[list(sizes)]
-    cycle_ms = np.array([costs.cycle_ms(size) for size in sizes])
+    cycle_ms = costs.cycle_ms(sizes)
     best = int(((1 + expected) / cycle_ms).argmax())
     return SizeChoice(
         sizes[best], tuple(sizes), tuple(expected.tolist()), tuple(cycle_ms.tolist()), costs.plain_ms, correction

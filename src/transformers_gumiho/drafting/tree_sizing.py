@@ -11,7 +11,9 @@ from .tree_size import TREE_SIZES, DraftingPause, SizeChoice, choose_size, path_
 
 # What a cycle counts for after each further one that drafted: drafts get better and worse within a text.
 _FORGETTING_ACCEPTANCE = 0.95
-_FORGETTING_SPEED = 0.8
+_FORGETTING_SPEED = 0.9
+# What is left of the cycles before a pause when drafting is tried again: that trial should tell more than they do.
+_LEFT_BY_PAUSE = 0.25
 # For how many expected tokens it stands that the expectation is right, before anything was observed.
 _PRIOR_TOKENS = 2.0
 # What is expected of the first cycle counts as at most so many times the speed of plain decoding: a drafter that does
@@ -80,6 +82,7 @@ class BackOff:
             self._next_pause = FIRST_PAUSE
         else:
             self.num_left, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+            self._tokens, self._ms = _LEFT_BY_PAUSE * self._tokens, _LEFT_BY_PAUSE * self._ms
 
     def pauses(self) -> bool:
         """Whether the next cycle does not draft; counts it."""

@@ -50,14 +50,13 @@ class BatchCosts:
     draft_ms: float
     plain_ms: float
 
-    def cycle_ms(self, tree_size: int) -> float:
-        """Returns the milliseconds of a cycle that drafts, and verifies so many of the drafted tokens."""
-        verify = np.interp(tree_size, self.tree_sizes, self.verify_ms)
-        if tree_size > self.tree_sizes[-1] > 0:
-            # Beyond what was measured, at least in proportion to what the largest tree costs more than the root.
-            slope = (self.verify_ms[-1] - self.verify_ms[0]) / self.tree_sizes[-1]
-            verify += slope * (tree_size - self.tree_sizes[-1])
-        return self.draft_ms + float(verify)
+    def cycle_ms(self, tree_sizes: Sequence[int] | int) -> np.ndarray:
+        """Returns the milliseconds of cycles that draft, and verify so many of the drafted tokens."""
+        sizes, largest = np.asarray(tree_sizes), self.tree_sizes[-1]
+        # Beyond what was measured, in proportion to what the largest tree costs more than the root.
+        slope = (self.verify_ms[-1] - self.verify_ms[0]) / max(largest, 1)
+        beyond = np.maximum(sizes - largest, 0)
+        return np.asarray(self.draft_ms + np.interp(sizes, self.tree_sizes, self.verify_ms) + slope * beyond)
 
 
 @dataclass(frozen=True)
