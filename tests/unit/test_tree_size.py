@@ -111,7 +111,7 @@ def test_pauses_double_up_to_a_limit_and_begin_anew_after_success() -> None:
     back_off.expect(40.0, 15.0)
     assert back_off.drafted_speed == pytest.approx(2 * back_off.plain_speed), "to be sure is not to be right"
     pauses, speeds = [], []
-    for tokens in [1.0] * 12 + [6.0] * 4 + [1.0] * 12:
+    for tokens in [1.0] * 12 + [6.0] * 4 + [1.0] * 20:
         back_off.observe(tokens, 15.0)
         speeds.append(back_off.drafted_speed)
         pauses.append(0)

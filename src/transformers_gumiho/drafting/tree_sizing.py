@@ -11,7 +11,7 @@ from .tree_size import TREE_SIZES, DraftingPause, SizeChoice, choose_size, path_
 
 # What a cycle counts for after each further one that drafted: drafts get better and worse within a text.
 _FORGETTING_ACCEPTANCE = 0.95
-_FORGETTING_SPEED = 0.9
+_FORGETTING_SPEED = 0.85
 # What is left of the cycles before a pause when drafting is tried again: that trial should tell more than they do.
 _LEFT_BY_PAUSE = 0.25
 # For how many expected tokens it stands that the expectation is right, before anything was observed.
@@ -20,7 +20,7 @@ _PRIOR_TOKENS = 2.0
 # not fit may be sure of itself.
 _MOST_EXPECTED_SPEEDUP = 2.0
 # Drafted tokens that are verified at most when drafting is tried again: enough to tell whether it pays.
-TRIAL_SIZE = 8
+TRIAL_SIZE = 4
 # Cycles without drafts before drafting is tried again: at first, and at most.
 FIRST_PAUSE = 4
 LONGEST_PAUSE = 64

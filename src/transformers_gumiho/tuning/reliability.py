@@ -21,6 +21,8 @@ from .costs import smooth
 _EDGES = (0.0, -0.01, -0.03, -0.1, -0.2, -0.4, -0.7, -1.0, -1.5, -2.0, -3.0, -4.0, -5.0, -7.0, -10.0, -15.0, -25.0)
 # Fewer tokens tell too little of their own.
 _LEAST_COUNT = 20
+# For how many tokens it stands that the drafter's own probabilities are right.
+_PRIOR_COUNT = 20
 
 
 @torch.inference_mode()
@@ -72,9 +74,15 @@ def fit_acceptance_curve(scores: np.ndarray, accepted: np.ndarray) -> Acceptance
             group = tuple(a + b for a, b in zip(groups.pop(), group, strict=True))  # type: ignore[assignment]
         if group[2]:
             groups.append(group)
-    # As if half a token more had been accepted and half a one not: no share is 0, none is 1.
-    shares = smooth({place: (hits + 0.5) / (count + 1) for place, (_, hits, count) in enumerate(groups)})
     means = [round(total / count, 4) + 0.0 for total, _, count in groups]
+    # As if there had been some more tokens of which the drafter was right: few tokens prove little.
+    counted = zip(means, groups, strict=True)
+    shares = smooth(
+        {
+            place: (hits + _PRIOR_COUNT * np.exp(mean)) / (count + _PRIOR_COUNT)
+            for place, (mean, (_, hits, count)) in enumerate(counted)
+        }
+    )
     return AcceptanceCurve(tuple(means), tuple(round(share, 6) for share in shares.values()))
 
 
