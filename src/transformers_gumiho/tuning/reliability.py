@@ -83,7 +83,7 @@ def fit_acceptance_curve(scores: np.ndarray, accepted: np.ndarray) -> Acceptance
             for place, (mean, (_, hits, count)) in enumerate(counted)
         }
     )
-    return AcceptanceCurve(tuple(means), tuple(round(share, 6) for share in shares.values()))
+    return AcceptanceCurve(tuple(means), tuple(round(float(share), 6) for share in shares.values()))
 
 
 class _ScoreRecorder(GenerationObserver):
