@@ -134,8 +134,9 @@ class TreeSizing:
         """Returns the part of `tree` that is worth most for its cost, where only the rows that are open gain by it."""
         scores = tree.scores[:, 1:].numpy(force=True).astype(np.float64)[list(is_open)]
         probabilities = path_probabilities(scores, self._curve, self._rows_together)
-        most = min(scores.shape[1], TRIAL_SIZE) if self._tries_again else scores.shape[1]
-        sizes = sizes_up_to(most, self._sizes)
+        sizes = sizes_up_to(scores.shape[1], self._sizes)
+        if self._tries_again:
+            sizes = tuple(size for size in sizes if size <= TRIAL_SIZE)
         choice = choose_size(probabilities, sizes, self._costs, self._correction.factor)
         self._back_off.expect(1 + choice.expected[choice.place], choice.cycle_ms[choice.place])
         self.reason = choice
