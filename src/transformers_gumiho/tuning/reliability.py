@@ -83,7 +83,8 @@ def fit_acceptance_curve(scores: np.ndarray, accepted: np.ndarray) -> Acceptance
             for place, (mean, (_, hits, count)) in enumerate(counted)
         }
     )
-    return AcceptanceCurve(tuple(means), tuple(round(float(share), 6) for share in shares.values()))
+    # A share of 0 would say more than anybody can know.
+    return AcceptanceCurve(tuple(means), tuple(max(round(float(share), 6), 1e-6) for share in shares.values()))
 
 
 class _ScoreRecorder(GenerationObserver):
