@@ -121,6 +121,18 @@ def make_sample(mode: str, question: int, seconds: float, category: str = "a", *
     return Sample(**fields | overrides)
 
 
+def test_cycles_are_counted_by_size() -> None:
+    plain = [make_sample("plain", i, 1.0) for i in range(2)]
+    fitted = [make_sample("gumiho", i, s, tree_sizes=t) for i, (s, t) in enumerate([(0.5, [12, 3, 12]), (2.0, [0])])]
+    fixed = [make_sample("tree of 4", i, 1.0, tree_sizes=[4, 4]) for i in range(2)]
+    rows = {row.mode: row for row in summarize([*plain, *fitted, *fixed])}
+    assert rows["plain"].cycles_by_size is None
+    assert rows["gumiho"].cycles_by_size == {0: 1, 3: 1, 12: 2}
+    text = markdown(list(rows.values()))
+    assert "gumiho: drafted tokens per cycle (cycles): 0 (1), 3 (1), 12 (2). Lowest speed-up of a batch: 0.50." in text
+    assert "tree of 4: drafted" not in text, "it never changes"
+
+
 def test_summary_compares_prompt_by_prompt() -> None:
     plain = [make_sample("plain", i, seconds) for i, seconds in enumerate((1.0, 2.0, 4.0))]
     stages = {"prompt": 9.0, "verify": 6.0, "draft": 3.0, "rest": 1.0, "total": 19.0, "num_cycles": 5}

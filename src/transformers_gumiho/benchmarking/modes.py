@@ -65,7 +65,7 @@ def decoding_modes(
     Args:
         drafter: The Gumiho drafter, with the settings to compare.
         draft_model: A small causal language model for transformers' own assisted generation, if there is one.
-        tree_sizes: Drafted tokens of further trees.
+        tree_sizes: Drafted tokens of further trees, which have this size in every cycle.
         compiled: Also decode with compiled models and static caches, with the drafter and without.
     """
     config = drafter.config
@@ -80,14 +80,15 @@ def decoding_modes(
     modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False}))
     for length in (3, 6):
         if length <= config.max_draft_depth:
-            chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length}
+            chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length, "cycle_costs": None}
             modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
     modes.append(DecodingMode("serial head only", gumiho, {"tree_depth": config.num_serial_tokens}))
     modes.append(DecodingMode("one serial token", gumiho, {"tree_depth": 1}))
     if compiled:
         static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
-    modes += [DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size}) for size in tree_sizes]
+    for size in tree_sizes:
+        modes.append(DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size, "cycle_costs": None}))
     return modes
 
 

@@ -48,8 +48,23 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
         chosen = [row for row in rows if (row.temperature, row.batch_size, row.category) == section]
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
-        sections.append("\n".join([title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen), *_compiled(chosen)]))
+        sections.append(
+            "\n".join([title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen), *_sizes(chosen), *_compiled(chosen)])
+        )
     return "\n\n".join(sections) + "\n"
+
+
+def _sizes(rows: Sequence[SummaryRow]) -> list[str]:
+    """Returns how often trees had which size, of the modes in which it changes, and how slow these were at worst."""
+    lines = []
+    for row in rows:
+        sizes = row.cycles_by_size or {}
+        if len(sizes) > 1:
+            counts = ", ".join(f"{size} ({count})" for size, count in sizes.items())
+            lines += ["", f"{row.mode}: drafted tokens per cycle (cycles): {counts}."]
+            if row.lowest_speedup is not None:
+                lines[-1] += f" Lowest speed-up of a batch: {row.lowest_speedup:.2f}."
+    return lines
 
 
 def _compiled(rows: Sequence[SummaryRow]) -> list[str]:

@@ -39,6 +39,7 @@ class Sample:
         accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
         stages: Seconds of each stage, of a run of its own; see [`StageSeconds`].
         num_compiled: Graphs that were compiled while it was measured.
+        tree_sizes: The drafted tokens that each verification cycle verified, if there are cycles.
     """
 
     mode: str
@@ -54,6 +55,7 @@ class Sample:
     accepted_lengths: list[list[int]] | None
     stages: dict[str, float] | None
     num_compiled: int = 0
+    tree_sizes: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ class _Runner:
                     accepted_lengths=getattr(output, "accepted_lengths", None),
                     stages=self._profile(mode, batch),
                     num_compiled=num_compiled,
+                    tree_sizes=getattr(output, "tree_sizes", None),
                 )
             )
         return samples, self.tokenizer.batch_decode(self._answers(plain, batch), skip_special_tokens=True)

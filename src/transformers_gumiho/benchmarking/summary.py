@@ -1,5 +1,6 @@
 """From samples to the numbers that are reported."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class SummaryRow:
         peak_bytes: Median over the batches.
         num_compiled: Graphs that were compiled while the batches were measured.
         speedup_compiled: The speed-up over compiled plain decoding, of compiled modes.
+        cycles_by_size: How many cycles verified so many drafted tokens, by that number; `None` without cycles.
+        lowest_speedup: The least speed-up of a batch.
     """
 
     mode: str
@@ -56,6 +59,8 @@ class SummaryRow:
     peak_bytes: float | None
     num_compiled: int = 0
     speedup_compiled: float | None = None
+    cycles_by_size: dict[int, int] | None = None
+    lowest_speedup: float | None = None
 
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
@@ -86,6 +91,7 @@ def _summarize_mode(
     seconds = {name: sum(stage[name] for stage in stages) for name in ("verify", "draft", "rest")}
     num_cycles = sum(stage["num_cycles"] for stage in stages)
     peaks = [sample.peak_bytes for sample in samples if sample.peak_bytes is not None]
+    sizes = Counter(size for sample in samples for size in sample.tree_sizes or [])
     lower, median, upper = np.percentile(speeds, [25, 50, 75])
     return SummaryRow(
         mode=first.mode,
@@ -105,6 +111,8 @@ def _summarize_mode(
         peak_bytes=float(np.median(peaks)) if peaks else None,
         num_compiled=sum(sample.num_compiled for sample in samples),
         speedup_compiled=_speedup_compiled(samples, compiled),
+        cycles_by_size=dict(sorted(sizes.items())) or None,
+        lowest_speedup=float(speedups.min()),
     )
 
 

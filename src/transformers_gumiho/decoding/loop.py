@@ -1,6 +1,6 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit what the target agrees with."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,27 +14,20 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..drafting.candidate_generator import GumihoCandidateGenerator
-from ..drafting.committed_tokens import CommittedTokens
-from ..drafting.context_drafts import ContextDrafts
 from ..drafting.settings import DraftingSettings
 from ..internals import cache_argument
 from ..model.modeling_gumiho import GumihoModel
 from ..target.continuation import check_continuation
 from ..target.cycle_shapes import CycleShapes, cycle_shapes
-from ..target.feature_reader import TargetStates
-from ..target.output_head import head_for_drafting
 from ..target.own_caches import make_cache
 from ..target.prompt import prompt_positions, read_prompt
 from ..target.requirements import check_cache, check_padding, check_positions, tree_obstacle, verification_kind
-from ..target.session import TargetOutput, TargetSession
-from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import bare_root
-from ..tree.verification import AcceptedPath, pick
 from .observers import GenerationEvents
 from .sequences import CommittedSequences
 from .step_records import CycleRecords
 from .token_choice import TokenChooser
+from .upcoming_trees import UpcomingTrees
 
 
 logger = logging.get_logger(__name__)
@@ -49,12 +42,15 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
         accepted_lengths (`list[list[int]]`):
             For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. Their
             mean is the acceptance length tau. The first token comes from the prompt pass and counts in no cycle.
+        tree_sizes (`list[int]`):
+            The drafted tokens that each cycle verified in every row; 0 where it was a step as in plain decoding.
 
     In a batch, `scores`, `logits` and `hidden_states` are zero where a row has ended before the others: the target is
     not run on padding.
     """
 
     accepted_lengths: list[list[int]] | None = None
+    tree_sizes: list[int] | None = None
 
 
 def decode_with_tree(
@@ -81,7 +77,9 @@ def decode_with_tree(
     _check_prompt(target, input_ids, model_kwargs, max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
     shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes, len(input_ids))
-    chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain)
+    chooser = TokenChooser(
+        sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain, settings.longest_path + 1
+    )
     records = CycleRecords(len(input_ids), generation_config)
     events = GenerationEvents.begin(len(input_ids))
 
@@ -104,9 +102,8 @@ def decode_with_tree(
         chooser.commit(tree, output.logits)
         sequences.stream()
         if not sequences.finished:
-            generator = _make_generator(session, assistant_model, settings, chooser, output.states, events)
-            with events.stage("draft"):
-                tree = generator.draft_tree(_committed_prompt(sequences, session, output, assistant_model))
+            trees = UpcomingTrees(session, assistant_model, settings, chooser, output, events)
+            tree = trees.after_prompt(output)
         while not sequences.finished:
             with events.stage("verify"):
                 output = session.run_tree(sequences.pad_ended_rows(tree) if is_chain else tree)
@@ -114,10 +111,9 @@ def decode_with_tree(
             events.cycle(tree, path)
             sequences.stream()
             session.commit(path)
-            records.add(path, output.hidden_states)
+            records.add(tree, path, output.hidden_states)
             if not sequences.finished:
-                with events.stage("draft"):
-                    tree = generator.draft_tree(_committed_path(path, sequences, output, shapes))
+                tree = trees.after(path, output)
         session.finish(sequences.num_run_by_plain(), sequences.last_tokens(), tree)
 
     if streamer is not None:
@@ -139,6 +135,7 @@ def _output(
         hidden_states=records.hidden_states.until(num_steps),
         past_key_values=past_key_values,
         accepted_lengths=records.accepted_lengths.without_last(num_removed),
+        tree_sizes=records.tree_sizes,
     )
 
 
@@ -185,81 +182,3 @@ def _prepare_shapes(
     if verification_kind(target) == "chain":
         check_continuation(target, model_kwargs.get("attention_mask"), batch_size)
     return shapes
-
-
-def _make_generator(
-    session: TargetSession,
-    drafter: GumihoModel,
-    settings: DraftingSettings,
-    chooser: TokenChooser,
-    states: TargetStates,
-    events: GenerationEvents,
-) -> GumihoCandidateGenerator:
-    # Not the states themselves: the drafter would keep those of the whole prompt.
-    device, dtype = states.last.device, states.last.dtype
-    # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
-    num_new = max(settings.longest_path + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
-    head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype)
-    return GumihoCandidateGenerator(
-        drafter,
-        lm_head=head,
-        settings=settings,
-        past_key_values=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
-        shapes=session.shapes,
-        token_ids=token_ids,
-        context_drafts=_context_drafts(session, settings, chooser.sequences),
-        peek_noise=chooser.peek_noise,
-        # Within a compiled function nobody could be told.
-        around_pass=nullcontext if session.shapes.are_compiled else events.each("drafter_pass"),
-    )
-
-
-def _context_drafts(
-    session: TargetSession, settings: DraftingSettings, sequences: CommittedSequences
-) -> ContextDrafts | None:
-    """Returns the drafts from the context, `None` where none are asked for."""
-    if not settings.prompt_lookup_num_tokens:
-        return None
-    mask, starts = session.prompt.mask, [0] * len(sequences.lengths)
-    # A prompt given as `inputs_embeds` has a mask, but no tokens.
-    if mask is not None and sequences.prompt_length == mask.shape[1]:
-        starts = mask.long().argmax(dim=1).tolist()
-    return ContextDrafts(
-        sequences.tokens_from,
-        starts,
-        settings.prompt_lookup_num_tokens,
-        settings.max_matching_ngram_size,
-        session.model.config.get_text_config(decoder=True).vocab_size,
-    )
-
-
-def _committed_prompt(
-    sequences: CommittedSequences, session: TargetSession, output: TargetOutput, drafter: GumihoModel
-) -> CommittedTokens:
-    """Returns what the drafter reads of the prompt: with a cache of the caller's, the part that was run."""
-    states, mask = output.states.drafter_input, session.prompt.mask
-    # With `inputs_embeds` the tokens of the prompt are not known, and only the generated ones are.
-    num_known = min(states.shape[1], sequences.lengths[0])
-    accepted_lengths = [num_known] * len(sequences.lengths)
-    # A multimodal prompt may mark its images by ids outside the vocabulary; the states tell what is there.
-    vocab_size = drafter.config.get_text_config().vocab_size
-    return CommittedTokens(
-        sequences.newest(accepted_lengths).clamp(0, vocab_size - 1),
-        states[:, -num_known:],
-        output.position_ids[:, -num_known:],
-        accepted_lengths,
-        mask[:, -num_known:] if mask is not None else None,
-    )
-
-
-def _committed_path(
-    path: AcceptedPath, sequences: CommittedSequences, output: TargetOutput, shapes: CycleShapes
-) -> CommittedTokens:
-    """Returns what the drafter reads of a cycle: the accepted nodes' states, and the tokens chosen from them."""
-    nodes = path.nodes if shapes.are_fixed else path.nodes[:, : max(path.accepted_lengths)]
-    return CommittedTokens(
-        sequences.newest(path.accepted_lengths, nodes.shape[1]),
-        pick(output.states.drafter_input, nodes),
-        output.position_ids.gather(1, nodes.to(output.position_ids.device)),
-        path.accepted_lengths,
-    )

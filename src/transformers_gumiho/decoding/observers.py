@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Literal
 
+from ..drafting.tree_size import DraftingPause, SizeChoice
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 
@@ -42,6 +43,14 @@ class GenerationObserver:
             tree: The draft tree that was verified.
             path: What was committed from it, as wide as the longest row's. Where a text ends within a
                 drafted path, the last token is a draft instead of a bonus token.
+        """
+
+    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+        """
+        Is called before each cycle of a drafter that has `cycle_costs`, once its tree is there.
+
+        Args:
+            reason: Why the tree has its size, or why nothing was drafted.
         """
 
 
@@ -115,6 +124,12 @@ class GenerationEvents:
                 observer.on_stage_begin(stage)
                 stack.callback(observer.on_stage_end, stage)
             yield
+
+    def tree_sized(self, reason: SizeChoice | DraftingPause | None) -> None:
+        """Tells why the next tree has its size."""
+        if reason is not None:
+            for observer in self.observers:
+                observer.on_tree_sized(reason)
 
     def cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
         """Tells what a cycle committed, in memory that the next one does not overwrite."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath, pick
 
 
@@ -113,14 +114,17 @@ class CycleRecords:
     Attributes:
         hidden_states: Those of all layers, where they are to be returned.
         accepted_lengths: The tokens that each cycle committed.
+        tree_sizes: The drafted tokens that each cycle verified.
     """
 
     def __init__(self, batch_size: int, generation_config: GenerationConfig):
         returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
         self.hidden_states = HiddenStateRecord(batch_size, bool(returns_states))
         self.accepted_lengths = AcceptedLengths(batch_size)
+        self.tree_sizes: list[int] = []
 
-    def add(self, path: AcceptedPath, hidden_states: Any) -> None:
+    def add(self, tree: DraftTree, path: AcceptedPath, hidden_states: Any) -> None:
         """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
         self.hidden_states.add(hidden_states, path)
         self.accepted_lengths.add(path)
+        self.tree_sizes.append(tree.tokens.shape[1] - 1)

@@ -34,7 +34,7 @@ from transformers.generation import (
 
 from ..target.cycle_shapes import CycleShapes
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath, ChildFinder, Walk, longest_path, pick, walk_tree
+from ..tree.verification import AcceptedPath, ChildFinder, Walk, pick, walk_tree
 from .sampling_noise import UpcomingNoise
 from .sequences import CommittedSequences
 from .step_records import StepRecord
@@ -80,6 +80,7 @@ class TokenChooser:
         shapes: What cycles run in.
         rows_together: Whether all open rows have to take the same number of tokens, and none goes on in the cycle in
             which another one ends.
+        path_width: Nodes of every path where shapes are fixed, root included: those of the longest.
     """
 
     def __init__(
@@ -90,13 +91,14 @@ class TokenChooser:
         generation_config: GenerationConfig,
         shapes: CycleShapes,
         rows_together: bool = False,
+        path_width: int = 1,
     ):
         self.sequences = sequences
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
         self._noise: UpcomingNoise | None = None  # of draws like those of the newest tokens
         self.shapes = shapes
-        self._walk = shapes.compiler(_walk_greedily)
+        self.path_width = path_width
         self.batch_size = len(sequences.lengths)
         returns_dict = generation_config.return_dict_in_generate
         self.scores = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_scores))
@@ -131,10 +133,11 @@ class TokenChooser:
     def commit(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """
         Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens. Returns the path, which is
-        as wide as the longest possible one where shapes are fixed.
+        `path_width` wide where shapes are fixed.
         """
         path = self._commit_whole_tree(tree, logits) if self.whole_tree else self._commit_stepwise(tree, logits)
-        missing = longest_path(tree) - path.nodes.shape[1] if self.shapes.are_fixed else 0
+        # Whatever the tree: it may be a part of a larger one.
+        missing = self.path_width - path.nodes.shape[1] if self.shapes.are_fixed else 0
         if missing > 0:
             nodes, tokens = (nn.functional.pad(tensor, (0, missing)) for tensor in (path.nodes, path.tokens))
             path = AcceptedPath(nodes, tokens, path.accepted_lengths)
@@ -154,7 +157,9 @@ class TokenChooser:
         elif logits.dtype == torch.float64:
             scores = logits.float()  # plain decoding chooses among values rounded to float32
         # After the prompt there is a root alone, and a compiled walk would be compiled for that, too.
-        walk, told = (self._walk if tree.max_depth else _walk_greedily)(tree, scores)
+        is_root = tree.max_depth == 0
+        walk_greedily = _walk_greedily if is_root else self.shapes.stage(_walk_greedily, tree.tokens.shape[1])
+        walk, told = walk_greedily(tree, scores)
         host = told.tolist()
         counts = [row[0] for row in host]
         self._record(self.logits, logits, walk.nodes, counts)

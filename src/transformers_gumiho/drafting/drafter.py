@@ -59,14 +59,14 @@ class GumihoDrafter:
         self._head_weights = model.mlp.batched_weights()
         device = model.fc.weight.device
         # For each number of tokens that a cycle commits: what each of them sees of the others, and where it is.
-        offsets = torch.arange(settings.longest_path + 1, device=device)
-        causal = (offsets[:, None] >= offsets).expand(len(past_key_values.lengths), -1, -1)
+        self._num_committed = settings.longest_path + 1
+        causal, offsets = self._causal_block(self._num_committed)
         num_heads = settings.tree_depth - model.config.num_serial_tokens
         self._transitions = None
         if model.transition is not None and num_heads > 0:
             with torch.no_grad():
                 self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids)
-        self._committed = [(causal[:, :n, :n], offsets[:n].expand(len(causal), -1)) for n in range(len(offsets) + 1)]
+        self._committed = [(causal[:, :n, :n], offsets[:, :n]) for n in range(self._num_committed + 1)]
         self._recombinations = self._find_recombinations(len(past_key_values.lengths))
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
@@ -80,6 +80,7 @@ class GumihoDrafter:
             for tensor in [tensor for pair in self._head_weights or [] for tensor in pair]:
                 mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
+        self._read_fixed = self._shapes.compiler(GumihoDrafter._read_in_fixed_shapes)
 
     def _find_recombinations(self, batch_size: int) -> Recombinations | None:
         settings, config = self.settings, self.model.config
@@ -111,18 +112,23 @@ class GumihoDrafter:
     @torch.no_grad()
     @groups_in_place()
     def draft(self, committed: CommittedTokens) -> DraftTree:
-        """Takes in the newly committed tokens, on the drafter's device, and drafts a tree after the last of them."""
+        """
+        Takes in what was committed since the last draft, on the drafter's device, and drafts a tree after the last of
+        these tokens.
+        """
         noise = self._upcoming_noise()
         if not self._has_read_prompt:
             return self._draft_after_prompt(committed, noise)
+        if self.has_fixed_shapes:
+            if committed.tokens.shape[1] != self._num_committed:
+                # Of several cycles.
+                *older, committed = committed.split(self._num_committed)
+                for part in older:
+                    self._read_fixed(self, *_inputs(part))
+            # A copy, as the next cycle, which verifies it, may overwrite what a captured graph returned.
+            return self._draft_fixed(self, *_inputs(committed), noise).clone()
         tokens, states, position_ids = committed.tokens, committed.drafter_input, committed.position_ids
         accepted_lengths = committed.accepted_lengths
-        if self.has_fixed_shapes:
-            # A single row has the strides of the buffer it was cut from, and these change.
-            tokens = tokens.flatten().view(tokens.shape)
-            inputs = (tokens, states, position_ids, _to_device(accepted_lengths, tokens.device), noise)
-            # A copy, as the next cycle, which verifies it, may overwrite what a captured graph returned.
-            return self._draft_fixed(self, *inputs).clone()
         features = self._read_committed(tokens, states, position_ids)
         self.cache.advance(accepted_lengths)
         root, feature, position = (_last_of_rows(t, accepted_lengths) for t in (tokens, features, position_ids))
@@ -162,6 +168,17 @@ class GumihoDrafter:
         last = (accepted_lengths - 1).clamp(min=0)
         return self._grow_tree(_pick(tokens, last), _pick(features, last), _pick(position_ids, last), noise)
 
+    def _read_in_fixed_shapes(
+        self,
+        tokens: torch.Tensor,
+        drafter_input: torch.Tensor,
+        position_ids: torch.Tensor,
+        accepted_lengths: torch.Tensor,
+    ) -> None:
+        """Takes in tokens without drafting after them; the arguments are those of [`_draft_in_fixed_shapes`]."""
+        self._read_committed(tokens, drafter_input, position_ids)
+        self.cache.advance(accepted_lengths)
+
     def _grow_tree(
         self,
         root_tokens: torch.Tensor,
@@ -179,10 +196,18 @@ class GumihoDrafter:
     def _read_committed(
         self, tokens: torch.Tensor, drafter_input: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Adds a cycle's committed tokens to the cache; returns their serial features `(B, n, H)`."""
-        causal, depths = self._committed[tokens.shape[1]]
+        """Adds committed tokens to the cache; returns their serial features `(B, n, H)`."""
+        num_tokens = tokens.shape[1]
+        is_known = num_tokens < len(self._committed)
+        causal, depths = self._committed[num_tokens] if is_known else self._causal_block(num_tokens)
         fused = self._fuse_read(tokens, drafter_input)
         return self._run_block(fused, causal, depths, position_ids)
+
+    def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns for tokens in a row what each of them sees of the others `(B, n, n)`, and where it is `(B, n)`."""
+        batch_size = len(self.cache.lengths)
+        offsets = torch.arange(num_tokens, device=self.model.fc.weight.device)
+        return (offsets[:, None] >= offsets).expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
 
     def _draft_serially(
         self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
@@ -365,6 +390,14 @@ def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Picks place `places[b]` of each row of `(B, n, ...)`; returns `(B, 1, ...)`."""
     index = places.view(-1, 1, *[1] * (tensor.ndim - 2))
     return tensor.gather(1, index.expand(-1, -1, *tensor.shape[2:]))
+
+
+def _inputs(committed: CommittedTokens) -> tuple[torch.Tensor, ...]:
+    """Returns what a compiled stage takes of committed tokens."""
+    # A single row has the strides of the buffer it was cut from, and these change.
+    tokens = committed.tokens.flatten().view(committed.tokens.shape)
+    lengths = _to_device(committed.accepted_lengths, tokens.device)
+    return tokens, committed.drafter_input, committed.position_ids, lengths
 
 
 def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:

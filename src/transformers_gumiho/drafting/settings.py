@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..model.configuration_gumiho import GumihoConfig
+from ..model.cycle_costs import CycleCostTable
 from ..model.decoding_settings import DECODING_DEFAULTS
 from ..model.draft_vocabulary import find_fault
 
@@ -34,6 +35,8 @@ class DraftingSettings:
         draft_temperature: Temperature under which draft scores rank nodes: one for all depths, or one for each from
             depth 1 down, of which the last goes on below. By default (`None`) 2/3.
         draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
+        cycle_costs: What cycles cost here: each then verifies as many drafted tokens as make the most of its time, at
+            most `num_assistant_tokens`, or none. By default (`None`) all of them.
         sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
         prompt_lookup_num_tokens: The most tokens that are drafted from the context, by how it went on where its newest
             tokens stood before; 0 for none. Of the call of `generate()`, no setting of the drafter's.
@@ -47,6 +50,7 @@ class DraftingSettings:
     full_tree_attention: bool
     draft_temperature: float | tuple[float, ...]
     draft_vocabulary: Sequence[int] | None = None
+    cycle_costs: CycleCostTable | None = None
     sampling_temperature: float | None = None
     prompt_lookup_num_tokens: int = 0
     max_matching_ngram_size: int = 2
@@ -78,6 +82,7 @@ class DraftingSettings:
             full_tree_attention=read("full_tree_attention", DECODING_DEFAULTS["full_tree_attention"]),
             draft_temperature=_as_tuple(read("draft_temperature", DRAFT_TEMPERATURE)),
             draft_vocabulary=read("draft_vocabulary", DECODING_DEFAULTS["draft_vocabulary"]),
+            cycle_costs=_parse_costs(read("cycle_costs", DECODING_DEFAULTS["cycle_costs"])),
             sampling_temperature=sampling_temperature,
         )
         settings._validate(config)
@@ -168,6 +173,17 @@ class DraftingSettings:
     def recombines(self) -> bool:
         """Whether the tree is the best of all recombinations of `extension`'s tokens. A chain is the only one."""
         return self.full_tree_attention or self.branching_factor == 1
+
+
+def _parse_costs(value: Any) -> CycleCostTable | None:
+    if value is None:
+        return None
+    try:
+        return CycleCostTable.parse(value)
+    except ValueError as error:
+        raise ValueError(
+            f"`cycle_costs` must be None or a table as `gumiho tune` writes it, but {error}. {_WHERE}"
+        ) from None
 
 
 def _as_tuple(value: Any) -> Any:

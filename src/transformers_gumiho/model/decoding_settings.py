@@ -17,6 +17,7 @@ DECODING_DEFAULTS: dict[str, Any] = {
     "full_tree_attention": True,
     "draft_temperature": None,
     "draft_vocabulary": None,
+    "cycle_costs": None,
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..decoding.observers import GenerationObserver, observing
+from ..drafting.tree_size import DraftingPause, SizeChoice
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath, ChildFinder
 
@@ -24,6 +25,7 @@ class Cycle:
             which the tree's nodes were chosen; 0 for the root.
         accepted: The drafted nodes that the target agreed with, from depth 1 down.
         bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
+        reason: Why the tree has its size; `None` where the drafter has no `cycle_costs`.
     """
 
     tokens: tuple[int, ...]
@@ -31,6 +33,7 @@ class Cycle:
     scores: tuple[float, ...]
     accepted: tuple[int, ...]
     bonus_token: int | None
+    reason: SizeChoice | DraftingPause | None = None
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -82,16 +85,23 @@ def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
 class _CycleWatcher(GenerationObserver):
     def __init__(self, watch: Callable[[Cycle], None]):
         self.watch = watch
+        self._reason: SizeChoice | DraftingPause | None = None
 
     def on_generation_begin(self, batch_size: int) -> None:
         if batch_size != 1:
             raise ValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
+        self._reason = None  # the drafter of an earlier generation may have had costs
+
+    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+        self._reason = reason
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
-        self.watch(_describe_cycle(tree, path.nodes, path.tokens))
+        self.watch(_describe_cycle(tree, path.nodes, path.tokens, self._reason))
 
 
-def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) -> Cycle:
+def _describe_cycle(
+    tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor, reason: SizeChoice | DraftingPause | None
+) -> Cycle:
     """Returns the cycle that visited `nodes` `(1, n)` and chose `tokens` `(1, n)` after them."""
     accepted = nodes[0, 1:].tolist()
     # A text that ends within a drafted path ends with a draft, and there is no bonus token.
@@ -104,4 +114,5 @@ def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) 
         scores=tuple(tree.scores[0].tolist()),
         accepted=tuple(accepted),
         bonus_token=None if is_drafted else int(tokens[0, -1]),
+        reason=reason,
     )

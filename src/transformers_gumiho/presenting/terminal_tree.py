@@ -3,6 +3,7 @@
 from .colours import coloured
 from .cycles import Cycle
 from .labels import CycleLabels
+from .size_reasons import describe_size
 
 
 _LEGEND = """\
@@ -33,6 +34,7 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         "",
         f"{num_drafted} tokens drafted, {num_accepted} accepted (the drafter expected {cycle.expected_accepted:.2f}, "
         f"the sum of its path probabilities), {len(cycle.committed)} committed",
+        *([] if cycle.reason is None else [describe_size(cycle.reason)]),
     ]
     return "\n".join(lines)
 

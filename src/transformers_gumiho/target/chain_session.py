@@ -57,7 +57,7 @@ class ChainSession(TargetSession):
         )
         if "logits_to_keep" in model_inputs:  # some models put in their own
             model_inputs["logits_to_keep"] = max(num_nodes, 1)
-        outputs, captured = self._run_target(model_inputs)
+        outputs, captured = self._run_target(model_inputs, num_tokens)
         hidden_states = outputs.hidden_states
         return TargetOutput(
             logits=outputs.logits[:, outputs.logits.shape[1] - num_nodes :],

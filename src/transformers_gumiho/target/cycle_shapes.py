@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,10 @@ class CycleShapes:
         """Whether stages are compiled."""
         return self.compiler is not run_as_it_is
 
+    def stage(self, function: Function, num_nodes: int) -> Function:
+        """Compiles a stage for passes over `num_nodes` nodes, apart from those over others."""
+        return self.compiler(_of_its_own(function, num_nodes)) if self.are_compiled else function
+
     def slots_for(self, num_slots: int) -> int:
         """Returns the slots of a cache of fixed shapes that is to hold `num_slots`."""
         if self.capacity is None or self.capacity >= num_slots:
@@ -83,6 +88,18 @@ def cycle_shapes(
         # Otherwise a second length of text would recompile every stage for all lengths, and make all of them slower.
         options["dynamic"] = False
     return CycleShapes(capacity, functools.partial(_compiled, options=_Options(options)))
+
+
+@functools.cache
+def _of_its_own(function: Function, num_nodes: int) -> Function:
+    """
+    Returns a copy of a function, with a code object for each number of nodes: PyTorch counts by these how often it has
+    compiled, and gives up after a few times.
+    """
+    plain: Any = function
+    code = plain.__code__.replace(co_name=f"{plain.__name__}_of_{num_nodes}")
+    copy: Any = FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+    return copy
 
 
 class _Options(dict):

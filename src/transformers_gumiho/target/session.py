@@ -91,8 +91,6 @@ class TargetSession:
         self._model_kwargs = model_kwargs
         self._reader = reader
         self._dtype = dtype
-        self._run_model = shapes.compiler(_run_model)
-        self._tree_masks = shapes.compiler(_tree_masks)
         self._listening = ExitStack()
         self._has_ended = [False] * len(cache.lengths)
         # Plain decoding runs no token at a later position, and a target with a table of positions (one without a
@@ -124,7 +122,8 @@ class TargetSession:
             torch.compiler.cudagraph_mark_step_begin()
         tree = tree.to(self.device)
         position_ids = self._position_ids(tree)
-        masks = self._tree_masks(tree, self.cache, self._dtype, self._windows)
+        tree_masks = self.shapes.stage(_tree_masks, tree.tokens.shape[1])
+        masks = tree_masks(tree, self.cache, self._dtype, self._windows)
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
@@ -132,7 +131,7 @@ class TargetSession:
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=position_ids,
         )
-        outputs, captured = self._run_target(model_inputs)
+        outputs, captured = self._run_target(model_inputs, tree.tokens.shape[1])
         return TargetOutput(
             logits=outputs.logits,
             states=self._reader.collect(captured),
@@ -171,10 +170,10 @@ class TargetSession:
             self.cache.commit(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
         self.cache.truncate([max(-number, 0) for number in num_missing])
 
-    def _run_target(self, model_inputs: dict[str, Any]) -> tuple[Any, tuple[CapturedPass, ...]]:
-        """Returns what the target returns, and the states that were captured."""
+    def _run_target(self, model_inputs: dict[str, Any], num_tokens: int) -> tuple[Any, tuple[CapturedPass, ...]]:
+        """Returns what the target returns for so many tokens in each row, and the states that were captured."""
         with groups_in_place():
-            return self._run_model(self.model, model_inputs)
+            return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs)
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:
         return self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)

@@ -75,6 +75,20 @@ class DraftTree:
             max_depth=self.max_depth,
         )
 
+    def first(self, num_drafted: int) -> "DraftTree":
+        """Returns the tree of the first `num_drafted` drafted tokens: parents come first, so each has its own."""
+        stop = num_drafted + 1
+        if stop >= self.tokens.shape[1]:
+            return self
+        return DraftTree(
+            tokens=self.tokens[:, :stop],
+            parents=self.parents[:, :stop],
+            depths=self.depths[:, :stop],
+            scores=self.scores[:, :stop],
+            ancestors=self.ancestors[:, :stop, :stop],
+            max_depth=min(self.max_depth, num_drafted),
+        )
+
     def with_root(self, root_tokens: torch.Tensor) -> "DraftTree":
         """Returns the same tree under other roots `(B,)`."""
         root = root_tokens[:, None].to(self.tokens)

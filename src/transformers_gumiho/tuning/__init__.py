@@ -6,11 +6,14 @@ from .arguments import TuningArguments
 from .calibration import DraftLosses, measure_draft_losses
 from .command import tune
 from .contest import decode_in_turns, measure_in_turns
+from .cost_table import measure_cost_table
 from .costs import CycleCosts, measure_costs, measure_cycles
 from .counting import rank_on_other_half, rank_tokens
 from .finding import find_best_tree
+from .reliability import fit_acceptance_curve, measure_acceptance_curve
 from .result import TuningResult, describe
 from .search import Candidate, TreeSettings, choose_contenders, rank_trees
+from .sizes import FittedSizes, fit_sizes
 from .vocabulary import VocabularyCandidate, VocabularyChoice, choose_vocabulary
 
 
@@ -20,6 +23,7 @@ __all__ = [
     "Candidate",
     "CycleCosts",
     "DraftLosses",
+    "FittedSizes",
     "TreeSettings",
     "TuningArguments",
     "TuningResult",
@@ -31,6 +35,10 @@ __all__ = [
     "decode_in_turns",
     "describe",
     "find_best_tree",
+    "fit_acceptance_curve",
+    "fit_sizes",
+    "measure_acceptance_curve",
+    "measure_cost_table",
     "measure_costs",
     "measure_cycles",
     "measure_draft_losses",

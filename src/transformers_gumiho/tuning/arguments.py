@@ -24,5 +24,6 @@ class TuningArguments:
     temperature: float = field(default=0.0, metadata={"help": "The temperature to tune for; 0 is greedy."})
     repeats: int = field(default=3, metadata={"help": "Times that each shape of a cycle is timed."})
     tune_vocabulary: bool = field(default=True, metadata={"help": "Choose the tokens that may be drafted, too."})
+    tune_sizes: bool = field(default=True, metadata={"help": "Measure what cycles cost, so that sizes can fit."})
     dtype: str = field(default="auto", metadata={"help": "Precision of both models."})
     device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})

@@ -1,22 +1,26 @@
 """`gumiho tune`: finds the settings that decode fastest on this machine, and keeps them with the drafter."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from ..measuring.decoding_settings import decoding_settings
 from ..measuring.loading import load_pair
 from ..measuring.prompts import encode_turn, read_questions
 from .arguments import TuningArguments
 from .finding import find_best_tree
 from .result import TuningResult
+from .sizes import fit_sizes
 
 
 def tune(args: TuningArguments) -> TuningResult:
     """
     Fits the temperature of the drafts at each depth, measures what cycles cost here and how far trees are accepted,
     lets the trees that should be fastest decode the prompts in turns, does the same with numbers of tokens that may be
-    drafted, and writes the settings of the winners into `generation_config.json`.
+    drafted and with sizes that fit each cycle, and writes the settings of the winners and what cycles cost into
+    `generation_config.json`.
 
     Raises:
         SystemExit: There is no folder to write into, or nothing to begin prompts with.
@@ -30,7 +34,11 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
         prompts = [torch.tensor(encode_turn(tokenizer, question.turns[:1], [])) for question in questions]
-    result = find_best_tree(target, drafter, prompts, args)
+    # What is compared are trees of fixed sizes, whatever an earlier run has left.
+    with decoding_settings(drafter, {"cycle_costs": None}):
+        result = find_best_tree(target, drafter, prompts, args)
+        if args.tune_sizes:
+            result = replace(result, sizes=fit_sizes(target, drafter, prompts, result.settings, args))
     drafter.generation_config.update(**result.settings)
     drafter.generation_config.save_pretrained(folder)
     return result

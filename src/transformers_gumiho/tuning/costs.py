@@ -139,7 +139,7 @@ def _time_in_turns(
     """Returns the `repeats` runs with each of `trees`, sorted by shape, and those without a drafter in between."""
     timed: dict[Tree, list[DecodingTime]] = {}
     steps: list[DecodingTime] = []
-    with _without_end(target):
+    with without_end(target):
         for repeat in range(repeats + 1):
             if repeat == 1:  # the runs before this one were a warm-up
                 timed, steps = {}, []
@@ -185,7 +185,7 @@ def measure_cycles(
     ratios: dict[Name, list[float]] = {name: [] for name in settings}
     ids = context[None].to(target.device)
     options = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
-    with _without_end(target):
+    with without_end(target):
         for _ in range(repeats + 1):  # the first one warms up
             for name, of_name in settings.items():
                 taken = time_plain(target, ids, **options)
@@ -197,7 +197,7 @@ def measure_cycles(
 
 
 @contextmanager
-def _without_end(target: PreTrainedModel) -> Iterator[None]:
+def without_end(target: PreTrainedModel) -> Iterator[None]:
     """
     Lets all runs decode the same number of tokens, past the text's end if need be. A minimum length would do that by a
     processor that looks at the prefix, which makes decoding slower than what is to be predicted.

@@ -5,6 +5,7 @@ from typing import Any
 
 from .costs import CycleCosts
 from .search import Candidate, DraftTemperature
+from .sizes import FittedSizes
 from .vocabulary import VocabularyCandidate, VocabularyChoice
 
 
@@ -21,6 +22,7 @@ class TuningResult:
         by_size: The fastest tree of each size, as expected.
         costs: What cycles cost.
         vocabulary: The tokens to draft the best tree from; `None` where the drafter keeps those it has.
+        sizes: What cycles cost, and how sizes that fit them did; `None` where the size stays fixed.
     """
 
     best: Candidate
@@ -32,12 +34,14 @@ class TuningResult:
     by_size: list[Candidate]
     costs: CycleCosts
     vocabulary: VocabularyChoice | None = None
+    sizes: FittedSizes | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """What was found to be fastest, as fields of a generation config, in numbers and lists."""
         found = self.best.settings.as_dict()
-        return found | ({"draft_vocabulary": self.vocabulary.chosen.token_ids} if self.vocabulary else {})
+        vocabulary = {"draft_vocabulary": self.vocabulary.chosen.token_ids} if self.vocabulary else {}
+        return found | vocabulary | (self.sizes.settings if self.sizes else {})
 
     def expected_speed(self, candidate: Candidate) -> float:
         """
@@ -50,6 +54,8 @@ class TuningResult:
     @property
     def speculation_pays(self) -> bool:
         """Whether decoding with the drafter was measured to be faster than without, in the last contest there was."""
+        if self.sizes is not None:
+            return max(self.sizes.measured.values()) > self.sizes.plain
         last = self.vocabulary
         if last is not None and last.plain is not None:
             return last.measured[last.chosen] > last.plain
@@ -82,9 +88,29 @@ def describe(result: TuningResult) -> str:
     gain = result.measured["best"] / result.measured["default"] - 1
     lines.append(f"the best settings are {gain:+.0%} against those before: {result.best.settings.as_dict()}")
     lines += ["", *_vocabulary(result.vocabulary)]
+    if result.sizes is not None:
+        lines += ["", *_sizes(result.sizes)]
     if not result.speculation_pays:
         lines.append("PLAIN DECODING IS FASTER on this machine: leave `assistant_model` out.")
     return "\n".join(lines)
+
+
+def _sizes(sizes: FittedSizes) -> list[str]:
+    table = sizes.table
+    speeds = ", ".join(f"{speed:.1f} tokens/s up to {size} drafted" for size, speed in sizes.measured.items())
+    gain = sizes.measured[sizes.largest] / sizes.fixed_speed - 1
+    return [
+        "milliseconds of a target pass, by rows and drafted tokens; of drafting; of a plain step",
+        f"rows  {' '.join(f'{size:7d}' for size in table.tree_sizes)}    draft    plain",
+        *[
+            f"{rows:4d}  {' '.join(f'{ms:7.2f}' for ms in verify)}  {draft:7.2f}  {plain:7.2f}"
+            for rows, verify, draft, plain in zip(
+                table.batch_sizes, table.verify_ms, table.draft_ms, table.plain_ms, strict=True
+            )
+        ],
+        f"sizes that fit each cycle: {speeds}; always {sizes.fixed}: {sizes.fixed_speed:.1f}, plain "
+        f"decoding: {sizes.plain:.1f}; fitting gains {gain:+.1%}",
+    ]
 
 
 def _plain(measured: float, step_seconds: float) -> str:

@@ -1,0 +1,184 @@
+"""The draft trees of a generation: what the drafter is told, when it drafts, and which part of a tree is verified."""
+
+from contextlib import nullcontext
+
+from transformers.utils import logging
+
+from ..drafting.candidate_generator import GumihoCandidateGenerator
+from ..drafting.committed_tokens import CommittedTokens
+from ..drafting.context_drafts import ContextDrafts
+from ..drafting.settings import DraftingSettings
+from ..drafting.tree_size import COMPILED_TREE_SIZES, TREE_SIZES
+from ..drafting.tree_sizing import TreeSizing
+from ..model.modeling_gumiho import GumihoModel
+from ..target.feature_reader import TargetStates
+from ..target.machine import machine_name
+from ..target.output_head import head_for_drafting
+from ..target.session import TargetOutput, TargetSession
+from ..target.tree_cache import TreeCache
+from ..tree.draft_tree import DraftTree, bare_root
+from ..tree.verification import AcceptedPath, pick
+from .observers import GenerationEvents
+from .sequences import CommittedSequences
+from .token_choice import TokenChooser
+
+
+logger = logging.get_logger(__name__)
+
+
+class UpcomingTrees:
+    """
+    The draft trees of a generation, one for each cycle. With `cycle_costs` a tree has the size that makes most of the
+    cycle's time, and where drafting is not worth its time it is the root alone; what was committed meanwhile is kept
+    for when the drafter drafts again.
+
+    Args:
+        session: Of the target, which has read the prompt.
+        drafter: The drafter.
+        settings: Its settings.
+        chooser: Of the target's tokens.
+        output: What the target computed for the prompt.
+        events: Told of drafting, and of why a tree has its size.
+    """
+
+    def __init__(
+        self,
+        session: TargetSession,
+        drafter: GumihoModel,
+        settings: DraftingSettings,
+        chooser: TokenChooser,
+        output: TargetOutput,
+        events: GenerationEvents,
+    ):
+        self._session = session
+        self._drafter = drafter
+        self._sequences = chooser.sequences
+        self._events = events
+        self._generator = _make_generator(session, drafter, settings, chooser, output.states, events)
+        self._sizing = _tree_sizing(session, settings, chooser)
+        self._untold: list[CommittedTokens] = []  # committed since the drafter drafted last
+
+    def after_prompt(self, output: TargetOutput) -> DraftTree:
+        """Returns the first tree, after what the target computed for the prompt."""
+        return self._draft(self._committed_prompt(output))
+
+    def after(self, path: AcceptedPath, output: TargetOutput) -> DraftTree:
+        """Returns the tree after a cycle that has committed `path`, for which the target computed `output`."""
+        if self._sizing is None:
+            return self._draft(self._committed_path(path, output))
+        self._sizing.observe(path.accepted_lengths)
+        pauses = self._sizing.pauses()
+        # As wide as always, if the drafter is told of this cycle alone.
+        self._untold.append(self._committed_path(path, output, is_narrow=pauses or bool(self._untold)))
+        if pauses:
+            self._events.tree_sized(self._sizing.reason)
+            return bare_root(self._sequences.last_tokens())
+        committed, self._untold = CommittedTokens.join(self._untold), []
+        return self._draft(committed)
+
+    def _draft(self, committed: CommittedTokens) -> DraftTree:
+        with self._events.stage("draft"):
+            tree = self._generator.draft_tree(committed)
+            if self._sizing is None:
+                return tree
+            # On a GPU the one time in a cycle, beside reading what was accepted, that the host waits for it.
+            is_open = [self._sequences.is_open(row) for row in range(len(self._sequences.lengths))]
+            tree = self._sizing.cut(tree, is_open)
+        self._events.tree_sized(self._sizing.reason)
+        return tree
+
+    def _committed_prompt(self, output: TargetOutput) -> CommittedTokens:
+        """Returns what the drafter reads of the prompt: with a cache of the caller's, the part that was run."""
+        states, mask = output.states.drafter_input, self._session.prompt.mask
+        # With `inputs_embeds` the tokens of the prompt are not known, and only the generated ones are.
+        num_known = min(states.shape[1], self._sequences.lengths[0])
+        accepted_lengths = [num_known] * len(self._sequences.lengths)
+        # A multimodal prompt may mark its images by ids outside the vocabulary; the states tell what is there.
+        vocab_size = self._drafter.config.get_text_config().vocab_size
+        return CommittedTokens(
+            self._sequences.newest(accepted_lengths).clamp(0, vocab_size - 1),
+            states[:, -num_known:],
+            output.position_ids[:, -num_known:],
+            accepted_lengths,
+            mask[:, -num_known:] if mask is not None else None,
+        )
+
+    def _committed_path(self, path: AcceptedPath, output: TargetOutput, is_narrow: bool = False) -> CommittedTokens:
+        """
+        Returns what the drafter reads of a cycle: the accepted nodes' states, and the tokens chosen from them; where
+        it is not narrow and shapes are fixed, as wide as always.
+        """
+        is_wide = self._session.shapes.are_fixed and not is_narrow
+        nodes = path.nodes if is_wide else path.nodes[:, : max(path.accepted_lengths)]
+        return CommittedTokens(
+            self._sequences.newest(path.accepted_lengths, nodes.shape[1]),
+            pick(output.states.drafter_input, nodes),
+            output.position_ids.gather(1, nodes.to(output.position_ids.device)),
+            path.accepted_lengths,
+        )
+
+
+def _make_generator(
+    session: TargetSession,
+    drafter: GumihoModel,
+    settings: DraftingSettings,
+    chooser: TokenChooser,
+    states: TargetStates,
+    events: GenerationEvents,
+) -> GumihoCandidateGenerator:
+    # Not the states themselves: the drafter would keep those of the whole prompt.
+    device, dtype = states.last.device, states.last.dtype
+    # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
+    num_new = max(settings.longest_path + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
+    head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype)
+    return GumihoCandidateGenerator(
+        drafter,
+        lm_head=head,
+        settings=settings,
+        past_key_values=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
+        shapes=session.shapes,
+        token_ids=token_ids,
+        context_drafts=_context_drafts(session, settings, chooser.sequences),
+        peek_noise=chooser.peek_noise,
+        # Within a compiled function nobody could be told.
+        around_pass=nullcontext if session.shapes.are_compiled else events.each("drafter_pass"),
+    )
+
+
+def _context_drafts(
+    session: TargetSession, settings: DraftingSettings, sequences: CommittedSequences
+) -> ContextDrafts | None:
+    """Returns the drafts from the context, `None` where none are asked for."""
+    if not settings.prompt_lookup_num_tokens:
+        return None
+    mask, starts = session.prompt.mask, [0] * len(sequences.lengths)
+    # A prompt given as `inputs_embeds` has a mask, but no tokens.
+    if mask is not None and sequences.prompt_length == mask.shape[1]:
+        starts = mask.long().argmax(dim=1).tolist()
+    return ContextDrafts(
+        sequences.tokens_from,
+        starts,
+        settings.prompt_lookup_num_tokens,
+        settings.max_matching_ngram_size,
+        session.model.config.get_text_config(decoder=True).vocab_size,
+    )
+
+
+def _tree_sizing(session: TargetSession, settings: DraftingSettings, chooser: TokenChooser) -> TreeSizing | None:
+    """Returns what fits the trees to their costs, `None` where these are not known."""
+    table = settings.cycle_costs
+    if table is None:
+        return None
+    here = machine_name(session.device), str(session.model.dtype).removeprefix("torch.")
+    if (table.machine, table.dtype) != here:
+        logger.warning_once(
+            f"The drafter's `cycle_costs` were measured on {table.machine!r} in {table.dtype}, and this is "
+            f"{here[0]!r} in {here[1]}: trees may have other sizes than the best. Let `gumiho tune` measure here, or "
+            f"set `cycle_costs` to None in the drafter's `generation_config`."
+        )
+    return TreeSizing(
+        table.for_batch(chooser.batch_size),
+        table.curve(chooser.do_sample),
+        chooser.rows_together,
+        COMPILED_TREE_SIZES if session.shapes.are_fixed else TREE_SIZES,
+    )

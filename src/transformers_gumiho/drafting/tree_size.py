@@ -1,0 +1,102 @@
+"""How many drafted tokens a cycle verifies: as many as make the most of its time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..model.cycle_costs import AcceptanceCurve, BatchCosts
+
+
+# Among few sizes little is lost: beside the best one expectation and cost change slowly.
+TREE_SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 63, 80, 96, 128, 160, 192, 256)
+# Where each size takes compiled functions of its own.
+COMPILED_TREE_SIZES = (0, 3, 7, 12, 20, 32, 48, 63, 96, 128, 256)
+
+
+@dataclass(frozen=True)
+class SizeChoice:
+    """
+    Why a cycle verifies as many drafted tokens as it does.
+
+    Attributes:
+        size: Drafted tokens that are verified.
+        sizes: Those that could have been, increasing.
+        expected: For each of these sizes, the drafted tokens that are expected to be accepted in a row.
+        cycle_ms: For each of them, the milliseconds that a cycle should take.
+        plain_ms: Those of a step of plain decoding.
+        correction: What expectations were multiplied by, as accepted tokens were told from expected ones before.
+    """
+
+    size: int
+    sizes: tuple[int, ...]
+    expected: tuple[float, ...]
+    cycle_ms: tuple[float, ...]
+    plain_ms: float
+    correction: float
+
+    @property
+    def place(self) -> int:
+        """The place of the chosen size among the sizes."""
+        return self.sizes.index(self.size)
+
+    @property
+    def tokens_per_second(self) -> tuple[float, ...]:
+        """The tokens per second to expect of each size, in a row."""
+        return tuple(1e3 * (1 + e) / ms for e, ms in zip(self.expected, self.cycle_ms, strict=True))
+
+
+@dataclass(frozen=True)
+class DraftingPause:
+    """
+    Why a cycle does not draft: drafts were not worth their time.
+
+    Attributes:
+        drafted_speed: Tokens per second in a row of the newest cycles that drafted.
+        plain_speed: Those of plain decoding.
+        num_left: Further cycles without drafts until drafting is tried again.
+    """
+
+    drafted_speed: float
+    plain_speed: float
+    num_left: int
+
+
+def sizes_up_to(num_drafted: int, sizes: Sequence[int] = TREE_SIZES) -> tuple[int, ...]:
+    """Returns the sizes to choose among, for a tree of `num_drafted` tokens: those that are smaller, and all of it."""
+    return (*(size for size in sizes if size < num_drafted), num_drafted)
+
+
+def path_probabilities(scores: np.ndarray, curve: AcceptanceCurve | None, rows_together: bool = False) -> np.ndarray:
+    """
+    Returns `(B, N)`: how likely each drafted token is to be accepted.
+
+    Args:
+        scores (`(B, N)`): Summed draft log-probabilities of the paths that end at the tokens.
+        curve: How often such tokens were accepted. Without it they are taken at their word.
+        rows_together: The rows are chains of which a token is accepted only where it is in all of them.
+    """
+    probabilities = np.exp(scores) if curve is None else curve.probabilities(scores)
+    return np.broadcast_to(probabilities.prod(axis=0), scores.shape) if rows_together else probabilities
+
+
+def choose_size(
+    probabilities: np.ndarray, sizes: Sequence[int], costs: BatchCosts, correction: float = 1.0
+) -> SizeChoice:
+    """
+    Chooses the size that maximises (1 + expected accepted tokens) / time; of equal ones the smallest.
+
+    Args:
+        probabilities (`(B, N)`): How likely each drafted token is to be accepted, in the order of the tree.
+        sizes: To choose among, increasing; none above `N`.
+        costs: Of cycles with so many rows.
+        correction: What expectations are to be multiplied by.
+    """
+    # All rows of a batch count together: their mean is what each of them has of the time.
+    totals = np.concatenate(([0.0], probabilities.mean(axis=0).cumsum()))
+    expected = correction * totals[list(sizes)]
+    cycle_ms = costs.cycle_ms(sizes)
+    best = int(((1 + expected) / cycle_ms).argmax())
+    return SizeChoice(
+        sizes[best], tuple(sizes), tuple(expected.tolist()), tuple(cycle_ms.tolist()), costs.plain_ms, correction
+    )

@@ -1,0 +1,205 @@
+"""What cycles cost on a machine: the decoding setting `cycle_costs`, a small table that goes into a JSON file."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+
+Numbers = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class AcceptanceCurve:
+    """
+    How often drafted tokens were accepted, by the score of their path.
+
+    Attributes:
+        scores: Log-probabilities (nats) of paths, increasing.
+        shares: Of the tokens with about this score, those that were accepted: above 0, never decreasing, at most 1.
+    """
+
+    scores: Numbers
+    shares: Numbers
+
+    def probabilities(self, scores: np.ndarray) -> np.ndarray:
+        """Returns how likely tokens with these scores are to be accepted; 0 for a score of minus infinity."""
+        first = self.scores[0]
+        shares = np.exp(np.interp(scores, self.scores, np.log(self.shares)))
+        # Below what was seen, as much less likely as the drafter says.
+        return np.asarray(shares * np.exp(np.minimum(scores - first, 0.0)))
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """
+    What cycles with a number of rows cost.
+
+    Attributes:
+        tree_sizes: Drafted tokens of trees, increasing.
+        verify_ms: For each of them, milliseconds of the target's pass.
+        draft_ms: Milliseconds of all else in a cycle that drafts.
+        plain_ms: Milliseconds of a step of plain decoding.
+    """
+
+    tree_sizes: tuple[int, ...]
+    verify_ms: Numbers
+    draft_ms: float
+    plain_ms: float
+
+    def cycle_ms(self, tree_sizes: Sequence[int] | int) -> np.ndarray:
+        """Returns the milliseconds of cycles that draft, and verify so many of the drafted tokens."""
+        sizes, largest = np.asarray(tree_sizes), self.tree_sizes[-1]
+        # Beyond what was measured, in proportion to what the largest tree costs more than the root.
+        slope = (self.verify_ms[-1] - self.verify_ms[0]) / max(largest, 1)
+        beyond = np.maximum(sizes - largest, 0)
+        return np.asarray(self.draft_ms + np.interp(sizes, self.tree_sizes, self.verify_ms) + slope * beyond)
+
+
+@dataclass(frozen=True)
+class CycleCostTable:
+    """
+    What cycles were measured to cost on a machine, by `gumiho tune`.
+
+    Attributes:
+        machine: Its name.
+        dtype: That of the target.
+        batch_sizes: Rows of the batches that were timed, increasing.
+        tree_sizes: Drafted tokens of the trees that were timed, increasing, 0 first.
+        verify_ms: For each batch size and each tree size, milliseconds of the target's pass over the tree.
+        draft_ms: For each batch size, milliseconds of all else in a cycle.
+        plain_ms: For each batch size, milliseconds of a step of plain decoding.
+        greedy: How often drafted tokens were accepted; `None` takes the drafter's own probabilities.
+        sampling: The same where tokens are sampled.
+    """
+
+    machine: str
+    dtype: str
+    batch_sizes: tuple[int, ...]
+    tree_sizes: tuple[int, ...]
+    verify_ms: tuple[Numbers, ...]
+    draft_ms: Numbers
+    plain_ms: Numbers
+    greedy: AcceptanceCurve | None = None
+    sampling: AcceptanceCurve | None = None
+
+    @classmethod
+    def parse(cls, value: Any) -> "CycleCostTable":
+        """
+        Reads a table from dictionaries, lists and numbers.
+
+        Raises:
+            ValueError: Something is missing or malformed; the message is the end of a sentence about the table.
+        """
+        _check_keys(value, _REQUIRED, ("greedy", "sampling"))
+        for name in ("machine", "dtype"):
+            if not isinstance(value[name], str):
+                raise ValueError(f"its `{name}` must be a text, got {value[name]!r}")
+        batch_sizes = _increasing(value, "batch_sizes", 1)
+        tree_sizes = _increasing(value, "tree_sizes", 0)
+        if tree_sizes[0] != 0:
+            raise ValueError(f"its `tree_sizes` must begin with 0, the root alone, got {list(tree_sizes)}")
+        rows = value["verify_ms"]
+        if not isinstance(rows, (list, tuple)) or len(rows) != len(batch_sizes):
+            raise ValueError(f"its `verify_ms` must be a list with a list for each of {len(batch_sizes)} batch sizes")
+        return cls(
+            machine=value["machine"],
+            dtype=value["dtype"],
+            batch_sizes=batch_sizes,
+            tree_sizes=tree_sizes,
+            verify_ms=tuple(_positive(row, "verify_ms", len(tree_sizes), "tree sizes") for row in rows),
+            draft_ms=_positive(value["draft_ms"], "draft_ms", len(batch_sizes), "batch sizes"),
+            plain_ms=_positive(value["plain_ms"], "plain_ms", len(batch_sizes), "batch sizes"),
+            greedy=_parse_curve(value.get("greedy"), "greedy"),
+            sampling=_parse_curve(value.get("sampling"), "sampling"),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the table in dictionaries, lists and numbers, as `parse` reads it."""
+        return _in_lists(asdict(self))
+
+    def for_batch(self, batch_size: int) -> BatchCosts:
+        """Returns what cycles with so many rows cost: between the measured ones what lies between."""
+
+        def at(values: Sequence[float]) -> float:
+            return _at(batch_size, self.batch_sizes, values)
+
+        verify = tuple(at([row[place] for row in self.verify_ms]) for place in range(len(self.tree_sizes)))
+        return BatchCosts(self.tree_sizes, verify, at(self.draft_ms), at(self.plain_ms))
+
+    def curve(self, is_sampling: bool) -> AcceptanceCurve | None:
+        """Returns how often drafted tokens are accepted in this way of decoding, `None` where nobody knows."""
+        return self.sampling if is_sampling else self.greedy
+
+
+_REQUIRED = ("machine", "dtype", "batch_sizes", "tree_sizes", "verify_ms", "draft_ms", "plain_ms")
+
+
+def _check_keys(value: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"it must be a dictionary, got {type(value).__name__}")
+    if missing := [name for name in required if name not in value]:
+        raise ValueError(f"it lacks {', '.join(f'`{name}`' for name in missing)}")
+    if unknown := [name for name in value if name not in (*required, *optional)]:
+        raise ValueError(f"it has the unknown entry `{unknown[0]}`")
+
+
+def _increasing(value: dict[str, Any], name: str, least: int) -> tuple[int, ...]:
+    given = value[name]
+    is_list = isinstance(given, (list, tuple)) and len(given) > 0 and all(type(number) is int for number in given)
+    if not is_list or given[0] < least or any(a >= b for a, b in pairwise(given)):
+        raise ValueError(f"its `{name}` must be a list of increasing integers of at least {least}, got {given!r}")
+    return tuple(given)
+
+
+def _numbers(given: Any, name: str, is_one: Callable[[float], bool], kind: str) -> Numbers:
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"its `{name}` must be a list of {kind} numbers, got {given!r}")
+    for number in given:
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or not is_one(number):
+            raise ValueError(f"its `{name}` must hold {kind} numbers, got {number!r}")
+    return tuple(float(number) for number in given)
+
+
+def _positive(given: Any, name: str, count: int, per: str) -> Numbers:
+    numbers = _numbers(given, name, lambda number: number > 0, "positive")
+    if len(numbers) != count:
+        raise ValueError(f"its `{name}` must hold a number for each of {count} {per}, got {len(numbers)}")
+    return numbers
+
+
+def _parse_curve(value: Any, name: str) -> AcceptanceCurve | None:
+    if value is None:
+        return None
+    try:
+        _check_keys(value, ("scores", "shares"))
+        scores = _numbers(value["scores"], "scores", lambda number: number <= 0, "never positive")
+        shares = _numbers(value["shares"], "shares", lambda number: 0 < number <= 1, "positive, at most 1:")
+        if not scores or len(scores) != len(shares):
+            raise ValueError(f"it must have a share for each score, got {len(scores)} scores, {len(shares)} shares")
+        if any(a >= b for a, b in pairwise(scores)):
+            raise ValueError("its `scores` must increase")
+    except ValueError as error:
+        raise ValueError(f"of its `{name}`, {error}") from None
+    return AcceptanceCurve(scores, shares)
+
+
+def _at(place: int, places: Sequence[int], values: Sequence[float]) -> float:
+    """Interpolates; beyond the last place as between the last two, and never less than there."""
+    if place <= places[-1] or len(places) == 1:
+        return float(np.interp(place, places, values))
+    slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
+    return values[-1] + max(slope, 0.0) * (place - places[-1])
+
+
+def _in_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_lists(item) for name, item in value.items()}
+    return [_in_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+__all__ = ["AcceptanceCurve", "BatchCosts", "CycleCostTable"]

@@ -1,0 +1,26 @@
+"""Why a cycle verified as many drafted tokens as it did, in a line."""
+
+from ..drafting.tree_size import DraftingPause, SizeChoice
+
+
+# Sizes beside the chosen one whose speeds are told.
+_NUM_ALTERNATIVES = 4
+
+
+def describe_size(reason: SizeChoice | DraftingPause) -> str:
+    """Returns one line on the size of a tree: what was expected of it and of others, or why nothing was drafted."""
+    if isinstance(reason, DraftingPause):
+        return (
+            f"nothing drafted: the newest drafts gave {reason.drafted_speed:.0f} tokens/s, plain decoding "
+            f"{reason.plain_speed:.0f}; tried again after {reason.num_left} more cycles"
+        )
+    place, speeds = reason.place, reason.tokens_per_second
+    others = [other for other in range(len(speeds)) if other != place]
+    # The best of the others, in the order of their sizes.
+    shown = sorted(sorted(others, key=lambda other: -speeds[other])[:_NUM_ALTERNATIVES])
+    alternatives = "".join(f"{reason.sizes[other]}: {speeds[other]:.0f}, " for other in shown)
+    return (
+        f"size {reason.size} of {reason.sizes[-1]}: {reason.expected[place]:.2f} accepted tokens expected (x "
+        f"{reason.correction:.2f}, as observed) in {reason.cycle_ms[place]:.1f} ms, {speeds[place]:.0f} tokens/s "
+        f"({alternatives}plain: {1e3 / reason.plain_ms:.0f})"
+    )

@@ -1,0 +1,327 @@
+"""`cycle_costs`: trees of the size that fits each cycle, and pauses where drafts are worth nothing. The same texts."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from chains import make_chain_drafter, make_chain_target, partly_right_drafts
+from cycle_costs import make_cost_table
+from targets import make_drafter, make_prompts, make_target, passes_of
+from torch._dynamo.utils import counters
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
+from transformers_gumiho.drafting.committed_tokens import CommittedTokens
+from transformers_gumiho.drafting.tree_size import DraftingPause, SizeChoice
+from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.tree.verification import AcceptedPath
+
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+# With these a cycle of a tiny random pair drafts for a while, then pauses, and tries again.
+COSTS = {"draft_ms": 6.0, "node_ms": 0.3}
+
+
+class KeepGoing(StoppingCriteria):
+    """One of the caller's, that nobody knows: all rows then advance in step."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class Cycles(GenerationObserver):
+    """Keeps the tree of every cycle, what was committed from it, and why it had its size."""
+
+    def __init__(self) -> None:
+        self.trees: list[DraftTree] = []
+        self.lengths: list[list[int]] = []
+        self.reasons: list[SizeChoice | DraftingPause] = []
+
+    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+        self.reasons.append(reason)
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        self.trees.append(tree)
+        self.lengths.append(path.accepted_lengths)
+
+
+def make_pair(family: str = "llama", costs: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, GumihoModel]:
+    target = make_target(family, seed=3)
+    settings = {"num_assistant_tokens": 20, "branching_factor": 3} | settings
+    return target, make_drafter(target, **settings, cycle_costs=make_cost_table(**COSTS if costs is None else costs))
+
+
+def has_pauses_and_drafts(sizes: list[int]) -> bool:
+    """Whether drafting went on after a pause, and trees had several sizes."""
+    drafted = [place for place, size in enumerate(sizes) if size]
+    return len(set(sizes)) > 1 and any(b - a > 1 for a, b in pairwise(drafted))
+
+
+@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
+@pytest.mark.parametrize(("family", "branching_factor"), [("llama", 1), ("llama", 3), ("gemma3", 3)])
+def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, shapes: dict[str, Any]) -> None:
+    target, drafter = make_pair(family, branching_factor=branching_factor)
+    sizes = []
+    for lengths in ([9], [9, 4, 1]):
+        for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
+            arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": 50, **sampling}
+            if len(lengths) > 1 and sampling["do_sample"]:
+                arguments["stopping_criteria"] = [KeepGoing()]
+            torch.manual_seed(0)
+            plain = target.generate(**arguments)
+            for lookup in ({}, {"prompt_lookup_num_tokens": 6}):
+                torch.manual_seed(0)
+                drafted = target.generate(
+                    **arguments, assistant_model=drafter, return_dict_in_generate=True, **shapes, **lookup
+                )
+                assert torch.equal(drafted.sequences, plain)
+                sizes.append(drafted.tree_sizes)
+    assert any(map(has_pauses_and_drafts, sizes)), "the equality says something only where sizes differ"
+
+
+@pytest.mark.parametrize("family", ["lfm2", "bloom"])
+def test_chains_through_states(family: str) -> None:
+    target = make_chain_target(family)
+    costs = make_cost_table(draft_ms=14.0, plain_ms=11.0)
+    drafter = make_chain_drafter(target, cycle_costs=costs)
+    sizes = set()
+    for lengths in ([5], [4, 17, 9]):
+        prompts = make_prompts(lengths)
+        for do_sample in (False, True):
+            arguments = {**prompts, "max_new_tokens": 50, "do_sample": do_sample, "return_dict_in_generate": True}
+            torch.manual_seed(1)
+            plain = target.generate(**arguments)
+            torch.manual_seed(1)
+            drafted = target.generate(**arguments, assistant_model=drafter)
+            assert torch.equal(drafted.sequences, plain.sequences)
+            assert sum(size > 0 for size in drafted.tree_sizes) < 0.3 * len(drafted.tree_sizes)
+            torch.manual_seed(1)
+            with partly_right_drafts(plain.sequences, prompts["input_ids"].shape[1]):
+                better = target.generate(**arguments, assistant_model=drafter)
+            assert torch.equal(better.sequences, plain.sequences)
+            sizes |= set(better.tree_sizes)
+    assert len(sizes) > 2
+
+
+class RepeatsLastToken(LogitsProcessor):
+    """Depends on the whole prefix and on the order of calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.num_calls += 1
+        scores = scores.clone()
+        scores[:, input_ids[0, -2]] += 1.0 + 0.1 * ((int(input_ids.sum()) + self.num_calls) % 7)
+        return scores
+
+
+class Streamed(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.tokens.append([-1])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_is_returned_and_streamed_is_that_of_plain_decoding(do_sample: bool) -> None:
+    target, drafter = make_pair()
+    arguments = {
+        **make_prompts([9]), "max_new_tokens": 60, "do_sample": do_sample, "return_dict_in_generate": True,
+        "output_scores": True, "output_logits": True, "output_hidden_states": True,
+    }  # fmt: skip
+    outputs, streamers = [], []
+    for assistant in ({}, {"assistant_model": drafter}):
+        streamers.append(Streamed())
+        torch.manual_seed(0)
+        processed = {"logits_processor": [RepeatsLastToken()], "streamer": streamers[-1]}
+        outputs.append(target.generate(**copy.deepcopy(arguments), **processed, **assistant))
+    plain, drafted = outputs
+    assert has_pauses_and_drafts(drafted.tree_sizes)
+    assert torch.equal(drafted.sequences, plain.sequences)
+    assert streamers[1].tokens == streamers[0].tokens
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(getattr(drafted, name), getattr(plain, name))
+    for ours, theirs in zip(drafted.hidden_states, plain.hidden_states, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    # The cache is that of plain decoding: a conversation goes on from it.
+    assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+    lengths = drafted.accepted_lengths[0]
+    assert len(lengths) == len(drafted.tree_sizes)
+    assert 1 + sum(lengths) == 60
+    assert all(length == 1 for length, size in zip(lengths, drafted.tree_sizes, strict=True) if not size)
+
+
+@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
+@pytest.mark.parametrize("lengths", [[9], [9, 4, 1]], ids=["one", "batch"])
+def test_drafts_after_a_pause_are_those_without_it(lengths: list[int], shapes: dict[str, Any]) -> None:
+    """The drafter takes in all that was committed meanwhile."""
+    trees: list[dict[tuple[int, int], list[int]]] = []
+    target, drafter = make_pair()
+    for costs in (drafter.generation_config.cycle_costs, None):
+        drafter.generation_config.cycle_costs = costs
+        with observing(seen := Cycles()):
+            target.generate(
+                **make_prompts(lengths), max_new_tokens=80, do_sample=False, assistant_model=drafter, **shapes
+            )
+        now, found = [1] * len(lengths), {}
+        for tree, accepted in zip(seen.trees, seen.lengths, strict=True):
+            for row, length in enumerate(accepted):
+                if length:
+                    found[row, now[row]] = tree.tokens[row].tolist()
+                now[row] += length
+        trees.append(found)
+    paused, always = trees
+    shared = [place for place in paused if place in always and len(paused[place]) > 1]
+    assert any(max(0, *(p[1] for p in shared)) - place[1] < 30 for place in shared if place[1] > 30)
+    for place in shared:
+        assert paused[place] == always[place][: len(paused[place])]
+
+
+def test_without_costs_every_tree_has_the_size_that_is_set() -> None:
+    target, drafter = make_pair()
+    drafter.generation_config.cycle_costs = None
+    with observing(seen := Cycles()):
+        output = target.generate(
+            **make_prompts([9]), max_new_tokens=40, do_sample=False, assistant_model=drafter,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    assert set(output.tree_sizes) == {20}
+    assert seen.reasons == []
+
+
+def test_every_cycle_tells_why_it_had_its_size() -> None:
+    target, drafter = make_pair()
+    with observing(seen := Cycles()):
+        output = target.generate(
+            **make_prompts([9]), max_new_tokens=60, do_sample=False, assistant_model=drafter,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    assert len(seen.reasons) == len(output.tree_sizes)
+    for reason, size, tree in zip(seen.reasons, output.tree_sizes, seen.trees, strict=True):
+        assert tree.tokens.shape[1] == size + 1
+        if isinstance(reason, DraftingPause):
+            assert size == 0
+            assert reason.drafted_speed < reason.plain_speed
+        else:
+            assert reason.size == size
+            assert reason.tokens_per_second[reason.place] == max(reason.tokens_per_second)
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [[5], [5, 9, 2]], ids=["one", "batch"])
+def test_drafter_that_does_not_fit_seldom_drafts(lengths: list[int], sampling: dict[str, Any]) -> None:
+    """Random weights, which make it sure of tokens that the target, with a large vocabulary, never takes."""
+    target = make_target("llama", vocab_size=500)
+    drafter = make_drafter(target, num_assistant_tokens=20, branching_factor=3, draft_temperature=0.02)
+    drafter.generation_config.cycle_costs = make_cost_table(plain_ms=12.0)
+    num_drafts = 0
+    draft = GumihoCandidateGenerator.draft_tree
+
+    def counting(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
+        nonlocal num_drafts
+        num_drafts += 1
+        return draft(self, committed)
+
+    with pytest.MonkeyPatch.context() as patch, observing(seen := Cycles()):
+        patch.setattr(GumihoCandidateGenerator, "draft_tree", counting)
+        num_passes, _ = passes_of(
+            target,
+            lambda: target.generate(
+                **make_prompts(lengths), max_new_tokens=150, assistant_model=drafter, **sampling
+            ),
+        )  # fmt: skip
+    assert isinstance(seen.reasons[0], SizeChoice)
+    assert seen.reasons[0].expected[-1] > 1, "it must be sure of itself"
+    assert num_drafts <= 0.1 * num_passes
+
+
+def test_drafts_that_get_good_are_taken_up_again() -> None:
+    """The drafter drafts wrong tokens up to the middle of the text, and right ones from there on."""
+    target, drafter = make_pair(branching_factor=1, tree_depth=7, num_assistant_tokens=7, draft_temperature=0.1)
+    prompts, middle = make_prompts([9]), 60
+    plain = target.generate(**prompts, max_new_tokens=200, do_sample=False)
+    draft, length = GumihoCandidateGenerator.draft_tree, [0]
+
+    def better_later(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
+        tree = draft(self, committed)
+        # The committed tokens of the first call are those of the prompt, moved on by one.
+        length[0] = length[0] + committed.accepted_lengths[0] if length[0] else 10
+        places = torch.arange(length[0], length[0] + 7).clamp(max=plain.shape[1] - 1)
+        tokens = plain[:, places] if length[0] > 9 + middle else 7 - plain[:, places]
+        return replace(tree, tokens=torch.cat((tree.tokens[:, :1], tokens), dim=1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GumihoCandidateGenerator, "draft_tree", better_later)
+        output = target.generate(
+            **prompts, max_new_tokens=200, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+    assert torch.equal(output.sequences, plain)
+    sizes, first_good = output.tree_sizes, 0
+    while 1 + sum(output.accepted_lengths[0][:first_good]) <= middle:
+        first_good += 1
+    assert sum(size > 0 for size in sizes[:first_good]) < 12, "wrong drafts are given up"
+    tried_again = next(place for place in range(first_good, len(sizes)) if sizes[place])
+    assert tried_again - first_good <= 64
+    assert all(size > 0 for size in sizes[tried_again + 1 :]), "right ones are not"
+
+
+@pytest.fixture
+def _forget_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_forget_compiled")
+def test_every_size_has_graphs_of_its_own() -> None:
+    target, drafter = make_pair(num_assistant_tokens=7, branching_factor=2)
+    config = compile_on_every_device(backend="eager", mode="default", fullgraph=True)
+    static = {"cache_implementation": "static", "compile_config": config, "assistant_model": drafter}
+    prompt = make_prompts([9])
+    plain = target.generate(**prompt, max_new_tokens=30, do_sample=False)
+    sizes: set[int] = set()
+    for node_ms in (0.3, 0.8, 0.3):
+        drafter.generation_config.cycle_costs = make_cost_table(node_ms=node_ms)
+        drafted = target.generate(**prompt, max_new_tokens=30, do_sample=False, return_dict_in_generate=True, **static)
+        assert torch.equal(drafted.sequences, plain)
+        sizes |= set(drafted.tree_sizes)
+        # Masks, target and walk of each size; a root alone is not walked. Drafting, and reading what pauses left.
+        assert counters["stats"]["unique_graphs"] == 3 * len(sizes) - (0 in sizes) + 2
+    assert sizes == {0, 3, 7}
+
+
+def warnings_of(target: PreTrainedModel, drafter: GumihoModel, caplog: pytest.LogCaptureFixture) -> str:
+    logging.get_logger("transformers_gumiho.decoding.upcoming_trees").warning_once.cache_clear()
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            target.generate(**make_prompts([5]), max_new_tokens=4, do_sample=False, assistant_model=drafter)
+    return caplog.text
+
+
+def test_costs_of_another_machine_are_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    target, drafter = make_pair()
+    assert "cycle_costs" not in warnings_of(target, drafter, caplog)
+    for entry in ({"machine": "a toaster"}, {"dtype": "bfloat16"}):
+        drafter.generation_config.cycle_costs = make_cost_table(**COSTS, **entry)
+        found = warnings_of(target, drafter, caplog)
+        assert found.count("`cycle_costs` were measured on") == 1
+        assert next(iter(entry.values())) in found
+        assert "Let `gumiho tune` measure here" in found

@@ -1,0 +1,135 @@
+"""What tuning measures for sizes that fit: how often drafts are accepted, and what cycles cost."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from targets import make_drafter, make_prompts, make_target
+from tuning_results import make_result
+
+from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.model.cycle_costs import CycleCostTable
+from transformers_gumiho.tuning import (
+    Answer,
+    Candidate,
+    FittedSizes,
+    TreeSettings,
+    TuningArguments,
+    cost_table,
+    describe,
+    fit_acceptance_curve,
+    fit_sizes,
+    measure_acceptance_curve,
+    measure_cost_table,
+)
+from transformers_gumiho.tuning.cost_table import forcing_table, typical_rows
+from transformers_gumiho.tuning.timing import DecodingTime
+
+
+SETTINGS = {"num_assistant_tokens": 12, "branching_factor": 3, "tree_depth": 7, "draft_temperature": 1.0}
+
+
+def test_curve_finds_how_often_scores_are_right() -> None:
+    generator = np.random.default_rng(0)
+    scores = -generator.exponential(2.0, 40000)
+    shares = 0.6 * np.exp(1.3 * scores)  # a drafter that is too sure of itself
+    curve = fit_acceptance_curve(scores, generator.random(len(scores)) < shares)
+    for score in (-0.05, -0.5, -1.2, -2.5):
+        assert curve.probabilities(np.array([score]))[0] == pytest.approx(0.6 * np.exp(1.3 * score), rel=0.1)
+    assert list(curve.scores) == sorted(curve.scores)
+    assert list(curve.shares) == sorted(curve.shares)
+    assert 0 < curve.shares[0] < curve.shares[-1] <= 1
+    few = fit_acceptance_curve(np.array([-1.0, -np.inf]), np.array([True, False]))
+    assert few.shares[0] == pytest.approx((1 + 20 * np.exp(-13.0)) / 22, abs=1e-3), "few tokens prove little"
+
+
+def test_curve_counts_the_drafted_tokens_of_a_generation() -> None:
+    target = make_target(seed=3)
+    drafter = make_drafter(target)
+    prompts = [make_prompts([length])["input_ids"][0] for length in (4, 6)]
+    for sampling in ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0}):
+        curve, answers = measure_acceptance_curve(target, drafter, prompts, 30, SETTINGS, **sampling)
+        assert [len(answer.new_tokens) for answer in answers] == [30, 30]
+        assert curve is not None
+        assert 0 < min(curve.shares) <= max(curve.shares) <= 1
+    one_token, _ = measure_acceptance_curve(target, drafter, prompts, 1, SETTINGS)
+    assert one_token is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 12])
+def test_forced_size_is_that_of_every_cycle(size: int) -> None:
+    target = make_target(seed=3)
+    drafter = make_drafter(target, **SETTINGS, cycle_costs=forcing_table(size, "here", "float64"))
+    output = target.generate(
+        **make_prompts([5]), max_new_tokens=20, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+    )
+    assert set(output.tree_sizes) == {size}
+
+
+def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def drafted(_: Any, __: Any, ids: torch.Tensor, settings: dict[str, Any], **___: Any) -> DecodingTime:
+        table = CycleCostTable.parse(settings["cycle_costs"])
+        (size,) = (s for s, ms in zip(table.tree_sizes, table.verify_ms[0], strict=True) if ms == 1.0)
+        seen.append((len(ids), size))
+        verify = 0.010 + 0.001 * len(ids) * size
+        is_slow_spell = len(seen) % 7 == 0
+        return DecodingTime(verify_seconds=verify + is_slow_spell, cycle_seconds=verify + is_slow_spell + 0.004)
+
+    monkeypatch.setattr(cost_table, "time_drafted", drafted)
+    monkeypatch.setattr(
+        cost_table, "time_plain", lambda _, ids, **__: DecodingTime(num_tokens=10, seconds=0.09 + 0.01 * len(ids))
+    )
+    target = make_target()
+    answers = [Answer(torch.arange(40) % 7, 10), Answer(torch.arange(50) % 5, 10)]
+    table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=3)
+    assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 3, 7, 12))
+    assert set(seen) == {(rows, size) for rows in (1, 2) for size in (0, 1, 3, 7, 12)}
+    for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):
+        assert verify == pytest.approx([10.0 + rows * size for size in table.tree_sizes])
+    assert table.draft_ms == pytest.approx((4.0, 4.0))
+    assert table.plain_ms == pytest.approx((10.0, 11.0))
+    assert table.dtype == "float64"
+
+
+def test_rows_of_a_batch_are_different_texts() -> None:
+    answers = [Answer(torch.arange(start, start + 60), 20) for start in (0, 100)]
+    rows = typical_rows(answers, 20, 3)
+    assert rows.shape == (3, 30)
+    assert not torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+
+
+def test_what_is_found_are_settings_of_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_table, "TIMED_BATCHES", (1, 2))
+    target = make_target(seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=6, branching_factor=3)
+    before = drafter.generation_config.to_dict()
+    prompts = [make_prompts([length])["input_ids"][0] for length in (4, 6)]
+    args = TuningArguments("", "", max_new_tokens=20, max_tree_size=8, repeats=1)
+    fitted = fit_sizes(target, drafter, prompts, SETTINGS | {"num_assistant_tokens": 6}, args)
+    assert drafter.generation_config.to_dict() == before
+    assert list(fitted.measured) == [6, 8]
+    candidate = Candidate(TreeSettings(6, 3, 7, 1.0), tau=2.0, cycle_seconds=0.1)
+    result = make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0})
+    result = type(result)(**vars(result) | {"sizes": fitted})
+    drafter.generation_config.update(**result.settings)
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+    assert settings.cycle_costs == fitted.table
+    assert settings.num_assistant_tokens == fitted.largest
+
+
+def test_gain_is_told() -> None:
+    table = CycleCostTable("m", "float32", (1, 8), (0, 4), ((8.0, 9.5), (10.0, 20.0)), (2.0, 4.0), (8.25, 12.0))
+    sizes = FittedSizes(table, fixed=4, measured={4: 100.0, 8: 110.0}, fixed_speed=100.0, plain=50.0)
+    candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=1.2, cycle_seconds=0.1)
+    result = make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0})
+    text = describe(type(result)(**vars(result) | {"sizes": sizes}))
+    assert "\nrows        0       4    draft    plain\n   1     8.00    9.50     2.00     8.25\n" in text
+    assert (
+        "100.0 tokens/s up to 4 drafted, 110.0 tokens/s up to 8 drafted; always 4: 100.0, plain decoding: 50.0; "
+        "fitting gains +10.0%"
+    ) in text
+    assert "PLAIN DECODING IS FASTER" not in text

@@ -1,0 +1,69 @@
+"""The setting `cycle_costs`: what a table must be, where it goes, and what lies between what was measured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cycle_costs import make_cost_table
+from targets import make_drafter, make_target
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.model.cycle_costs import CycleCostTable
+
+
+CURVE = {"scores": [-3.0, -1.0], "shares": [0.1, 0.5]}
+
+
+def test_table_comes_back_with_the_drafters_files(tmp_path: Path) -> None:
+    table = make_cost_table(greedy=CURVE)
+    drafter = make_drafter(make_target(), cycle_costs=table)
+    drafter.save_pretrained(tmp_path)
+    loaded = GumihoModel.from_pretrained(tmp_path)
+    assert loaded.generation_config.cycle_costs == table
+    settings = DraftingSettings.from_generation_config(loaded.generation_config, loaded.config, None)
+    assert settings.cycle_costs == CycleCostTable.parse(table)
+    assert CycleCostTable.parse(settings.cycle_costs.as_dict()) == settings.cycle_costs
+    assert make_drafter(make_target()).generation_config.cycle_costs is None
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ([1, 2], r"but it must be a dictionary, got list\. Set it in"),
+        ({"machine": "x"}, "but it lacks `dtype`, `batch_sizes`, `tree_sizes`, `verify_ms`, `draft_ms`, `plain_ms`"),
+        (make_cost_table(speed=3), "but it has the unknown entry `speed`"),
+        (make_cost_table(machine=None), "but its `machine` must be a text, got None"),
+        (make_cost_table(batch_sizes=[4, 1]), r"`batch_sizes` must be a list of increasing integers .* \[4, 1\]"),
+        (make_cost_table(batch_sizes=[0, 1]), "`batch_sizes` must be a list of increasing integers of at least 1"),
+        (make_cost_table(tree_sizes=[1, 8, 64]), r"`tree_sizes` must begin with 0, the root alone, got \[1, 8, 64\]"),
+        (make_cost_table(verify_ms=[[1.0, 2.0, 3.0]]), "`verify_ms` must be a list with a list for each of 2 batch"),
+        (
+            make_cost_table(verify_ms=[[1.0, 2.0]] * 2),
+            "`verify_ms` must hold a number for each of 3 tree",
+        ),
+        (make_cost_table(draft_ms=4.0) | {"draft_ms": 4.0}, "`draft_ms` must be a list of positive numbers, got 4.0"),
+        (make_cost_table() | {"plain_ms": [1.0, 0.0]}, "`plain_ms` must hold positive numbers, got 0.0"),
+        (make_cost_table() | {"plain_ms": [1.0, float("nan")]}, "`plain_ms` must hold positive numbers, got nan"),
+        (make_cost_table(greedy=CURVE | {"shares": [0.5]}), "of its `greedy`, it must have a share for each score"),
+        (make_cost_table(greedy=CURVE | {"shares": [0.0, 0.5]}), "of its `greedy`, its `shares` must hold .* got 0.0"),
+        (make_cost_table(sampling={"scores": [-1.0]}), "of its `sampling`, it lacks `shares`"),
+        (make_cost_table(sampling=CURVE | {"scores": [-1.0, -3.0]}), "of its `sampling`, its `scores` must increase"),
+    ],
+)
+def test_malformed_tables_are_refused(costs: Any, message: str) -> None:
+    drafter = make_drafter(make_target(), cycle_costs=costs)
+    with pytest.raises(
+        ValueError, match=f"`cycle_costs` must be None or a table as `gumiho tune` writes it, .*{message}"
+    ):
+        DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+
+
+def test_costs_between_and_beyond_what_was_measured() -> None:
+    table = CycleCostTable.parse(make_cost_table(root_ms=10.0, node_ms=0.5, draft_ms=4.0, plain_ms=9.0))
+    for rows in (1, 2, 4, 16):
+        costs = table.for_batch(rows)
+        assert costs.plain_ms == pytest.approx(9.0 + 0.5 * (rows - 1))
+        for size in (0, 5, 64, 200):
+            expected = 4.0 + 10.0 + 0.5 * (rows * (size + 1) - 1)
+            assert costs.cycle_ms(size) == pytest.approx(expected)

@@ -1,0 +1,153 @@
+"""How many drafted tokens are verified: as many as make most of the time, and none where that is not worth it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from cycle_costs import make_cost_table
+
+from transformers_gumiho.drafting.tree_size import (
+    TREE_SIZES,
+    DraftingPause,
+    SizeChoice,
+    choose_size,
+    path_probabilities,
+    sizes_up_to,
+)
+from transformers_gumiho.drafting.tree_sizing import (
+    LONGEST_PAUSE,
+    TRIAL_SIZE,
+    AcceptanceCorrection,
+    BackOff,
+    TreeSizing,
+)
+from transformers_gumiho.model.cycle_costs import AcceptanceCurve, BatchCosts, CycleCostTable
+from transformers_gumiho.tree.draft_tree import DraftTree, choose_nodes
+
+
+def costs_of(batch_size: int = 1, **entries: float) -> BatchCosts:
+    return CycleCostTable.parse(make_cost_table(**entries)).for_batch(batch_size)
+
+
+def random_tree(seed: int, batch_size: int, num_nodes: int) -> DraftTree:
+    """Returns a tree in which each node hangs below any earlier one."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = [[0, *(int(torch.randint(n, (), generator=generator)) for n in range(1, num_nodes + 1))]] * batch_size
+    own = -torch.rand(batch_size, num_nodes + 1, generator=generator)
+    own[:, 0] = 0.0
+    scores = own.clone()
+    for node in range(1, num_nodes + 1):
+        scores[:, node] += scores[:, parents[0][node]]
+    tokens = torch.arange(num_nodes + 1).expand(batch_size, -1)
+    return choose_nodes(tokens, scores, torch.tensor(parents), num_nodes, num_nodes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chosen_size_is_the_best_of_all(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    batch_size, num_drafted = int(generator.integers(1, 9)), int(generator.integers(1, 64))
+    scores = -np.sort(generator.exponential(generator.uniform(0.5, 8.0), (batch_size, num_drafted)), axis=1)
+    correction = float(generator.uniform(0.05, 1.5))
+    draft_ms, node_ms = float(generator.uniform(0.5, 9.0)), float(generator.uniform(0, 1))
+    costs = costs_of(batch_size, draft_ms=draft_ms, node_ms=node_ms)
+    sizes = sizes_up_to(num_drafted)
+    assert sizes[0] == 0
+    assert sizes[-1] == num_drafted
+
+    def speed(size: int) -> float:
+        accepted = sum(math.exp(score) for row in scores.tolist() for score in row[:size])
+        # The table says so: the root's 10 ms, and as much for each further node of each row.
+        return (batch_size + correction * accepted) / (10.0 + node_ms * (batch_size * (size + 1) - 1) + draft_ms)
+
+    choice = choose_size(path_probabilities(scores, None), sizes, costs, correction)
+    assert choice.size == max(sizes, key=speed)
+    for size, found in zip(sizes, choice.tokens_per_second, strict=True):
+        assert found == pytest.approx(1e3 * speed(size) / batch_size)
+
+
+def test_larger_batches_choose_smaller_trees() -> None:
+    scores = np.log(np.linspace(0.9, 0.01, 40))[None]
+    sizes = []
+    for batch_size in (1, 2, 4, 8):
+        probabilities = path_probabilities(np.repeat(scores, batch_size, axis=0), None)
+        sizes.append(choose_size(probabilities, sizes_up_to(40), costs_of(batch_size, node_ms=1.0)).size)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 2 * sizes[-1]
+
+
+def test_curve_puts_shares_for_probabilities() -> None:
+    curve = AcceptanceCurve((-4.0, -1.0, 0.0), (0.01, 0.1, 0.8))
+    found = curve.probabilities(np.array([0.0, -1.0, -0.5, -4.0, -6.0, -np.inf]))
+    assert found == pytest.approx([0.8, 0.1, math.sqrt(0.08), 0.01, 0.01 * math.exp(-2), 0.0])
+    # A token of chains that advance together is accepted where all rows accept it.
+    rows = np.log(np.array([[0.5, 0.25], [0.8, 0.4]]))
+    assert path_probabilities(rows, None, rows_together=True) == pytest.approx(np.array([[0.4, 0.1]] * 2))
+
+
+def test_prefix_of_a_tree_is_a_tree() -> None:
+    tree = random_tree(seed=3, batch_size=2, num_nodes=20)
+    for size in range(21):
+        part = tree.first(size)
+        assert part.tokens.shape == (2, size + 1)
+        assert (part.parents[:, 1:] < torch.arange(1, size + 1)).all()
+        assert part.depths.max() <= part.max_depth <= tree.max_depth
+        assert torch.equal(part.ancestors.sum(dim=2) - 1, part.depths)
+
+
+def test_correction_follows_what_is_accepted() -> None:
+    correction = AcceptanceCorrection()
+    assert correction.factor == 1
+    for _ in range(30):
+        correction.observe(expected=4.0, accepted=1.0)
+    assert correction.factor == pytest.approx(0.25, abs=0.05)
+    for _ in range(60):
+        correction.observe(expected=2.0, accepted=3.0)
+    assert 1.3 < correction.factor < 1.5
+
+
+def test_pauses_double_up_to_a_limit_and_begin_anew_after_success() -> None:
+    back_off = BackOff(plain_ms=10.0)
+    back_off.expect(40.0, 15.0)
+    assert back_off.drafted_speed == pytest.approx(2 * back_off.plain_speed), "to be sure is not to be right"
+    pauses, speeds = [], []
+    for tokens in [1.0] * 12 + [6.0] * 4 + [1.0] * 20:
+        back_off.observe(tokens, 15.0)
+        speeds.append(back_off.drafted_speed)
+        pauses.append(0)
+        while back_off.pauses():
+            pauses[-1] += 1
+    assert [pause > 0 for pause in pauses] == [speed < back_off.plain_speed for speed in speeds]
+    failing = [pause for pause in pauses[:12] if pause]
+    assert failing == [min(4 * 2**n, LONGEST_PAUSE) for n in range(len(failing))]
+    assert len(failing) >= 6
+    assert pauses[14:17] == [0, 0, 0], "drafts are worth their time again"
+    assert [pause for pause in pauses[17:] if pause][:3] == [4, 8, 16]
+
+
+def test_observed_acceptance_decides() -> None:
+    """A drafter that is sure of tokens which the target does not take."""
+    sizing = TreeSizing(costs_of(), sizes=TREE_SIZES)
+    tree = random_tree(seed=0, batch_size=1, num_nodes=20)
+    drafted, sizes = 0, []
+    for _ in range(300):
+        if sizing.pauses():
+            assert isinstance(sizing.reason, DraftingPause)
+            assert sizing.reason.drafted_speed < sizing.reason.plain_speed
+        else:
+            sizes.append(sizing.cut(tree, [True]).tokens.shape[1] - 1)
+            assert isinstance(sizing.reason, SizeChoice)
+            drafted += 1
+        sizing.observe([1])
+    assert drafted <= 10
+    assert sizes[0] > TRIAL_SIZE
+    assert max(sizes[-3:]) <= TRIAL_SIZE
+
+
+def test_rows_that_have_ended_do_not_count() -> None:
+    tree = random_tree(seed=1, batch_size=3, num_nodes=20)
+    sure = tree.scores.clone()
+    sure[1:, 1:] = -20.0
+    tree = type(tree)(tree.tokens, tree.parents, tree.depths, sure, tree.ancestors, tree.max_depth)
+    alone, with_others = TreeSizing(costs_of(3)), TreeSizing(costs_of(3))
+    assert alone.cut(tree, [True, False, False]).tokens.shape[1] > with_others.cut(tree, [True] * 3).tokens.shape[1]
