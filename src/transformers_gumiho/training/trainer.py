@@ -21,6 +21,7 @@ from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
+from .balanced_inputs import balance_on_first_rows
 from .calibration import NUM_POSITIONS, NUM_ROWS, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
@@ -125,7 +126,7 @@ class GumihoTrainer(Trainer):
     ) -> Any:
         """Returns the loss of a batch; `num_items_in_batch` `(Q,)` holds the positions of the whole step."""
         states = self.target_features.states(inputs)
-        drafter_input = self._drafter_input(states)
+        drafter_input = self.drafter_input(states)
         if model.training:
             drafter_input = self._add_noise(drafter_input)
             self._measure_reach(model, inputs, states)
@@ -162,7 +163,7 @@ class GumihoTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
-            output = self._forward(model, inputs, self._drafter_input(states), unroll=True)
+            output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
             if self._positions_per_row:
                 return None, self._score_choices(inputs, states, output), None
             scores = self._score_predictions(inputs, states, output)
@@ -190,6 +191,8 @@ class GumihoTrainer(Trainer):
         self._terms = TermAverages()
         self._warn_of_schedule()
         self._restriction.find(resume_from_checkpoint or None)
+        if self.args.balance_inputs and not resume_from_checkpoint:
+            balance_on_first_rows(self)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_parameters()
         return output
@@ -273,7 +276,7 @@ class GumihoTrainer(Trainer):
         """Measures how often each draft position is reached, where that is asked for and it is time."""
         if self._reach is None or not self._reach.is_due:
             return
-        output = self._forward(model, inputs, self._drafter_input(states), unroll=True)
+        output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
         self._reach.add(self._score_predictions(inputs, states, output))
 
     def _score_predictions(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
@@ -301,7 +304,7 @@ class GumihoTrainer(Trainer):
             self.args.loss_chunk_size,
         )
 
-    def _drafter_input(self, states: TargetStates) -> torch.Tensor:
+    def drafter_input(self, states: TargetStates) -> torch.Tensor:
         """Returns what the drafter reads: of states that were cached for one with more layers, the last."""
         return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
 
