@@ -140,7 +140,7 @@ def compare_limits(target: PreTrainedModel, drafter: GumihoModel, args: ChainArg
         times: dict[int, list[float]] = {limit: [] for limit in args.max_pending}
         costs = {}
         for limit in args.max_pending * args.rounds:
-            chain_session.MAX_PENDING = limit
+            chain_session.PENDING_PER_DRAFT = limit / drafter.config.max_draft_depth
             passes: list[int] = []
             handle = target.register_forward_hook(lambda *_, passes=passes: passes.append(1))
             with partly_right_drafts(plain, length, args.vocab_size, wrong_every):

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from transformers_gumiho.target import continuation
-from transformers_gumiho.target.chain_session import MAX_PENDING
+from transformers_gumiho.target.chain_session import PENDING_PER_DRAFT
 from transformers_gumiho.target.own_caches import make_cache
 
 
@@ -225,7 +225,7 @@ def test_processors_criteria_and_streamers(lengths: list[int]) -> None:
             assert streamer.tokens[:half] == streamer.tokens[half:]
 
 
-@pytest.mark.parametrize("wrong_every", [3, 12])
+@pytest.mark.parametrize("wrong_every", [3, 6, 12])
 @pytest.mark.parametrize("family", ["qwen3_5", "llama4"])
 def test_passes_of_the_target(family: str, wrong_every: int) -> None:
     target = make_chain_target(family)
@@ -265,17 +265,18 @@ def test_accepted_chains_are_kept_at_once(lengths: list[int]) -> None:
 
 def test_rejected_drafts_do_not_pile_up() -> None:
     target = make_chain_target("qwen3_5")
-    prompt = make_prompts([5])
-    plain = target.generate(**prompt, max_new_tokens=3 * MAX_PENDING)
+    prompt, drafter = make_prompts([5]), make_chain_drafter(target)
+    most = PENDING_PER_DRAFT * drafter.config.max_draft_depth
+    plain = target.generate(**prompt, max_new_tokens=3 * most)
     lengths = []
     handle = target.register_forward_pre_hook(
         lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     with partly_right_drafts((plain + 1) % 24, 5):
-        drafted = target.generate(**prompt, max_new_tokens=3 * MAX_PENDING, assistant_model=make_chain_drafter(target))
+        drafted = target.generate(**prompt, max_new_tokens=3 * most, assistant_model=drafter)
     handle.remove()
     assert torch.equal(drafted, plain)
-    assert MAX_PENDING < max(lengths) <= MAX_PENDING + 8
+    assert most < max(lengths) <= most + 8
 
 
 def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:

@@ -11,19 +11,24 @@ from .chain_cache import ChainCache
 from .session import TargetOutput, TargetSession, text_positions
 
 
-# Pending tokens make passes longer, which costs little while reading the weights takes longest. Beyond this, one pass
-# without drafts runs them for good.
-MAX_PENDING = 48
+# Pending tokens make passes longer, which costs little while reading the weights takes longest. When more than this
+# for each draft of a chain are pending, one pass without drafts runs them for good. A cycle that takes a draft back
+# commits no more tokens than it has drafts, so at least so many cycles lie between two such passes.
+PENDING_PER_DRAFT = 10
 
 
 class ChainSession(TargetSession):
     """A target that verifies chains: trees whose nodes are one path, in order. All rows advance together."""
 
     cache: ChainCache
+    _most_drafts: int = 0
 
     def run_tree(self, tree: DraftTree) -> TargetOutput:
         """Runs all nodes of a chain, root included, behind the accepted tokens that the cache does not hold yet."""
-        if self.cache.num_pending > MAX_PENDING:
+        num_drafts = tree.tokens.shape[1] - 1
+        self._most_drafts = max(self._most_drafts, num_drafts)
+        # A pass without drafts has nothing to take back: it is one for good.
+        if num_drafts and self.cache.num_pending > PENDING_PER_DRAFT * self._most_drafts:
             self._catch_up(tree.tokens)
         return self._run(tree.tokens.to(self.device))
 
