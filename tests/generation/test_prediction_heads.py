@@ -8,10 +8,11 @@ from partly_right_drafts import partly_right_drafts
 from sweep_architectures import build, prompts
 from tiny_configs import VOCAB_SIZE
 from trainers import losses_of, make_args
-from transformers import ElectraConfig, PreTrainedModel, RemBertConfig, RoFormerConfig
+from transformers import ElectraConfig, GenerationConfig, PreTrainedModel, RemBertConfig, RoFormerConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
 from transformers_gumiho.target.feature_reader import FeatureReader
 from transformers_gumiho.target.output_head import drafting_head, output_head
 from transformers_gumiho.training import GumihoTrainer
@@ -133,3 +134,21 @@ def test_data_is_written_as_the_target_writes(model_type: str) -> None:
     with torch.no_grad():
         logits = output_head(target)(written[0].states)
     assert logits[4:16].argmax(dim=1).tolist() == plain[0, 5:].tolist()
+
+
+@pytest.mark.parametrize("model_type", ["bert", "electra"])
+def test_transformers_own_loop_drafts_from_the_same_states(model_type: str) -> None:
+    target = make_target(model_type)
+    generator = GumihoCandidateGenerator.for_assisted_decoding(
+        target, make_drafter(target), GenerationConfig(max_length=40)
+    )
+    ids = prompts([9])["input_ids"]
+    with torch.no_grad():
+        outputs = target(input_ids=ids[:, :-1], output_hidden_states=True)
+        states = FeatureReader(target).read(ids[:, :-1]).last
+        drafted, _ = generator.get_candidates(ids, {}, outputs)
+        expected, _ = GumihoCandidateGenerator.for_assisted_decoding(
+            target, make_drafter(target), GenerationConfig(max_length=40)
+        ).get_candidates(ids, {}, hidden_states=states)
+    assert drafted.shape[1] > ids.shape[1]
+    assert torch.equal(drafted, expected)

@@ -307,6 +307,22 @@ def test_every_size_has_graphs_of_its_own() -> None:
     assert sizes == {0, 3, 7}
 
 
+@pytest.mark.usefixtures("_forget_compiled")
+def test_pauses_are_compiled_once_for_texts_of_any_length() -> None:
+    target, drafter = make_pair(num_assistant_tokens=7, branching_factor=2)
+    # Drafts are never worth their time.
+    drafter.generation_config.cycle_costs = make_cost_table(draft_ms=30, node_ms=0.3)
+    config = compile_on_every_device(backend="eager", mode="default", fullgraph=True)
+    graphs = []
+    for length in range(4, 14):
+        target.generate(
+            **make_prompts([length]), max_new_tokens=70, do_sample=False, assistant_model=drafter,
+            cache_implementation="static", compile_config=config,
+        )  # fmt: skip
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1:] == [graphs[1]] * (len(graphs) - 1)
+
+
 def warnings_of(target: PreTrainedModel, drafter: GumihoModel, caplog: pytest.LogCaptureFixture) -> str:
     logging.get_logger("transformers_gumiho.decoding.upcoming_trees").warning_once.cache_clear()
     caplog.clear()

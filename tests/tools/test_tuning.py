@@ -392,8 +392,10 @@ def test_command_keeps_the_settings_with_the_drafter(tmp_path: Path) -> None:
     assert settings["full_tree_attention"] is True
     assert "tau lost" in process.stdout
     assert len(settings["draft_vocabulary"] or range(4096)) in (4096, 2048, 1024, 512, 256)
-    assert settings["cycle_costs"]["dtype"] == "float32"
-    assert settings["cycle_costs"]["tree_sizes"][0] == 0
+    # Written where sizes that fit gain, which a few prompts on a busy machine do not tell.
+    costs = settings.get("cycle_costs")
+    assert (costs is None) == ("so the size stays fixed" in process.stdout)
+    assert costs is None or (costs["dtype"], costs["tree_sizes"][0]) == ("float32", 0)
     assert "sizes that fit each cycle" in process.stdout
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)

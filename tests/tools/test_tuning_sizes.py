@@ -1,5 +1,6 @@
 """What tuning measures for sizes that fit: how often drafts are accepted, and what cycles cost."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,7 @@ def test_what_is_found_are_settings_of_a_drafter(monkeypatch: pytest.MonkeyPatch
     fitted = fit_sizes(target, drafter, prompts, SETTINGS | {"num_assistant_tokens": 6}, args)
     assert drafter.generation_config.to_dict() == before
     assert list(fitted.measured) == [6, 8]
+    fitted = replace(fitted, fixed_speed=0.0)
     candidate = Candidate(TreeSettings(6, 3, 7, 1.0), tau=2.0, cycle_seconds=0.1)
     result = make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0})
     result = type(result)(**vars(result) | {"sizes": fitted})
@@ -119,6 +121,17 @@ def test_what_is_found_are_settings_of_a_drafter(monkeypatch: pytest.MonkeyPatch
     settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
     assert settings.cycle_costs == fitted.table
     assert settings.num_assistant_tokens == fitted.largest
+
+
+def test_sizes_that_do_not_gain_are_left_out() -> None:
+    table = CycleCostTable("m", "float32", (1,), (0, 4), ((8.0, 9.5),), (2.0,), (8.25,))
+    sizes = FittedSizes(table, fixed=4, measured={4: 90.0, 8: 95.0}, fixed_speed=100.0, plain=97.0)
+    candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=1.2, cycle_seconds=0.1)
+    result = make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0})
+    result = type(result)(**vars(result) | {"sizes": sizes})
+    assert (result.settings["num_assistant_tokens"], result.settings["cycle_costs"]) == (4, None)
+    assert result.speculation_pays  # with the fixed tree
+    assert "fitting gains -5.0%, so the size stays fixed" in describe(result)
 
 
 def test_gain_is_told() -> None:

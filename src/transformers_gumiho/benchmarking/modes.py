@@ -69,6 +69,7 @@ def decoding_modes(
         compiled: Also decode with compiled models and static caches, with the drafter and without.
     """
     config = drafter.config
+    # Trees of another shape have other costs than the drafter's `cycle_costs` hold: their sizes are fixed.
     gumiho = {"assistant_model": drafter}
     modes = [DecodingMode(PLAIN)]
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
@@ -77,13 +78,13 @@ def decoding_modes(
         modes.append(DecodingMode("assisted generation", {"assistant_model": draft_model}, max_batch_size=1))
     modes.append(DecodingMode("gumiho", gumiho))
     modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
-    modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False}))
+    modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False, "cycle_costs": None}))
     for length in (3, 6):
         if length <= config.max_draft_depth:
             chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length, "cycle_costs": None}
             modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
-    modes.append(DecodingMode("serial head only", gumiho, {"tree_depth": config.num_serial_tokens}))
-    modes.append(DecodingMode("one serial token", gumiho, {"tree_depth": 1}))
+    for name, depth in (("serial head only", config.num_serial_tokens), ("one serial token", 1)):
+        modes.append(DecodingMode(name, gumiho, {"tree_depth": depth, "cycle_costs": None}))
     if compiled:
         static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]

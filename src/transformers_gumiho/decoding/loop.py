@@ -128,14 +128,15 @@ def _output(
 ) -> GumihoGenerateOutput:
     num_steps = sequences.final_length - sequences.prompt_length
     num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
+    accepted_lengths = records.accepted_lengths.without_last(num_removed)
     return GumihoGenerateOutput(
         sequences=sequences.final_ids(),
         scores=chooser.scores.until(num_steps),
         logits=chooser.logits.until(num_steps),
         hidden_states=records.hidden_states.until(num_steps),
         past_key_values=past_key_values,
-        accepted_lengths=records.accepted_lengths.without_last(num_removed),
-        tree_sizes=records.tree_sizes,
+        accepted_lengths=accepted_lengths,
+        tree_sizes=records.tree_sizes[: max(map(len, accepted_lengths))],
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..model.modeling_gumiho import GumihoModel
 from ..target.cache_buffers import GROWTH
 from ..target.output_head import head_for_drafting
 from ..target.placement import drafter_device
+from ..target.prediction_head import projected_states
 from ..target.requirements import check_pair
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftTree
@@ -36,6 +38,8 @@ class GumihoCandidateGenerator(CandidateGenerator):
         past_key_values ([`TreeCache`]): An empty cache for the drafter.
         max_length (`int`, *optional*): Tokens of the longest text, prompt included; no candidate goes beyond it.
         eos_token_ids: Tokens that end a text; no candidate goes beyond the first of them that was drafted.
+        read_last: What the target does between its last hidden states `(1, T, ...)` and its output projection, where
+            that is anything: `get_candidates` drafts from what the projection reads.
         context_drafts: Drafts from the context, which the trees of `draft_tree` hold as well where they are likely.
         **drafter_kwargs: Further arguments of [`GumihoDrafter`].
     """
@@ -50,6 +54,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         past_key_values: TreeCache,
         max_length: int | None = None,
         eos_token_ids: Collection[int] = (),
+        read_last: Callable[[torch.Tensor], torch.Tensor] | None = None,
         context_drafts: ContextDrafts | None = None,
         **drafter_kwargs: Any,
     ):
@@ -64,6 +69,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
         self.max_length = max_length
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._read_last = read_last
         self._context_drafts = context_drafts
         self._has_read_prompt = False
 
@@ -101,6 +107,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
             TreeCache(1, min(generation_config.max_length, GROWTH) + settings.tree_depth),
             max_length=generation_config.max_length,
             eos_token_ids=[eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or [],
+            read_last=partial(projected_states, target),
             token_ids=token_ids,
         )
 
@@ -178,7 +185,12 @@ class GumihoCandidateGenerator(CandidateGenerator):
                 f"`hidden_states`."
             )
         # Nothing was drafted before the prompt was read, so all of its states belong to the text.
-        read = torch.cat([hidden_states[place].to(self.device) for place in self._places], dim=-1)
+        last = len(hidden_states) - 1
+        states = [
+            self._read_last(hidden_states[place]) if self._read_last and place in (-1, last) else hidden_states[place]
+            for place in self._places
+        ]
+        read = torch.cat([layer_states.to(self.device) for layer_states in states], dim=-1)
         return read[:, : n_last_matches + 1] if self._has_read_prompt else read
 
     def _draft_after(

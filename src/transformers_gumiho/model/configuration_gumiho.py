@@ -281,7 +281,13 @@ def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int])
     Raises:
         ValueError: The target does not have one of them.
     """
-    num_layers = target_config.get_text_config(decoder=True).num_hidden_layers
+    text_config = target_config.get_text_config(decoder=True)
+    num_layers, width = text_config.num_hidden_layers, state_width(text_config)
+    if width != text_config.hidden_size:
+        raise ValueError(
+            f"`target_layer_ids` cannot be read: the target's layers are {text_config.hidden_size} wide, and what its "
+            f"output projection reads is {width} wide. Leave them out."
+        )
     if any(not -num_layers <= number < num_layers for number in layer_ids):
         raise ValueError(
             f"`target_layer_ids` must be layers of the target, which has {num_layers}: numbers from 0 to "

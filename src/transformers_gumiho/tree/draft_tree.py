@@ -80,6 +80,8 @@ class DraftTree:
         stop = num_drafted + 1
         if stop >= self.tokens.shape[1]:
             return self
+        if num_drafted == 0:
+            return bare_root(self.tokens[:, 0])
         return DraftTree(
             tokens=self.tokens[:, :stop],
             parents=self.parents[:, :stop],
@@ -134,14 +136,16 @@ def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tenso
 
 def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
-    tokens = root_tokens[:, None].long()  # prompts may come in fewer bits, indices of nodes do not
-    none = torch.zeros_like(tokens)
+    shape, device = (len(root_tokens), 1), root_tokens.device
+    # Memory of its own: compiled functions tell the strides of views apart, whatever they are views of. Prompts may
+    # come in fewer bits, indices of nodes do not.
+    none = torch.zeros(shape, dtype=torch.long, device=device)
     return DraftTree(
-        tokens=tokens,
+        tokens=none + root_tokens[:, None],
         parents=none,
         depths=none,
         scores=none.float(),
-        ancestors=torch.ones_like(none, dtype=torch.bool)[:, None],
+        ancestors=torch.ones((*shape, 1), dtype=torch.bool, device=device),
         max_depth=0,
     )
 

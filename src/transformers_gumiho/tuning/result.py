@@ -55,7 +55,7 @@ class TuningResult:
     def speculation_pays(self) -> bool:
         """Whether decoding with the drafter was measured to be faster than without, in the last contest there was."""
         if self.sizes is not None:
-            return max(self.sizes.measured.values()) > self.sizes.plain
+            return max(self.sizes.fixed_speed, *self.sizes.measured.values()) > self.sizes.plain
         last = self.vocabulary
         if last is not None and last.plain is not None:
             return last.measured[last.chosen] > last.plain
@@ -109,7 +109,7 @@ def _sizes(sizes: FittedSizes) -> list[str]:
             )
         ],
         f"sizes that fit each cycle: {speeds}; always {sizes.fixed}: {sizes.fixed_speed:.1f}, plain "
-        f"decoding: {sizes.plain:.1f}; fitting gains {gain:+.1%}",
+        f"decoding: {sizes.plain:.1f}; fitting gains {gain:+.1%}{'' if sizes.pays else ', so the size stays fixed'}",
     ]
 
 

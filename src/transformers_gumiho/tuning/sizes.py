@@ -45,8 +45,15 @@ class FittedSizes:
         return max(self.measured, key=lambda size: self.measured[size])
 
     @property
+    def pays(self) -> bool:
+        """Whether sizes that fit were measured to be at least as fast as the best fixed tree."""
+        return self.measured[self.largest] >= self.fixed_speed
+
+    @property
     def settings(self) -> dict[str, Any]:
-        """The fields of a generation config, in numbers, texts, lists and dictionaries."""
+        """What was faster, as fields of a generation config, in numbers, texts, lists and dictionaries."""
+        if not self.pays:
+            return {"num_assistant_tokens": self.fixed, "cycle_costs": None}
         return {"num_assistant_tokens": self.largest, "cycle_costs": self.table.as_dict()}
 
 
