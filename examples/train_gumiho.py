@@ -238,6 +238,8 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     if args.streaming and main_process:
         print(f"read by this process, in all epochs: {report}")
+    # Whatever becomes of what follows, the training's result is there.
+    trainer.save_model()
     if data["eval_dataset"] is not None:
         if args.calibrate and (temperatures := trainer.calibrate()) and main_process:
             print(f"draft temperatures: {temperatures}")
