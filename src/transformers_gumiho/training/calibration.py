@@ -68,7 +68,7 @@ def score_choices(
     shifts = [predictor.shift for predictor, _ in predictions]
     counted = selected.valid & _on_path(shifts, choices, input_ids, loss_mask) & (places >= 0)
     shape = (len(input_ids), len(shifts), len(LOG_TEMPERATURES) + 1)
-    table = torch.zeros(shape, dtype=torch.float64, device=hidden_states.device)
+    table = torch.zeros(shape, device=hidden_states.device)
     for depth, of_depth in enumerate(counted):
         found = of_depth.nonzero().squeeze(1)
         found = found[:: max(-(-len(found) // (positions_per_row * len(input_ids))), 1)]

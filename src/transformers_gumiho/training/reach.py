@@ -38,7 +38,7 @@ class MeasuredReach:
 
     def add(self, table: torch.Tensor) -> None:
         """Takes in the scores `(B, Q, 2 + T)` of a batch; see [`score_predictions`]."""
-        sums = self._trainer.accelerator.reduce(table[..., [AGREEMENTS, POSITIONS]].sum(dim=0), "sum").double().cpu()
+        sums = self._trainer.accelerator.reduce(table[..., [AGREEMENTS, POSITIONS]].sum(dim=0), "sum").cpu().double()
         self._agreements = _KEPT * self._agreements + sums[:, 0]
         self._positions = _KEPT * self._positions + sums[:, 1]
         self._measured_at = self._trainer.state.global_step
