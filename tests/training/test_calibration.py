@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from cycle_costs import make_cost_table
 from targets import make_drafter, make_target
-from trainers import make_args
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainers import make_args
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
@@ -121,13 +122,19 @@ def test_devices_without_float64_can_score_texts(tmp_path: Path, monkeypatch: py
     assert len(trainer.calibrate()) == 7
 
 
-def test_temperatures_are_saved_with_the_drafter(tmp_path: Path) -> None:
+def test_temperatures_are_saved_with_the_drafter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = make_target()
     rows = make_rows(target, packed=False)
     drafter = GumihoModel.from_target(target)
     trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
-    temperatures = trainer.calibrate()
+    for change in (trainer.train, trainer.calibrate):
+        drafter.generation_config.cycle_costs = make_cost_table()
+        caplog.clear()
+        change()
+        # They tell how often the drafts of the drafter as it was are right.
+        assert drafter.generation_config.cycle_costs is None
+        assert caplog.text.count("`cycle_costs` were measured before") == 1
+    temperatures = drafter.generation_config.draft_temperature
     trainer.save_model()
     loaded = GumihoModel.from_pretrained(tmp_path)
     settings = DraftingSettings.from_generation_config(loaded.generation_config, loaded.config, None)

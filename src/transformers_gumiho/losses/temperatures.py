@@ -15,10 +15,7 @@ def likelihood_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
     # No device has to know float64: MPS does not.
     logits = logits.float()
     chosen = logits.gather(1, tokens.to(logits.device)[:, None]).squeeze(1)
-    losses = [
-        (logits / temperature).logsumexp(dim=-1) - chosen / temperature
-        for temperature in _TEMPERATURES
-    ]
+    losses = [(logits / temperature).logsumexp(dim=-1) - chosen / temperature for temperature in _TEMPERATURES]
     return torch.stack(losses, dim=1)
 
 

@@ -180,7 +180,7 @@ class GumihoConfig(PreTrainedConfig):
         return super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields, as `PreTrainedConfig.to_dict` does; without those that say nothing where they are None."""
+        """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
         fields: dict[str, Any] = super().to_dict()
         return {name: value for name, value in fields.items() if name not in _LEFT_OUT or value is not None}
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.trainer_utils import has_length
+from transformers.utils import logging
 
 from ..losses.chunked import DEFAULT_CHUNK_SIZE, pieces
 from ..losses.positions import select_positions
@@ -19,8 +20,11 @@ from ..losses.predictors import predictions_of
 from ..losses.temperatures import LOG_TEMPERATURES, best_temperature, likelihood_losses
 from ..losses.terms import LMHead
 from ..losses.weights import LossWeights
+from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
 
+
+logger = logging.get_logger(__name__)
 
 # Rows to fit on, and the most positions of each depth in them. A temperature's relative error is about one by the
 # square root of these.
@@ -95,6 +99,16 @@ def fit_temperatures(table: np.ndarray) -> list[float] | None:
         else:
             return None
     return found
+
+
+def drop_cycle_costs(drafter: GumihoModel) -> None:
+    """Takes a drafter's `cycle_costs` away: how many of its drafts are right is part of them, and changes."""
+    if getattr(drafter.generation_config, "cycle_costs", None) is not None:
+        drafter.generation_config.cycle_costs = None
+        logger.warning(
+            "The drafter's `cycle_costs` were measured before its weights or temperatures changed, and are dropped. "
+            "`gumiho tune` measures them anew."
+        )
 
 
 def rows_to_fit_on(dataset: Any) -> Any:

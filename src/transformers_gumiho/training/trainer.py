@@ -22,7 +22,7 @@ from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .balanced_inputs import balance_on_first_rows
-from .calibration import NUM_POSITIONS, NUM_ROWS, fit_temperatures, rows_to_fit_on, score_choices
+from .calibration import NUM_POSITIONS, NUM_ROWS, drop_cycle_costs, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .checks import check_drafter, check_rows, drafter_of, freeze_all_but_transitions
@@ -175,7 +175,8 @@ class GumihoTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """
         As `Trainer.train`. `resume_from_checkpoint=True` takes the newest checkpoint of `output_dir` that is whole: a
-        run that is killed while it writes one leaves a broken one behind.
+        run that is killed while it writes one leaves a broken one behind. The setting `cycle_costs`, which was
+        measured with the weights as they were, is dropped.
 
         Raises:
             ValueError: There is no whole checkpoint to go on from.
@@ -193,6 +194,7 @@ class GumihoTrainer(Trainer):
         self._restriction.find(resume_from_checkpoint or None)
         if self.args.balance_inputs and not resume_from_checkpoint:
             balance_on_first_rows(self)
+        drop_cycle_costs(self.drafter)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_parameters()
         return output
@@ -200,7 +202,8 @@ class GumihoTrainer(Trainer):
     def calibrate(self, dataset: Any = None) -> list[float] | None:
         """
         Fits the `draft_temperature` of each depth on texts that were not trained on, and puts it into the drafter's
-        `generation_config`: that under which the target's own choices are most likely.
+        `generation_config`: that under which the target's own choices are most likely. A drafter with other
+        temperatures has other trees, so `cycle_costs` that were measured with it are dropped.
 
         Args:
             dataset: Rows; by default those of evaluation.
@@ -223,6 +226,7 @@ class GumihoTrainer(Trainer):
         temperatures = fit_temperatures(table)
         if temperatures is not None:
             self.drafter.generation_config.draft_temperature = temperatures
+            drop_cycle_costs(self.drafter)
         return temperatures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
