@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cycle_costs import make_cost_table
+from datasets import Dataset
 from targets import make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -149,5 +150,10 @@ def test_without_held_out_texts_there_is_nothing_to_fit_on(tmp_path: Path) -> No
     trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=rows)
     with pytest.raises(ValueError, match=r"not trained on\. Give a `dataset`"):
         trainer.calibrate()
+    for empty in ([], Dataset.from_list([]), Dataset.from_list(rows).to_iterable_dataset().take(0)):
+        with pytest.raises(ValueError, match=r"Give a `dataset` that has rows"):
+            trainer.calibrate(empty)
+    with pytest.raises(ValueError, match=r"one dataset, got those of 'a', 'b'\. Give one of them"):
+        trainer.calibrate({"a": rows, "b": rows})
     assert trainer.calibrate([row | {"loss_mask": [0] * len(row["loss_mask"])} for row in rows]) is None
     assert drafter.generation_config.draft_temperature is None

@@ -6,7 +6,7 @@ choices are most likely, at the positions that decoding would reach: those befor
 target chooses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,21 @@ def drop_cycle_costs(drafter: GumihoModel) -> None:
 
 
 def rows_to_fit_on(dataset: Any) -> Any:
-    """Returns a part of a dataset (or stream) of rows, evenly spread."""
+    """
+    Returns a part of a dataset (or stream) of rows, evenly spread.
+
+    Raises:
+        ValueError: It has no rows, is `None`, or is a dictionary of several.
+    """
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"Draft temperatures are fitted on the rows of one dataset, got those of {', '.join(map(repr, dataset))}. "
+            f"Give one of them: `calibrate(datasets[name])`."
+        )
+    if dataset is None or not (len(dataset) if has_length(dataset) else any(True for _ in dataset)):
+        raise ValueError(
+            "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows."
+        )
     if not has_length(dataset):
         return dataset.take(NUM_ROWS) if hasattr(dataset, "take") else dataset
     step = max(-(-len(dataset) // NUM_ROWS), 1)

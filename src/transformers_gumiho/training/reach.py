@@ -26,9 +26,14 @@ class MeasuredReach:
 
     def __init__(self, trainer: Trainer, num_positions: int):
         self._trainer = trainer
+        self._num_positions = num_positions
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was measured: another training begins."""
         self._measured_at: int | None = None
-        self._agreements = torch.zeros(num_positions, dtype=torch.float64)
-        self._positions = torch.zeros(num_positions, dtype=torch.float64)
+        self._agreements = torch.zeros(self._num_positions, dtype=torch.float64)
+        self._positions = torch.zeros(self._num_positions, dtype=torch.float64)
 
     @property
     def is_due(self) -> bool:
