@@ -11,6 +11,7 @@ out what `--output` has a line for under the same settings. `recipes.py` says wh
 """
 
 import gc
+import hashlib
 import json
 import statistics
 import sys
@@ -24,7 +25,7 @@ from recipe_training import TrainingClock
 from recipes import PARALLEL_CE_START, RECIPES, Recipe, fitted_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, logging, set_seed
 
-from transformers_gumiho import GumihoModel
+from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.prompts import encode_turn, read_questions
 from transformers_gumiho.measuring.stages import stage_timer
@@ -76,12 +77,18 @@ class ComparisonArguments:
         left_out = {"recipes", "seeds", "output", "work_dir", "table", "save_steps"}
         return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if name not in left_out}
 
+    def folder_of(self, name: str, seed: int) -> Path:
+        """Returns where the checkpoints of a recipe and a seed are: under other settings, elsewhere."""
+        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:12]
+        return self.work_dir / f"{name}-{seed}-{digest}"
 
-def train(args: ComparisonArguments, name: str, seed: int, target: PreTrainedModel) -> tuple[GumihoModel, dict]:
-    """Returns the drafter of a recipe and a seed, and what its training took."""
+
+def train(
+    args: ComparisonArguments, name: str, seed: int, target: PreTrainedModel, config: GumihoConfig
+) -> tuple[GumihoModel, dict]:
+    """Returns the drafter of a recipe and a seed, of this config, and what its training took."""
     recipe, features = RECIPES[name], CachedFeatures(args.features_dir)
-    config, num_parameters = fitted_config(recipe, target.config, features.layer_ids)
-    folder = args.work_dir / f"{name}-{seed}"
+    folder = args.folder_of(name, seed)
     rows = FeatureDataset(args.features_dir, target)
     set_seed(seed)
     drafter = make_drafter(config, features, recipe, target)
@@ -98,7 +105,7 @@ def train(args: ComparisonArguments, name: str, seed: int, target: PreTrainedMod
     )
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
     metrics = trainer.evaluate()
-    counts = {"parameters": num_parameters, "steps": trainer.state.global_step, "seconds": round(clock.seconds, 1)}
+    counts = {"steps": trainer.state.global_step, "seconds": round(clock.seconds, 1)}
     num_tokens = sum(len(rows.tokens_of(index)["input_ids"]) for index in trained_on.indices)
     agreements = [metrics[f"eval_agreement_{depth}"] for depth in range(1, config.max_draft_depth + 1)]
     calibrated = trainer.calibrate()
@@ -208,12 +215,14 @@ def main() -> None:
 
 def add_row(args: ComparisonArguments, name: str, seed: int, target: PreTrainedModel) -> None:
     """Trains and measures one drafter, and appends its line to the output."""
+    features = CachedFeatures(args.features_dir)
     try:
-        drafter, training = train(args, name, seed, target)
+        config, num_parameters = fitted_config(RECIPES[name], target.config, features.layer_ids)
     except ValueError as error:
         print(f"{name} is left out: {error}", file=sys.stderr)
         return
-    record = {"recipe": name, "seed": seed, "settings": args.settings, **training}
+    drafter, training = train(args, name, seed, target, config)
+    record = {"recipe": name, "seed": seed, "settings": args.settings, "parameters": num_parameters, **training}
     record |= measure(args, target, drafter, training["draft_temperature"])
     with args.output.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")

@@ -3,8 +3,8 @@
     python benchmarks/demo_features.py --output_dir features --num_rows 1024
 
 Each row is a piece of a training file of the standard library and what the target makes of it, greedily and by
-sampling in turn; only the latter counts in training. The texts are kept next to the cache. Started again after it was
-stopped, it goes on where it was.
+sampling in turn; only what it makes counts in training. The texts are kept next to the cache. Started again after it
+was stopped, it goes on where it was; with other settings it begins anew.
 """
 
 import json
@@ -44,6 +44,13 @@ class DemoFeaturesArguments:
     )
     seed: int = 0
 
+    @property
+    def texts_file(self) -> Path:
+        """Where the texts are kept: those that were written under other settings are elsewhere."""
+        names = ("prompt_length", "length", "batch_size", "seed")
+        settings = "-".join(str(getattr(self, name)) for name in names)
+        return self.output_dir.with_name(f"{self.output_dir.name}-{settings}.jsonl")
+
 
 def prompts_of(
     args: DemoFeaturesArguments, tokenizer: PreTrainedTokenizerBase, files: list[str], index: int
@@ -65,26 +72,41 @@ def write_texts(
     args: DemoFeaturesArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: list[str]
 ) -> list[list[int]]:
     """Lets the target continue the prompts, and keeps the token ids of each text in a line of a file."""
-    path = args.output_dir.with_name(f"{args.output_dir.name}.jsonl")
+    path = args.texts_file
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     num_batches = -(-args.num_rows // args.batch_size)
     for index in tqdm(range(len(lines) // args.batch_size, num_batches), desc="target writes", unit="batch"):
         torch.manual_seed(args.seed + index)
         prompts = prompts_of(args, tokenizer, files, index)
-        texts = target.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=index % 2 == 1,
-            top_k=0,
-            max_length=args.length,
-            min_length=args.length,
-        )
+        texts = continue_prompts(args, target, prompts, index * args.batch_size)
         lines = [*lines[: index * args.batch_size], *map(json.dumps, texts.tolist())]
         partial = path.with_suffix(".partial")
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
         partial.replace(path)
     return [json.loads(line) for line in lines[: args.num_rows]]
+
+
+def continue_prompts(
+    args: DemoFeaturesArguments, target: PreTrainedModel, prompts: torch.Tensor, first_row: int
+) -> torch.Tensor:
+    """
+    Returns the texts `(B, T)` that the target makes of the prompts of the rows from `first_row` on: greedily in even
+    rows and by sampling in odd ones, so that any part of the rows, such as those that are held out, has both.
+    """
+    texts = prompts.new_zeros(len(prompts), args.length)
+    for offset in range(2):
+        some = prompts[offset::2]
+        if len(some):
+            texts[offset::2] = target.generate(
+                some,
+                attention_mask=torch.ones_like(some),
+                do_sample=(first_row + offset) % 2 == 1,
+                top_k=0,
+                max_length=args.length,
+                min_length=args.length,
+            )
+    return texts
 
 
 def main() -> None:

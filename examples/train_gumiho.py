@@ -76,7 +76,10 @@ class ScriptArguments:
     )
     calibrate: bool = field(
         default=True,
-        metadata={"help": "Fit the draft temperature of each depth on the rows held out, when training has ended."},
+        metadata={
+            "help": "Fit the draft temperature of each depth on the rows held out, when training has ended. With "
+            "`false`, and with `--lora_rank`, the drafter keeps its own setting: adapters hold none."
+        },
     )
     num_acceptance_prompts: int = field(
         default=16, metadata={"help": "Held-out prompts on which tau is measured every `--acceptance_steps` steps."}
@@ -238,8 +241,10 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     if args.streaming and main_process:
         print(f"read by this process, in all epochs: {report}")
+    # Whatever becomes of what follows, the training's result is there.
+    trainer.save_model()
     if data["eval_dataset"] is not None:
-        if args.calibrate and (temperatures := trainer.calibrate()) and main_process:
+        if args.calibrate and not args.lora_rank and (temperatures := trainer.calibrate()) and main_process:
             print(f"draft temperatures: {temperatures}")
         trainer.save_metrics("eval", trainer.evaluate())
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):

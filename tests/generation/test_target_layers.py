@@ -7,6 +7,7 @@ import pytest
 import torch
 from chains import make_chain_target
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
 from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaConfig
 
@@ -112,8 +113,23 @@ def test_fusion_is_saved_and_loaded(tmp_path: Path) -> None:
     found = GumihoModel.from_pretrained(tmp_path)
     assert found.config.target_layer_ids == [0, 2]
     assert torch.equal(found.layer_fusion.weight, drafter.layer_fusion.weight)
-    with pytest.raises(ValueError, match=r"unexpected: layer_fusion\.weight"):
-        GumihoModel.from_pretrained(tmp_path, target_layer_ids=None)
+    assert GumihoModel.from_pretrained(tmp_path, target_layer_ids=[0, 2]).config == found.config
+    # Of another width, of the same one, and none.
+    for others in ([0, 1, 2], [1, 2], None):
+        kwargs = {"config": GumihoConfig.from_pretrained(tmp_path, target_layer_ids=others)}
+        for way in (kwargs, {"target_layer_ids": others}):
+            with pytest.raises(ValueError, match=r"layers \[0, 2\], and cannot be.*Leave `target_layer_ids` out"):
+                GumihoModel.from_pretrained(tmp_path, **way)
+
+
+def test_a_checkpoint_that_lost_its_fusion_is_damaged(tmp_path: Path) -> None:
+    make_drafter(make_target(), target_layer_ids=[0, 2]).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["layer_fusion.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for kwargs in ({}, {"target_layer_ids": [0, 2]}):
+        with pytest.raises(ValueError, match=r"is damaged: .* layers \[0, 2\].* lack `layer_fusion\.weight`"):
+            GumihoModel.from_pretrained(tmp_path, **kwargs)
 
 
 def test_layers_are_counted_from_either_end() -> None:

@@ -3,9 +3,10 @@
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset
 from targets import make_target
 from training_data import make_tokenizer
@@ -49,6 +50,10 @@ def test_all_drafters_are_of_one_size(script: ModuleType) -> None:
 def test_a_line_is_trained_and_measured_once(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import recipes
+
+    # Of the usual rank, transitions would be larger than the whole drafter of this target.
+    monkeypatch.setitem(recipes.RECIPES["all"].config, "transition_rank", 4)
     target = make_target().float()
     target.config.vocab_size = 8
     target.save_pretrained(tmp_path / "target")
@@ -76,10 +81,49 @@ def test_a_line_is_trained_and_measured_once(
         for of_way in record["accepted_lengths"].values():
             # The first token comes from the prompt's pass.
             assert all(sum(of_prompt) == 11 for of_shape in of_way.values() for of_prompt in of_shape)
-    monkeypatch.setattr(script, "train", lambda *_: pytest.fail("a line was trained again"))
-    script.main()
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train", lambda *_: pytest.fail("a line was trained again"))
+        script.main()
     assert (tmp_path / "out.jsonl").read_text().splitlines() == lines
     assert "| `all` | 1 |" in capsys.readouterr().out
+    # Under other settings the checkpoints of before are not gone on from.
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--learning_rate", "0.1", "--recipes", "published"])
+    script.main()
+    record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[2])
+    assert record["recipe"] == "published"
+    assert record["draft_temperature"] != records[0]["draft_temperature"]
+    assert len(list((tmp_path / "work").glob("published-0-*"))) == 2
+
+
+def test_only_recipes_that_do_not_fit_are_left_out(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("the rows are of another cache")
+
+    target, args = make_target(), script.ComparisonArguments(features_dir=tmp_path, output=tmp_path / "out.jsonl")
+    monkeypatch.setattr(script, "CachedFeatures", lambda _: SimpleNamespace(layer_ids=None))
+    script.add_row(args, "all", 0, target)
+    assert "all is left out: it reads layers" in capsys.readouterr().err
+    monkeypatch.setattr(script, "train", refuse)
+    monkeypatch.setattr(script, "fitted_config", lambda *_: (None, 0))
+    with pytest.raises(ValueError, match="rows are of another cache"):
+        script.add_row(args, "published", 0, target)
+
+
+def test_any_part_of_the_rows_holds_greedy_and_sampled_texts(script: ModuleType, tmp_path: Path) -> None:
+    import demo_features
+
+    target = make_target()
+    args = demo_features.DemoFeaturesArguments(tmp_path, length=24)
+    prompts = torch.tensor([[1, 2, 3]]).expand(6, -1)
+    plain = target.generate(prompts[:1], max_length=24, min_length=24, do_sample=False)[0]
+    for first_row in (0, 3):
+        torch.manual_seed(0)
+        texts = demo_features.continue_prompts(args, target, prompts, first_row)
+        is_greedy = [torch.equal(text, plain) for text in texts]
+        assert is_greedy == [(first_row + row) % 2 == 0 for row in range(6)]
+    assert demo_features.DemoFeaturesArguments(tmp_path, length=25).texts_file != args.texts_file
 
 
 def test_gains_are_over_the_published_recipe(script: ModuleType) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.targets import make_target
 from helpers.trainers import make_args, make_rows
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
@@ -76,6 +77,23 @@ def test_a_run_that_goes_on_is_not_balanced_again(tmp_path: Path) -> None:
     resumed = make_trainer(target, tmp_path / "parts", **settings, max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
     torch.testing.assert_close(resumed.drafter.fc.weight, whole.drafter.fc.weight)
+
+
+def test_a_second_training_is_not_balanced_again(tmp_path: Path) -> None:
+    trainer = make_trainer(make_unequal_target(), tmp_path, balance_inputs=True)
+    trainer.train()
+    with torch.no_grad():
+        trainer.drafter.fc.weight *= 2
+    before = trainer.drafter.fc.weight.clone()
+    trainer.train()
+    torch.testing.assert_close(trainer.drafter.fc.weight, before)
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    target = make_unequal_target()
+    wrapped = get_peft_model(GumihoModel.from_target(target), LoraConfig(r=2, target_modules=["fc"]))
+    with pytest.raises(ValueError, match=r"`balance_inputs` changes a GumihoModel itself.*merge_and_unload"):
+        GumihoTrainer(wrapped, make_args(tmp_path, balance_inputs=True), target=target, train_dataset=make_rows())
 
 
 def test_rows_without_answers_are_told_of(tmp_path: Path) -> None:

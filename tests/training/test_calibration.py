@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from cycle_costs import make_cost_table
+from datasets import Dataset
 from targets import make_drafter, make_target
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from trainers import make_args
 from transformers import PreTrainedModel
 
@@ -93,13 +97,45 @@ def test_temperatures_are_the_most_likely_ones(tmp_path: Path, packed: bool, voc
         assert temperatures[depth - 1] == pytest.approx(float(grid[losses.argmin()]), rel=0.02)
 
 
-def test_temperatures_are_saved_with_the_drafter(tmp_path: Path) -> None:
+class NoFloat64(TorchDispatchMode):
+    """Stands for a device that does not know float64, as MPS."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for value in tree_leaves(output):
+            assert not (isinstance(value, torch.Tensor) and value.dtype == torch.float64), f"{func} makes float64"
+        return output
+
+
+def test_devices_without_float64_can_score_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target().float()
+    rows = make_rows(target, packed=False)
+    trainer = GumihoTrainer(
+        GumihoModel.from_target(target), make_args(tmp_path), target=target, train_dataset=rows, eval_dataset=rows
+    )
+    predict = trainer.predict
+
+    def predict_on_device(*args: Any) -> Any:
+        with NoFloat64():
+            return predict(*args)
+
+    monkeypatch.setattr(trainer, "predict", predict_on_device)
+    assert len(trainer.calibrate()) == 7
+
+
+def test_temperatures_are_saved_with_the_drafter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = make_target()
     rows = make_rows(target, packed=False)
     drafter = GumihoModel.from_target(target)
     trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
-    temperatures = trainer.calibrate()
+    for change in (trainer.train, trainer.calibrate):
+        drafter.generation_config.cycle_costs = make_cost_table()
+        caplog.clear()
+        change()
+        # They tell how often the drafts of the drafter as it was are right.
+        assert drafter.generation_config.cycle_costs is None
+        assert caplog.text.count("`cycle_costs` were measured before") == 1
+    temperatures = drafter.generation_config.draft_temperature
     trainer.save_model()
     loaded = GumihoModel.from_pretrained(tmp_path)
     settings = DraftingSettings.from_generation_config(loaded.generation_config, loaded.config, None)
@@ -114,5 +150,10 @@ def test_without_held_out_texts_there_is_nothing_to_fit_on(tmp_path: Path) -> No
     trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=rows)
     with pytest.raises(ValueError, match=r"not trained on\. Give a `dataset`"):
         trainer.calibrate()
+    for empty in ([], Dataset.from_list([]), Dataset.from_list(rows).to_iterable_dataset().take(0)):
+        with pytest.raises(ValueError, match=r"Give a `dataset` that has rows"):
+            trainer.calibrate(empty)
+    with pytest.raises(ValueError, match=r"one dataset, got those of 'a', 'b'\. Give one of them"):
+        trainer.calibrate({"a": rows, "b": rows})
     assert trainer.calibrate([row | {"loss_mask": [0] * len(row["loss_mask"])} for row in rows]) is None
     assert drafter.generation_config.draft_temperature is None

@@ -105,6 +105,18 @@ def test_the_loss_is_the_eager_one_and_falls(
     torch.testing.assert_close(weights_of(drafter.embed_tokens), embedding, rtol=0, atol=0)
 
 
+def test_a_second_training_measures_reach_anew(target: PreTrainedModel, tmp_path: Path) -> None:
+    settings = {"weigh_by_reach": True, "learning_rate": 0.0, "max_steps": 1, "train_dataset": make_rows(4)}
+    drafter = GumihoModel.from_target(target)
+    trainer = make_trainer(target, tmp_path / "twice", drafter, **settings)
+    trainer.train()
+    drafter.load_state_dict(make_drafter(target).state_dict())
+    trainer.train()
+    once = make_trainer(target, tmp_path / "once", make_drafter(target), **settings)
+    once.train()
+    assert losses_of(trainer) == pytest.approx(losses_of(once))
+
+
 @pytest.mark.parametrize("unroll", [False, True])
 def test_accumulated_batches_make_the_step_of_one_large_batch(
     target: PreTrainedModel, tmp_path: Path, unroll: bool

@@ -254,6 +254,23 @@ def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int, further
         torch.testing.assert_close(output.parallel_features[:, :, position : position + 1], heads)
 
 
+@pytest.mark.parametrize("further_steps", [0, 2])
+@pytest.mark.parametrize("num_serial_tokens", [1, 2, 3])
+def test_short_texts_unroll_as_the_beginnings_of_long_ones(num_serial_tokens: int, further_steps: int) -> None:
+    model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
+    whole = model(**inputs, unroll=True, further_steps=further_steps)
+    for length in range(1, num_serial_tokens + 3):
+        short = {name: values[:, :length] for name, values in inputs.items()}
+        output = model(**short, unroll=True, further_steps=further_steps)
+        torch.testing.assert_close(output.serial_features, whole.serial_features[:, :length])
+        num_paths = max(length - num_serial_tokens, 0)
+        torch.testing.assert_close(output.parallel_features, whole.parallel_features[:, :, :num_paths])
+        for step, (found, expected) in enumerate(
+            zip(output.unrolled_features, whole.unrolled_features, strict=True), start=1
+        ):
+            torch.testing.assert_close(found, expected[:, : max(length - step, 0)])
+
+
 @pytest.mark.parametrize("unroll", [False, True])
 def test_texts_packed_into_a_row_do_not_see_each_other(unroll: bool) -> None:
     model, inputs = make_model(), make_inputs()

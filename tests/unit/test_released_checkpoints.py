@@ -264,3 +264,12 @@ def test_tensors_that_do_not_fit_the_packaged_config_are_named(tmp_path: Path) -
     write_repository(tmp_path, make_weights())
     with pytest.raises(ValueError, match=r"fc\.bias is \(32,\), expected \(4096,\)"):
         GumihoModel.from_pretrained(REPO, cache_dir=tmp_path)
+
+
+def test_a_released_config_is_saved_without_fields_that_it_does_not_have(tmp_path: Path) -> None:
+    config = GumihoConfig.from_pretrained("amd/Gumiho-vicuna-7b")
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved.keys().isdisjoint({"embedding_size", "target_layer_ids"})
+    config.target_layer_ids = [0, 31]
+    assert config.to_dict()["target_layer_ids"] == [0, 31]

@@ -7,17 +7,16 @@ import torch
 
 # Close enough for the parabola through three of them to be the curve: the loss is smooth in the log of T.
 LOG_TEMPERATURES = torch.linspace(math.log(0.1), math.log(3.0), 25, dtype=torch.float64)
+_TEMPERATURES = LOG_TEMPERATURES.exp().tolist()
 
 
 def likelihood_losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Returns `(n, G)`: `-log softmax(logits / T)` of tokens `(n,)` under each temperature, for logits `(n, V)`."""
+    # No device has to know float64: MPS does not.
     logits = logits.float()
     chosen = logits.gather(1, tokens.to(logits.device)[:, None]).squeeze(1)
-    losses = [
-        (logits / temperature).logsumexp(dim=-1) - chosen / temperature
-        for temperature in LOG_TEMPERATURES.exp().tolist()
-    ]
-    return torch.stack(losses, dim=1).double()
+    losses = [(logits / temperature).logsumexp(dim=-1) - chosen / temperature for temperature in _TEMPERATURES]
+    return torch.stack(losses, dim=1)
 
 
 def best_temperature(curve: torch.Tensor) -> float:

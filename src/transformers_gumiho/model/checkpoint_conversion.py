@@ -17,6 +17,9 @@ logger = logging.get_logger(__name__)
 IGNORED_KEYS = {r"^(?:model\.){0,2}lm_head\."}
 
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
+_FUSION_TENSOR = "layer_fusion.weight"
+# The arguments of `from_pretrained` that say where files are.
+_PLACES = ("subfolder", "revision", "cache_dir", "token", "local_files_only")
 _TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(?:down|up)")
 
 
@@ -114,18 +117,60 @@ def set_transitions_aside(
     return unexpected - surplus, missing
 
 
-def set_new_fusion_aside(missing_keys: Iterable[str], config: GumihoConfig, name_or_path: Any) -> set[str]:
+def set_new_fusion_aside(
+    info: Mapping[str, Any], config: GumihoConfig, name_or_path: Any, kwargs: Mapping[str, Any]
+) -> set[str]:
     """
-    Accepts a checkpoint without a fusion of the target's layers for a config with one: it begins as the state of the
-    highest of these layers. Arguments as in [`set_transitions_aside`]; returns the entries that are still missing.
+    Accepts a checkpoint that reads one state of the target for a config with several layers: their fusion begins as
+    the state of the highest of them.
+
+    Args:
+        info: The loading info of `from_pretrained`.
+        config: The drafter's.
+        name_or_path: The checkpoint.
+        kwargs: The arguments of `from_pretrained` that say where it is.
+
+    Returns:
+        The entries that are still missing.
+
+    Raises:
+        ValueError: The checkpoint reads other layers, or lacks the fusion that its own config tells of.
     """
-    missing = set(missing_keys)
-    if "layer_fusion.weight" in missing:
-        logger.warning(
-            f"The checkpoint {str(name_or_path)!r} reads one state of the target. Its fusion with those of the layers "
-            f"{config.target_layer_ids}, as its config asks for, is new: it begins as that of the highest one."
+    missing, layer_ids = set(info["missing_keys"]), config.target_layer_ids
+    if layer_ids is None and _FUSION_TENSOR not in info["unexpected_keys"]:
+        return missing
+    own_ids = _layer_ids_of(name_or_path, kwargs)
+    if own_ids is not None and own_ids != layer_ids:
+        raise ValueError(
+            f"The drafter {str(name_or_path)!r} was trained to read the target's layers {own_ids}, and cannot be "
+            f"loaded with `target_layer_ids={layer_ids}`. Leave `target_layer_ids` out, or train a new drafter that "
+            f"reads those."
         )
-    return missing - {"layer_fusion.weight"}
+    if _FUSION_TENSOR not in missing:
+        return missing
+    if own_ids is not None:
+        raise ValueError(
+            f"The checkpoint {str(name_or_path)!r} is damaged: its config says that it reads the target's layers "
+            f"{own_ids} (`target_layer_ids`), and its weights lack `{_FUSION_TENSOR}`. Save or download it again."
+        )
+    logger.warning(
+        f"The checkpoint {str(name_or_path)!r} reads one state of the target. Its fusion with those of the layers "
+        f"{layer_ids}, as its config asks for, is new: it begins as that of the highest one."
+    )
+    return missing - {_FUSION_TENSOR}
+
+
+def _layer_ids_of(name_or_path: Any, kwargs: Mapping[str, Any]) -> list[int] | None:
+    """Returns the `target_layer_ids` of a checkpoint's own config, whatever it is loaded with; `None` without any."""
+    if name_or_path is None:
+        return None
+    where = {name: kwargs[name] for name in _PLACES if name in kwargs}
+    try:
+        fields, _ = GumihoConfig.get_config_dict(name_or_path, **where)
+    except (OSError, ValueError):  # it has none, and was loaded with another one
+        return None
+    found: list[int] | None = fields.get("target_layer_ids")
+    return found
 
 
 def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) -> None:

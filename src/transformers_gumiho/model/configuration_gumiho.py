@@ -21,6 +21,8 @@ logger = logging.get_logger(__name__)
 _TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Of a drafter for a target without attention heads.
 HEAD_DIM = 64
+# Left out of files where they are None, so that the configs of published drafters stay as they are.
+_LEFT_OUT = ("embedding_size", "target_layer_ids")
 
 
 @strict
@@ -178,9 +180,9 @@ class GumihoConfig(PreTrainedConfig):
         return super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields, as `PreTrainedConfig.to_dict` does; without `embedding_size` where it says nothing."""
+        """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
         fields: dict[str, Any] = super().to_dict()
-        return {name: value for name, value in fields.items() if name != "embedding_size" or value is not None}
+        return {name: value for name, value in fields.items() if name not in _LEFT_OUT or value is not None}
 
     @property
     def has_transitions(self) -> bool:

@@ -189,8 +189,8 @@ class GumihoModel(GumihoPreTrainedModel):
 
         Raises:
             OSError: There is no config or no weight file, or a file is damaged.
-            ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; or its config is
-                that of another kind of model.
+            ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; it reads other
+                layers of the target than it is asked to; or its config is that of another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         with damaged_weights_named(pretrained_model_name_or_path, kwargs):
@@ -198,10 +198,10 @@ class GumihoModel(GumihoPreTrainedModel):
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
+        info["missing_keys"] = set_new_fusion_aside(info, config, name, kwargs)
         unexpected, info["missing_keys"] = set_transitions_aside(
             info["unexpected_keys"], info["missing_keys"], config, name
         )
-        info["missing_keys"] = set_new_fusion_aside(info["missing_keys"], config, name)
         unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
         vocab_size = config.get_text_config().vocab_size
         info["unexpected_keys"] = adopt_released_vocabulary(settings, unexpected, vocab_size, name, kwargs)

@@ -43,7 +43,7 @@ def unroll_serial_head(
         count = max(num_tokens - step, 0)
         inputs.append(drafter.fuse(input_ids[:, step:], features[:, :count]))
         mask = unrolled_attention_mask(num_tokens, step + 1, fused.dtype, fused.device, attention_mask, position_ids)
-        step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in range(step + 1)], dim=1)
+        step_positions = torch.cat([positions[:, : max(num_tokens - j, 0)] + j for j in range(step + 1)], dim=1)
         whole = drafter.run_serial_head(torch.cat(inputs, dim=1), mask, step_positions, **kwargs)
         features = whole[:, whole.shape[1] - count :]
         unrolled.append(features)

@@ -6,12 +6,13 @@ choices are most likely, at the positions that decoding would reach: those befor
 target chooses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.trainer_utils import has_length
+from transformers.utils import logging
 
 from ..losses.chunked import DEFAULT_CHUNK_SIZE, pieces
 from ..losses.positions import select_positions
@@ -19,8 +20,11 @@ from ..losses.predictors import predictions_of
 from ..losses.temperatures import LOG_TEMPERATURES, best_temperature, likelihood_losses
 from ..losses.terms import LMHead
 from ..losses.weights import LossWeights
+from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
 
+
+logger = logging.get_logger(__name__)
 
 # Rows to fit on, and the most positions of each depth in them. A temperature's relative error is about one by the
 # square root of these.
@@ -68,7 +72,7 @@ def score_choices(
     shifts = [predictor.shift for predictor, _ in predictions]
     counted = selected.valid & _on_path(shifts, choices, input_ids, loss_mask) & (places >= 0)
     shape = (len(input_ids), len(shifts), len(LOG_TEMPERATURES) + 1)
-    table = torch.zeros(shape, dtype=torch.float64, device=hidden_states.device)
+    table = torch.zeros(shape, device=hidden_states.device)
     for depth, of_depth in enumerate(counted):
         found = of_depth.nonzero().squeeze(1)
         found = found[:: max(-(-len(found) // (positions_per_row * len(input_ids))), 1)]
@@ -97,8 +101,32 @@ def fit_temperatures(table: np.ndarray) -> list[float] | None:
     return found
 
 
+def drop_cycle_costs(drafter: GumihoModel) -> None:
+    """Takes a drafter's `cycle_costs` away: how many of its drafts are right is part of them, and changes."""
+    if getattr(drafter.generation_config, "cycle_costs", None) is not None:
+        drafter.generation_config.cycle_costs = None
+        logger.warning(
+            "The drafter's `cycle_costs` were measured before its weights or temperatures changed, and are dropped. "
+            "`gumiho tune` measures them anew."
+        )
+
+
 def rows_to_fit_on(dataset: Any) -> Any:
-    """Returns a part of a dataset (or stream) of rows, evenly spread."""
+    """
+    Returns a part of a dataset (or stream) of rows, evenly spread.
+
+    Raises:
+        ValueError: It has no rows, is `None`, or is a dictionary of several.
+    """
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"Draft temperatures are fitted on the rows of one dataset, got those of {', '.join(map(repr, dataset))}. "
+            f"Give one of them: `calibrate(datasets[name])`."
+        )
+    if dataset is None or not (len(dataset) if has_length(dataset) else any(True for _ in dataset)):
+        raise ValueError(
+            "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows."
+        )
     if not has_length(dataset):
         return dataset.take(NUM_ROWS) if hasattr(dataset, "take") else dataset
     step = max(-(-len(dataset) // NUM_ROWS), 1)

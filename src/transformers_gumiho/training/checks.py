@@ -68,13 +68,18 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
         )
 
 
+def check_is_no_adapter(model: nn.Module, option: str) -> None:
+    """Raises `ValueError` for an adapter, whose files do not hold what `option` changes."""
+    if not isinstance(model, GumihoModel):
+        raise ValueError(
+            f"`{option}` changes a GumihoModel itself, got a {type(model).__name__}. Merge its adapters first "
+            f"(`merge_and_unload()`), or leave `{option}` out."
+        )
+
+
 def freeze_all_but_transitions(model: nn.Module, drafter: GumihoModel) -> None:
     """Raises `ValueError` where there are no transitions, or an adapter, whose files do not hold them."""
-    if model is not drafter:
-        raise ValueError(
-            f"`train_only='transition'` trains a GumihoModel itself, got a {type(model).__name__}. Merge its adapters "
-            f"first (`merge_and_unload()`)."
-        )
+    check_is_no_adapter(model, "train_only")
     if drafter.transition is None:
         raise ValueError(
             "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "

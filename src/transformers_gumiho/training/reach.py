@@ -26,9 +26,14 @@ class MeasuredReach:
 
     def __init__(self, trainer: Trainer, num_positions: int):
         self._trainer = trainer
+        self._num_positions = num_positions
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was measured: another training begins."""
         self._measured_at: int | None = None
-        self._agreements = torch.zeros(num_positions, dtype=torch.float64)
-        self._positions = torch.zeros(num_positions, dtype=torch.float64)
+        self._agreements = torch.zeros(self._num_positions, dtype=torch.float64)
+        self._positions = torch.zeros(self._num_positions, dtype=torch.float64)
 
     @property
     def is_due(self) -> bool:
@@ -38,7 +43,7 @@ class MeasuredReach:
 
     def add(self, table: torch.Tensor) -> None:
         """Takes in the scores `(B, Q, 2 + T)` of a batch; see [`score_predictions`]."""
-        sums = self._trainer.accelerator.reduce(table[..., [AGREEMENTS, POSITIONS]].sum(dim=0), "sum").double().cpu()
+        sums = self._trainer.accelerator.reduce(table[..., [AGREEMENTS, POSITIONS]].sum(dim=0), "sum").cpu().double()
         self._agreements = _KEPT * self._agreements + sums[:, 0]
         self._positions = _KEPT * self._positions + sums[:, 1]
         self._measured_at = self._trainer.state.global_step

@@ -22,10 +22,10 @@ from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .balanced_inputs import balance_on_first_rows
-from .calibration import NUM_POSITIONS, NUM_ROWS, fit_temperatures, rows_to_fit_on, score_choices
+from .calibration import NUM_POSITIONS, NUM_ROWS, drop_cycle_costs, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
-from .checks import check_drafter, check_rows, drafter_of, freeze_all_but_transitions
+from .checks import check_drafter, check_is_no_adapter, check_rows, drafter_of, freeze_all_but_transitions
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
 from .model_card import model_card_of
@@ -57,7 +57,8 @@ class GumihoTrainer(Trainer):
     Raises:
         TypeError: `args` or `model` is of another type.
         ValueError: The drafter was not made for the target, the rows come from another cache than the target's
-            features, or tau is to be measured without prompts or without the target itself.
+            features, an adapter cannot hold what is to be trained, or tau is to be measured without prompts or without
+            the target itself.
     """
 
     args: GumihoTrainingArguments
@@ -80,6 +81,8 @@ class GumihoTrainer(Trainer):
         for name in ("train_dataset", "eval_dataset"):
             check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
+        if args.balance_inputs:
+            check_is_no_adapter(model, "balance_inputs")
         if args.train_only is not None:
             freeze_all_but_transitions(model, self.drafter)
         if not self.drafter.config.has_embedding:
@@ -104,6 +107,7 @@ class GumihoTrainer(Trainer):
         self._terms = TermAverages()
         max_depth = self.drafter.config.max_draft_depth
         self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
+        self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         if args.acceptance_steps:
             if not acceptance_prompts:
@@ -175,7 +179,8 @@ class GumihoTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """
         As `Trainer.train`. `resume_from_checkpoint=True` takes the newest checkpoint of `output_dir` that is whole: a
-        run that is killed while it writes one leaves a broken one behind.
+        run that is killed while it writes one leaves a broken one behind. The setting `cycle_costs`, which was
+        measured with the weights as they were, is dropped.
 
         Raises:
             ValueError: There is no whole checkpoint to go on from.
@@ -189,10 +194,14 @@ class GumihoTrainer(Trainer):
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )
         self._terms = TermAverages()
+        if self._reach is not None:
+            self._reach.reset()
         self._warn_of_schedule()
         self._restriction.find(resume_from_checkpoint or None)
-        if self.args.balance_inputs and not resume_from_checkpoint:
+        if self.args.balance_inputs and self._is_new and not resume_from_checkpoint:
             balance_on_first_rows(self)
+        self._is_new = False
+        drop_cycle_costs(self.drafter)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_parameters()
         return output
@@ -200,7 +209,8 @@ class GumihoTrainer(Trainer):
     def calibrate(self, dataset: Any = None) -> list[float] | None:
         """
         Fits the `draft_temperature` of each depth on texts that were not trained on, and puts it into the drafter's
-        `generation_config`: that under which the target's own choices are most likely.
+        `generation_config`: that under which the target's own choices are most likely. A drafter with other
+        temperatures has other trees, so `cycle_costs` that were measured with it are dropped.
 
         Args:
             dataset: Rows; by default those of evaluation.
@@ -209,12 +219,9 @@ class GumihoTrainer(Trainer):
             The temperatures. `None` where no row has a position that counts; the setting then stays.
 
         Raises:
-            ValueError: There are no rows.
+            ValueError: There are no rows, or several datasets.
         """
-        dataset = self.eval_dataset if dataset is None else dataset
-        if dataset is None:
-            raise ValueError("Draft temperatures are fitted on texts that were not trained on. Give a `dataset`.")
-        rows = rows_to_fit_on(dataset)
+        rows = rows_to_fit_on(self.eval_dataset if dataset is None else dataset)
         self._positions_per_row = NUM_POSITIONS // (max(len(rows), 1) if has_length(rows) else NUM_ROWS)
         try:
             table = self.predict(rows).predictions
@@ -223,6 +230,7 @@ class GumihoTrainer(Trainer):
         temperatures = fit_temperatures(table)
         if temperatures is not None:
             self.drafter.generation_config.draft_temperature = temperatures
+            drop_cycle_costs(self.drafter)
         return temperatures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -305,7 +313,7 @@ class GumihoTrainer(Trainer):
         )
 
     def drafter_input(self, states: TargetStates) -> torch.Tensor:
-        """Returns what the drafter reads: of states that were cached for one with more layers, the last."""
+        """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
         return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
 
     def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
