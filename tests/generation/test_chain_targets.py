@@ -17,7 +17,16 @@ from chains import (
     partly_right_drafts,
 )
 from targets import make_prompts, passes_of
-from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -223,6 +232,19 @@ def test_processors_criteria_and_streamers(lengths: list[int]) -> None:
         if len(lengths) == 1:
             half = len(streamer.tokens) // 2
             assert streamer.tokens[:half] == streamer.tokens[half:]
+
+
+@pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
+def test_stop_strings_end_in_the_middle_of_a_chain(lengths: list[int]) -> None:
+    target, prompt = make_chain_target("qwen3_5"), make_prompts(lengths)
+    words = {f"w{number}": number for number in range(target.config.vocab_size)}
+    words["abcdef"] = len(words)  # what the criterion puts in front of tokens to see how they are written
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")))
+    whole = target.generate(**prompt, max_new_tokens=30)
+    stop = tokenizer.decode(whole[0, -20:-18])
+    plain, drafted = both(target, prompt, max_new_tokens=30, stop_strings=[stop], tokenizer=tokenizer)
+    assert torch.equal(drafted.sequences, plain.sequences)
+    assert sum(drafted.accepted_lengths[0]) < 30
 
 
 @pytest.mark.parametrize("wrong_every", [3, 6, 12])
