@@ -1,15 +1,13 @@
 """An untrained drafter whose inputs count alike: the token that is known, and the state before it."""
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import Trainer
 
 from ..model.modeling_gumiho import GumihoModel
 
-
-if TYPE_CHECKING:
-    from .trainer import GumihoTrainer
 
 # Of the training data, what sizes are measured on.
 NUM_ROWS = 4
@@ -51,18 +49,20 @@ def balance_inputs(drafter: GumihoModel, input_ids: torch.Tensor, states: torch.
 
 
 @torch.no_grad()
-def balance_on_first_rows(trainer: "GumihoTrainer") -> None:
-    """Balances the inputs of the trainer's drafter on the answers of its first rows, the same in every process."""
+def balance_on_first_rows(trainer: Trainer, drafter: GumihoModel) -> None:
+    """Balances the inputs of a trainer's drafter on the answers of its first rows, the same in every process."""
+    own: Any = trainer  # of this package, whose module imports this one
     rows: Any = trainer.train_dataset
     if isinstance(rows, torch.utils.data.IterableDataset):
         first = list(itertools.islice(rows, NUM_ROWS))
     else:
         first = [rows[index] for index in range(min(NUM_ROWS, len(rows)))]
-    inputs = {name: values.to(trainer.args.device) for name, values in trainer.data_collator(first).items()}
-    states = trainer.target_features.states(inputs)
-    read = trainer.drafter.read_target(trainer.drafter_input(states).to(trainer.drafter.fc.weight))
+    batch: Any = trainer.data_collator(first)
+    inputs = {name: values.to(trainer.args.device) for name, values in batch.items()}
+    states = own.drafter_input(own.target_features.states(inputs))
+    read = drafter.read_target(states.to(drafter.fc.weight))
     counts = inputs["loss_mask"].bool()
-    balance_inputs(trainer.drafter, inputs["input_ids"][counts], read[counts.to(read.device)])
+    balance_inputs(drafter, inputs["input_ids"][counts], read[counts.to(read.device)])
 
 
 def _size(values: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,7 @@ class GumihoTrainer(Trainer):
         self._warn_of_schedule()
         self._restriction.find(resume_from_checkpoint or None)
         if self.args.balance_inputs and self._is_new and not resume_from_checkpoint:
-            balance_on_first_rows(self)
+            balance_on_first_rows(self, self.drafter)
         self._is_new = False
         drop_cycle_costs(self.drafter)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
