@@ -66,3 +66,15 @@ def _no_deprecations(request: pytest.FixtureRequest) -> Iterator[None]:
     found = [text for text in handler.messages if not any(re.search(pattern, text) for pattern in allowed)]
     if found:
         pytest.fail("transformers calls deprecated what this test uses:\n" + "\n".join(found), pytrace=False)
+
+
+@pytest.fixture
+def _forget_compiled() -> Iterator[None]:
+    """What was compiled before a test, and the counts of it, are forgotten."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()

@@ -1,7 +1,5 @@
 """`cache_implementation="static"`: cycles of fixed shapes, compiled once, whose outputs equal plain decoding's."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
@@ -14,14 +12,6 @@ from transformers_gumiho.target.cycle_shapes import CycleShapes
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
-
-
-@pytest.fixture
-def _forget_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 def make_pair(family: str = "llama", **settings: int) -> tuple[PreTrainedModel, GumihoModel]:

@@ -1,7 +1,6 @@
 """`cycle_costs`: trees of the size that fits each cycle, and pauses where drafts are worth nothing. The same texts."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -279,14 +278,6 @@ def test_drafts_that_get_good_are_taken_up_again() -> None:
     tried_again = next(place for place in range(first_good, len(sizes)) if sizes[place])
     assert tried_again - first_good <= 64
     assert all(size > 0 for size in sizes[tried_again + 1 :]), "right ones are not"
-
-
-@pytest.fixture
-def _forget_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.usefixtures("_forget_compiled")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.training import trainer as trainer_module
 from transformers_gumiho.training.balanced_inputs import NUM_ROWS, SHARE
 
 
@@ -68,13 +69,14 @@ def test_both_inputs_begin_with_one_size(tmp_path: Path, layer_ids: list[int] | 
         torch.testing.assert_close(new / new.norm(), old / old.norm())
 
 
-def test_a_run_that_goes_on_is_not_balanced_again(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_not_balanced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_unequal_target()
     settings = {"learning_rate": 1e-2, "balance_inputs": True}
     whole = make_trainer(target, tmp_path / "whole", **settings, max_steps=4)
     whole.train()
     make_trainer(target, tmp_path / "parts", **settings, max_steps=4, save_strategy="steps", save_steps=2).train()
     resumed = make_trainer(target, tmp_path / "parts", **settings, max_steps=4)
+    monkeypatch.setattr(trainer_module, "balance_on_first_rows", lambda *_: pytest.fail("balanced again"))
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
     torch.testing.assert_close(resumed.drafter.fc.weight, whole.drafter.fc.weight)
 

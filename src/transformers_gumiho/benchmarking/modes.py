@@ -69,7 +69,6 @@ def decoding_modes(
         compiled: Also decode with compiled models and static caches, with the drafter and without.
     """
     config = drafter.config
-    # Trees of another shape have other costs than the drafter's `cycle_costs` hold: their sizes are fixed.
     gumiho = {"assistant_model": drafter}
     modes = [DecodingMode(PLAIN)]
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
@@ -78,6 +77,7 @@ def decoding_modes(
         modes.append(DecodingMode("assisted generation", {"assistant_model": draft_model}, max_batch_size=1))
     modes.append(DecodingMode("gumiho", gumiho))
     modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
+    # Trees of another shape have other costs than the drafter's `cycle_costs` hold: their sizes are fixed.
     modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False, "cycle_costs": None}))
     for length in (3, 6):
         if length <= config.max_draft_depth:
