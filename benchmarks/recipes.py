@@ -37,7 +37,7 @@ _TRANSITION = {"transition_rank": TRANSITION_RANK}
 _CROSS_ENTROPY = {"serial_ce_weight": 1.0, "parallel_ce_weight": 1.0, "parallel_ce_start_epoch": 0.0}
 _UNROLL = {"serial_unroll_steps": 2}
 _REACH = {"weigh_by_reach": True}
-_BALANCE = {"balance_inputs": True}
+_LINEAR = {"linear_start": True}
 
 RECIPES: dict[str, Recipe] = {
     "published": Recipe(),
@@ -48,9 +48,9 @@ RECIPES: dict[str, Recipe] = {
     "own_features": Recipe(training={"unroll_serial_head": True}),
     "unroll": Recipe(training=_UNROLL),
     "reach": Recipe(training=_REACH),
-    "balance": Recipe(training=_BALANCE),
+    "linear_start": Recipe(training=_LINEAR),
     "copy_layers": Recipe(copies_layers=True),
-    "all": Recipe(_TRANSITION, _CROSS_ENTROPY | _UNROLL | _REACH | _BALANCE, reads_layers=True),
+    "all": Recipe(_TRANSITION, _CROSS_ENTROPY | _UNROLL | _REACH | _LINEAR, reads_layers=True),
     # With the published losses. Serial tokens beyond the second are of no use without training on own features.
     "all_serial": Recipe({"num_serial_tokens": 7, "num_parallel_heads": 0}, {"unroll_serial_head": True}),
     "all_parallel": Recipe({"num_serial_tokens": 1, "num_parallel_heads": 6}),

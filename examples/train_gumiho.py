@@ -124,8 +124,8 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("Adapters do not hold the fusion of layers: train it without --lora_rank, on the merged one.")
     if args.copy_layers and (args.target_model is None or args.drafter is not None):
         raise SystemExit("--copy_layers begins a new drafter with layers of the target: give --target_model alone.")
-    if training_args.balance_inputs and args.drafter is not None:
-        raise SystemExit("--balance_inputs scales the inputs of a new drafter: leave --drafter or it out.")
+    if training_args.linear_start and args.drafter is not None:
+        raise SystemExit("--linear_start is for new drafters: leave --drafter or it out.")
     if args.target_device_map is not None and training_args.world_size > 1:
         raise SystemExit("--target_device_map splits the target of one process; start a single one.")
 

@@ -54,11 +54,10 @@ class GumihoTrainingArguments(TrainingArguments):
         },
     )
     unrolled_weight: float = field(default=1.0, metadata={"help": "Weight of those tokens' loss."})
-    balance_inputs: bool = field(
+    linear_start: bool = field(
         default=False,
         metadata={
-            "help": "Begin a new drafter with a `fc` that makes as much of token embeddings as of states, see "
-            "`balance_inputs`; embeddings are often much smaller."
+            "help": "Begin a new drafter as the best linear guess of the target's next state, fitted on first answers."
         },
     )
     weigh_by_reach: bool = field(

@@ -21,13 +21,13 @@ from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
-from .balanced_inputs import balance_on_first_rows
 from .calibration import NUM_POSITIONS, NUM_ROWS, drop_cycle_costs, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .checks import check_drafter, check_is_no_adapter, check_rows, drafter_of, freeze_all_but_transitions
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
+from .linear_start import start_linearly
 from .model_card import model_card_of
 from .reach import MeasuredReach
 from .target_features import OnlineFeatures, TargetFeatures
@@ -81,8 +81,8 @@ class GumihoTrainer(Trainer):
         for name in ("train_dataset", "eval_dataset"):
             check_rows(kwargs.get(name), self.target_features)
         self.drafter.embed_tokens.requires_grad_(False)
-        if args.balance_inputs:
-            check_is_no_adapter(model, "balance_inputs")
+        if args.linear_start:
+            check_is_no_adapter(model, "linear_start")
         if args.train_only is not None:
             freeze_all_but_transitions(model, self.drafter)
         if not self.drafter.config.has_embedding:
@@ -198,8 +198,8 @@ class GumihoTrainer(Trainer):
             self._reach.reset()
         self._warn_of_schedule()
         self._restriction.find(resume_from_checkpoint or None)
-        if self.args.balance_inputs and self._is_new and not resume_from_checkpoint:
-            balance_on_first_rows(self, self.drafter)
+        if self.args.linear_start and self._is_new and not resume_from_checkpoint:
+            start_linearly(self, self.drafter)
         self._is_new = False
         drop_cycle_costs(self.drafter)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)

@@ -1,0 +1,125 @@
+"""A new drafter that begins as the best linear guess of the target's next state, and when it does not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.targets import make_target
+from helpers.trainers import make_args, make_rows
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.training import GumihoTrainer, linear_start
+from transformers_gumiho.training import trainer as trainer_module
+
+
+def make_trainer(target: PreTrainedModel, folder: Path, layer_ids: Any = None, **settings: Any) -> GumihoTrainer:
+    torch.manual_seed(0)
+    bias = settings.pop("gumiho_fc_bias", True)
+    drafter = GumihoModel.from_target(target, target_layer_ids=layer_ids, gumiho_fc_bias=bias).float()
+    rows = settings.pop("train_dataset", None) or make_rows()
+    # Nothing is learned, so the weights after training are those that it began with.
+    args = make_args(folder, **{"learning_rate": 0.0, "max_steps": 2} | settings)
+    return GumihoTrainer(drafter, args, target=target, train_dataset=rows)
+
+
+def pairs(target: PreTrainedModel, drafter: GumihoModel, layer_ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `fc` reads at each token of the answers, and the state that follows: one token at a time."""
+    inputs, outputs = [], []
+    for row in make_rows():
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            states = target(ids, output_hidden_states=True).hidden_states
+            read = torch.cat([states[number + 1] for number in layer_ids], dim=-1) if layer_ids else states[-1]
+            read = drafter.read_target(read)[0]
+            for place, counts in enumerate(row["loss_mask"]):
+                if counts and place:
+                    embedding = target.get_input_embeddings()(ids[0, place])
+                    inputs.append(torch.cat((embedding, read[place - 1])))
+                    outputs.append(states[-1][0, place])
+    return torch.stack(inputs).double(), torch.stack(outputs).double()
+
+
+@pytest.mark.parametrize("layer_ids", [None, [0, 2]])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_serial_head_begins_as_the_least_squares_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer_ids: list[int] | None, bias: bool, packed: bool
+) -> None:
+    monkeypatch.setattr(linear_start, "RIDGE", 1e-10)  # the rows hold few different tokens
+    target = make_target("llama").float()
+    rows = make_rows()
+    if packed:
+        rows = [
+            {
+                "input_ids": first["input_ids"] + second["input_ids"],
+                "loss_mask": first["loss_mask"] + second["loss_mask"],
+                "position_ids": [*range(len(first["input_ids"])), *range(len(second["input_ids"]))],
+            }
+            for first, second in zip(rows[::2], rows[1::2], strict=True)
+        ]
+    trainer = make_trainer(target, tmp_path, layer_ids, linear_start=True, train_dataset=rows, gumiho_fc_bias=bias)
+    trainer.train()
+    drafter = trainer.drafter
+    inputs, outputs = pairs(target, drafter, layer_ids)
+    if bias:
+        inputs = torch.cat((inputs, torch.ones_like(inputs[:, :1])), dim=1)
+    assert len(inputs) > 2 * inputs.shape[1], "or every guess could be right"
+    best = (inputs @ torch.linalg.pinv(inputs, rtol=1e-6) @ outputs - outputs).pow(2).mean()
+    weight = torch.cat((drafter.fc.weight, drafter.fc.bias[:, None]), dim=1) if bias else drafter.fc.weight
+    reached = (inputs @ weight.detach().double().T - outputs).pow(2).mean()
+    assert float(reached) == pytest.approx(float(best), rel=1e-3)
+    # And nothing is added to it.
+    row = torch.tensor([make_rows()[0]["input_ids"]])
+    states = torch.randn(1, row.shape[1], drafter.config.drafter_input_size)
+    with torch.no_grad():
+        features = drafter(input_ids=row, hidden_states=states).serial_features
+        torch.testing.assert_close(features, drafter.fuse(row, drafter.read_target(states)))
+
+
+def test_a_linear_start_is_ahead_of_a_random_one(tmp_path: Path) -> None:
+    target = make_target("llama").float()
+    losses = []
+    for name, start in (("random", False), ("linear", True)):
+        trainer = make_trainer(target, tmp_path / name, linear_start=start, max_steps=1)
+        trainer.train()
+        losses.append(trainer.evaluate(make_rows())["eval_serial_feature"])
+    assert losses[1] < 0.8 * losses[0]
+
+
+def test_a_run_that_goes_on_begins_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("llama").float()
+    settings = {"learning_rate": 1e-2, "linear_start": True}
+    whole = make_trainer(target, tmp_path / "whole", **settings, max_steps=4)
+    whole.train()
+    make_trainer(target, tmp_path / "parts", **settings, max_steps=4, save_strategy="steps", save_steps=2).train()
+    resumed = make_trainer(target, tmp_path / "parts", **settings, max_steps=4)
+    monkeypatch.setattr(trainer_module, "start_linearly", lambda *_: pytest.fail("begun again"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
+    torch.testing.assert_close(resumed.drafter.fc.weight, whole.drafter.fc.weight)
+
+
+def test_a_second_training_begins_no_more(tmp_path: Path) -> None:
+    trainer = make_trainer(make_target("llama").float(), tmp_path, linear_start=True)
+    trainer.train()
+    with torch.no_grad():
+        trainer.drafter.fc.weight *= 2
+    before = trainer.drafter.fc.weight.clone()
+    trainer.train()
+    torch.testing.assert_close(trainer.drafter.fc.weight, before)
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    target = make_target("llama").float()
+    wrapped = get_peft_model(GumihoModel.from_target(target), LoraConfig(r=2, target_modules=["fc"]))
+    with pytest.raises(ValueError, match=r"`linear_start` changes a GumihoModel itself.*merge_and_unload"):
+        GumihoTrainer(wrapped, make_args(tmp_path, linear_start=True), target=target, train_dataset=make_rows())
+
+
+def test_rows_without_answers_are_told_of(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 4
+    trainer = make_trainer(make_target("llama").float(), tmp_path, linear_start=True, train_dataset=rows)
+    with pytest.raises(ValueError, match=r"no answers to begin with.*Train without `linear_start`"):
+        trainer.train()
