@@ -290,6 +290,7 @@ class GumihoModel(GumihoPreTrainedModel):
         use_cache: bool | None = None,
         unroll: bool = False,
         further_steps: int = 0,
+        serial_only: bool = False,
         **kwargs: Any,
     ) -> GumihoOutput:
         r"""
@@ -307,6 +308,7 @@ class GumihoModel(GumihoPreTrainedModel):
                 feature instead of the target's state, at every position, as it happens in drafting. For training and
                 evaluation, without a cache.
             further_steps (`int`, defaults to 0): With `unroll`, as many serial tokens beyond those of drafting.
+            serial_only (`bool`, defaults to `False`): Leave the parallel heads out, as if there were none.
 
         Raises:
             ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
@@ -332,7 +334,7 @@ class GumihoModel(GumihoPreTrainedModel):
             path_inputs = self._path_inputs(input_ids, serial_features)
         return GumihoOutput(
             serial_features=serial_features,
-            parallel_features=self._parallel_features(input_ids, path_inputs),
+            parallel_features=self._parallel_features(input_ids, path_inputs, serial_only),
             unrolled_features=unrolled_features,
             past_key_values=past_key_values,
         )
@@ -344,8 +346,13 @@ class GumihoModel(GumihoPreTrainedModel):
         fused = self.fuse(input_ids[:, 1:], serial_features[:, :-1])
         return torch.cat([fused[:, offset : offset + num_paths] for offset in range(serial_tokens)], dim=-1)
 
-    def _parallel_features(self, input_ids: torch.Tensor, path_inputs: torch.Tensor) -> torch.Tensor:
+    def _parallel_features(
+        self, input_ids: torch.Tensor, path_inputs: torch.Tensor, serial_only: bool
+    ) -> torch.Tensor:
         """Returns `(B, P, max(T - S, 0), H)`: what the heads make, moved by the tokens that the text has above."""
+        if serial_only:
+            batch_size, num_paths, width = path_inputs.shape
+            return path_inputs.new_zeros(batch_size, 0, num_paths, width // self.config.num_serial_tokens)
         features = self.mlp(path_inputs)
         if self.transition is None:
             return features

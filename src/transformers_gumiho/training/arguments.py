@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 
 from ..losses.chunked import DEFAULT_CHUNK_SIZE
 from ..losses.weights import LossWeights
+from .trained_parts import PARTS
 
 
 @dataclass
@@ -74,8 +75,9 @@ class GumihoTrainingArguments(TrainingArguments):
     train_only: str | None = field(
         default=None,
         metadata={
-            "help": "`transition` trains the transitions of the parallel heads alone, with all loss weights of these "
-            "from the start; all else stays as it is."
+            "help": "`serial` trains the serial head alone, in less than half the time; `parallel` the parallel heads "
+            "and their transitions, and `transition` the latter alone, with all loss weights of these from the start. "
+            "All else stays as it is."
         },
     )
     draft_vocabulary_size: int | None = field(
@@ -99,8 +101,9 @@ class GumihoTrainingArguments(TrainingArguments):
         super().__post_init__()
         if isinstance(self.loss_term_weights, str):
             self.loss_term_weights = json.loads(self.loss_term_weights)
-        if self.train_only not in (None, "transition"):
-            raise ValueError(f"`train_only` must be 'transition' or None, got {self.train_only!r}.")
+        if self.train_only not in (None, *PARTS):
+            names = ", ".join(map(repr, PARTS))
+            raise ValueError(f"`train_only` must be one of {names}, or None, got {self.train_only!r}.")
         self.loss_weights(epoch=None)  # refuses names that there are no terms of
         if self.draft_vocabulary_size is not None and self.draft_vocabulary_size < 1:
             raise ValueError(
@@ -124,7 +127,7 @@ class GumihoTrainingArguments(TrainingArguments):
 
     def loss_weights(self, epoch: float | None) -> LossWeights:
         """Returns the weights of the loss terms at `epoch`; `None` stands for the end of the schedule."""
-        only_parallel = self.train_only == "transition"
+        only_parallel = self.train_only in ("parallel", "transition")
         started = epoch is None or only_parallel or epoch >= self.parallel_ce_start_epoch
         return LossWeights(
             feature=self.feature_weight,

@@ -75,15 +75,3 @@ def check_is_no_adapter(model: nn.Module, option: str) -> None:
             f"`{option}` changes a GumihoModel itself, got a {type(model).__name__}. Merge its adapters first "
             f"(`merge_and_unload()`), or leave `{option}` out."
         )
-
-
-def freeze_all_but_transitions(model: nn.Module, drafter: GumihoModel) -> None:
-    """Raises `ValueError` where there are no transitions, or an adapter, whose files do not hold them."""
-    check_is_no_adapter(model, "train_only")
-    if drafter.transition is None:
-        raise ValueError(
-            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
-            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
-        )
-    drafter.requires_grad_(False)
-    drafter.transition.requires_grad_(True)

@@ -24,7 +24,7 @@ from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, NUM_ROWS, drop_cycle_costs, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
-from .checks import check_drafter, check_is_no_adapter, check_rows, drafter_of, freeze_all_but_transitions
+from .checks import check_drafter, check_is_no_adapter, check_rows, drafter_of
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
 from .linear_start import start_linearly
@@ -32,6 +32,7 @@ from .model_card import model_card_of
 from .reach import MeasuredReach
 from .target_features import OnlineFeatures, TargetFeatures
 from .term_averages import TermAverages
+from .trained_parts import freeze_all_but
 
 
 logger = logging.get_logger(__name__)
@@ -84,7 +85,7 @@ class GumihoTrainer(Trainer):
         if args.linear_start:
             check_is_no_adapter(model, "linear_start")
         if args.train_only is not None:
-            freeze_all_but_transitions(model, self.drafter)
+            freeze_all_but(args.train_only, model, self.drafter)
         if not self.drafter.config.has_embedding:
             self.drafter.adopt_embedding(self.target_features.embedding)
         # The target is on one device, or split over several that are then all its own.
@@ -135,7 +136,10 @@ class GumihoTrainer(Trainer):
             drafter_input = self._add_noise(drafter_input)
             self._measure_reach(model, inputs, states)
         args = self.args
-        output = self._forward(model, inputs, drafter_input, args.unrolls, args.serial_unroll_steps)
+        serial_only = args.train_only == "serial"
+        output = self._forward(
+            model, inputs, drafter_input, args.unrolls, further_steps=args.serial_unroll_steps, serial_only=serial_only
+        )
         loss, terms = chunked_gumiho_loss(
             output,
             states.last,
@@ -262,7 +266,7 @@ class GumihoTrainer(Trainer):
         inputs: dict[str, torch.Tensor],
         drafter_input: torch.Tensor,
         unroll: bool,
-        further_steps: int = 0,
+        **kwargs: Any,
     ) -> Any:
         position_ids = inputs.get("position_ids")
         return model(
@@ -270,7 +274,7 @@ class GumihoTrainer(Trainer):
             hidden_states=drafter_input[:, :-1],
             position_ids=None if position_ids is None else position_ids[:, :-1],
             unroll=unroll,
-            further_steps=further_steps,
+            **kwargs,
         )
 
     def _loss_weights(self, training: bool) -> LossWeights:
@@ -327,11 +331,11 @@ class GumihoTrainer(Trainer):
     def _predictors(self, in_training: bool = False) -> list[Predictor]:
         """Returns the predictors of drafting, or those that are trained."""
         config, args = self.drafter.config, self.args
-        num_unrolled = config.num_serial_tokens - 1
+        num_heads, num_unrolled = config.num_parallel_heads, config.num_serial_tokens - 1
         if in_training:
+            num_heads = 0 if args.train_only == "serial" else num_heads
             num_unrolled = num_unrolled + args.serial_unroll_steps if args.unrolls else 0
-        weights = args.loss_weights(epoch=None)
-        return predictors(config.num_serial_tokens, config.num_parallel_heads, num_unrolled, weights)
+        return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights(epoch=None))
 
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         return agreement_metrics(prediction.predictions, self._predictors())

@@ -1,0 +1,81 @@
+"""`train_only`: one part of a drafter learns what it would learn among the others, and the others stay as they are."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.targets import make_target
+from helpers.trainers import make_args, make_rows
+from peft import LoraConfig, get_peft_model
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.training.trained_parts import PARTS
+
+
+def make_trainer(folder: Path, **settings: object) -> GumihoTrainer:
+    target = make_target("llama").float()
+    torch.manual_seed(0)
+    drafter = GumihoModel.from_target(target, transition_rank=4, target_layer_ids=[0, 2]).float()
+    with torch.no_grad():
+        for parameter in drafter.mlp.parameters():  # which are zero at the beginning, and give no gradients
+            parameter.normal_(std=0.1)
+    # Without a norm to clip, what a part learns depends on its own gradients alone.
+    settings = {"max_grad_norm": 0.0, "seed": 0, "feature_noise": 0.2} | settings
+    return GumihoTrainer(drafter, make_args(folder, **settings), target=target, train_dataset=make_rows())
+
+
+def part_of(name: str) -> str:
+    return "serial" if name.split(".")[0] in PARTS["serial"] else name.split(".")[0]
+
+
+@pytest.mark.parametrize("part", ["serial", "parallel", "transition"])
+def test_only_the_part_changes(tmp_path: Path, part: str) -> None:
+    trainer = make_trainer(tmp_path, train_only=part)
+    before = {name: tensor.clone() for name, tensor in trainer.drafter.state_dict().items()}
+    trainer.train()
+    for name, tensor in trainer.drafter.state_dict().items():
+        assert torch.equal(tensor, before[name]) != (name.split(".")[0] in PARTS[part]), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"unroll_serial_head": True}, {"serial_unroll_steps": 2}])
+def test_the_serial_head_learns_as_if_there_were_no_heads(tmp_path: Path, settings: dict[str, object]) -> None:
+    alone = make_trainer(tmp_path / "alone", train_only="serial", **settings)
+    alone.train()
+    whole = make_trainer(tmp_path / "whole", parallel_weight=0.0, **settings)
+    whole.train()
+    for name, tensor in alone.drafter.state_dict().items():
+        if part_of(name) == "serial":
+            torch.testing.assert_close(tensor, whole.drafter.state_dict()[name])
+    terms = [{name for name in entry if name.startswith("parallel_")} for entry in alone.state.log_history]
+    assert not any(terms), "heads were computed that are not trained"
+
+
+def test_heads_and_transitions_learn_what_they_learn_beside_a_serial_head_that_stays(tmp_path: Path) -> None:
+    alone = make_trainer(tmp_path / "alone", train_only="parallel", max_steps=1)
+    alone.train()
+    whole = make_trainer(tmp_path / "whole", max_steps=1)
+    whole.train()
+    for name, tensor in alone.drafter.state_dict().items():
+        if part_of(name) != "serial":
+            torch.testing.assert_close(tensor, whole.drafter.state_dict()[name])
+
+
+def test_a_drafter_without_heads_trains_none(tmp_path: Path) -> None:
+    target = make_target("llama").float()
+    drafter = GumihoModel.from_target(target, num_parallel_heads=0).float()
+    with pytest.raises(ValueError, match=r"`train_only='parallel'` needs a drafter with parallel heads"):
+        GumihoTrainer(drafter, make_args(tmp_path, train_only="parallel"), target=target, train_dataset=make_rows())
+
+
+@pytest.mark.parametrize("part", sorted(PARTS))
+def test_adapters_are_refused(tmp_path: Path, part: str) -> None:
+    target = make_target("llama").float()
+    wrapped = get_peft_model(GumihoModel.from_target(target), LoraConfig(r=2, target_modules=["fc"]))
+    with pytest.raises(ValueError, match=r"`train_only` changes a GumihoModel itself"):
+        GumihoTrainer(wrapped, make_args(tmp_path, train_only=part), target=target, train_dataset=make_rows())
+
+
+def test_other_parts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one of 'serial', 'parallel', 'transition', or None, got 'heads'"):
+        make_args(tmp_path, train_only="heads")
