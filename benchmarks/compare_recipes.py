@@ -62,6 +62,7 @@ class ComparisonArguments:
     batch_size: int = 16
     learning_rate: float = 2e-3
     warmup_steps: int = 100
+    draft_vocabulary_size: int | None = field(default=None, metadata={"help": "Of all drafters (default: all)."})
     num_eval_rows: int = field(default=64, metadata={"help": "Rows of the cache that are held out."})
     save_steps: int = 250
     bf16: bool = False
@@ -127,6 +128,8 @@ def training_arguments(args: ComparisonArguments, folder: Path, seed: int, recip
         "num_train_epochs": args.num_train_epochs,
         "per_device_train_batch_size": args.batch_size,
         "per_device_eval_batch_size": args.batch_size,
+        "train_sampling_strategy": "group_by_length",
+        "draft_vocabulary_size": args.draft_vocabulary_size,
         "learning_rate": args.learning_rate,
         "warmup_steps": args.warmup_steps,
         "parallel_ce_start_epoch": PARALLEL_CE_START * args.num_train_epochs,

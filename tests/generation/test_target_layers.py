@@ -7,6 +7,7 @@ import pytest
 import torch
 from chains import make_chain_target
 from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaConfig
@@ -60,14 +61,20 @@ def test_targets_that_verify_chains(family: str) -> None:
         assert torch.equal(text, target.generate(**arguments))
         if len(lengths) == 1:
             with torch.no_grad():
-                expected = FeatureReader(target, [0, last]).read(text).drafter_input
+                expected = as_read(FeatureReader(target, [0, last]).read(text).drafter_input)
             found = torch.cat(inputs.seen, dim=1)
             # Some recurrent layers compute in float32, and chunks otherwise than single tokens.
             torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=1e-3, atol=1e-3)
 
 
+def as_read(states: torch.Tensor) -> torch.Tensor:
+    """Two layers' states, of which the lower one's have a root mean square of 1."""
+    lower, highest = states.chunk(2, dim=-1)
+    return torch.cat((lower / (lower.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(), highest), dim=-1)
+
+
 class Inputs:
-    """Records what a drafter reads of the target."""
+    """Records what a drafter's fusion reads of the target."""
 
     def __init__(self, drafter: GumihoModel):
         self.seen: list[torch.Tensor] = []
@@ -81,10 +88,11 @@ def test_decoding_reads_the_states_of_the_committed_text(kwargs: dict[str, Any])
     inputs = Inputs(drafter)
     text = target.generate(**prompts, max_new_tokens=25, do_sample=False, assistant_model=drafter, **kwargs)
     with torch.no_grad():
-        expected = FeatureReader(target, [0, 2]).read(text).drafter_input
+        expected = as_read(FeatureReader(target, [0, 2]).read(text).drafter_input)
     found = torch.cat(inputs.seen, dim=1)
     assert found.shape[1] > 20
-    torch.testing.assert_close(found, expected[:, : found.shape[1]])
+    # Norms are computed in float32.
+    torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=1e-5, atol=1e-6)
     assert not any(num_hooks(module) for module in target.modules()), "the target is left as it was"
 
 
@@ -105,6 +113,16 @@ def test_a_new_fusion_drafts_as_without(tmp_path: Path, caplog: pytest.LogCaptur
     with torch.no_grad():
         last, all_states = (FeatureReader(target, layers).read(ids).drafter_input[:, :-1] for layers in (None, LAYERS))
         assert torch.equal(fused(ids[:, 1:], all_states).serial_features, plain(ids[:, 1:], last).serial_features)
+
+
+def test_an_adapter_of_the_fusion_reads_what_it_reads() -> None:
+    target = make_target()
+    drafter = make_drafter(target, target_layer_ids=[0, 2])
+    wrapped = get_peft_model(drafter, LoraConfig(r=2, target_modules=["layer_fusion"], init_lora_weights=False))
+    states = 10 * torch.randn(1, 5, drafter.config.drafter_input_size, dtype=drafter.dtype)
+    with torch.no_grad():
+        expected = drafter.read_target(states)
+        torch.testing.assert_close(wrapped.merge_and_unload().read_target(states), expected)
 
 
 def test_fusion_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def normalise_lower(layer_states: torch.Tensor, hidden_size: int) -> torch.Tenso
 
 class GumihoLayerFusion(nn.Linear):
     """
-    A linear layer without bias from the states of the target's `target_layer_ids` `(..., k * H)` to `(..., H)`.
+    A linear layer without bias from the states of the target's `target_layer_ids` `(..., k * H)`, the highest layer's
+    last and the others as [`normalise_lower`] made them, to `(..., H)`.
 
     It begins as the state of the highest of these layers: where that is the target's last one, the drafter begins as
     it would without the others.
@@ -47,10 +48,6 @@ class GumihoLayerFusion(nn.Linear):
         if not was_loaded(self.weight):
             nn.init.zeros_(self.weight)
             nn.init.eye_(self.weight[:, -self.out_features :])
-
-    def forward(self, layer_states: torch.Tensor) -> torch.Tensor:
-        """Maps states `(..., k * H)`, the highest layer's last, to `(..., H)`."""
-        return super().forward(normalise_lower(layer_states, self.out_features).to(self.weight.dtype))
 
 
 __all__ = ["GumihoLayerFusion", "normalise_lower"]

@@ -27,7 +27,7 @@ from .damaged_files import damaged_weights_named
 from .decoding_settings import DecodingSettingsMixin
 from .draft_vocabulary import adopt_released_vocabulary
 from .layer_copying import copy_last_layers
-from .layer_fusion import GumihoLayerFusion
+from .layer_fusion import GumihoLayerFusion, normalise_lower
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .token_embedding import BorrowedEmbedding, fitting_rows
@@ -232,7 +232,11 @@ class GumihoModel(GumihoPreTrainedModel):
             drafter_input (`(B, T, k * H)`): The target's states of the `target_layer_ids`, side by side; without such,
                 its last ones `(B, T, H)`, which are returned.
         """
-        return drafter_input if self.layer_fusion is None else self.layer_fusion(drafter_input)
+        if self.layer_fusion is None:
+            return drafter_input
+        # Outside of the layer: an adapter's, or a quantised one in its place, knows nothing of norms.
+        states = normalise_lower(drafter_input, self.config.get_text_config().hidden_size)
+        return self.layer_fusion(states.to(self.embed_tokens.weight.dtype))
 
     def run_serial_head(
         self,
