@@ -1,9 +1,10 @@
-"""What a drafter's training refuses before it begins: each with its cause and the way out."""
+"""What a drafter's training refuses: each with its cause and the way out."""
 
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from ..internals import attention_implementation
@@ -75,3 +76,16 @@ def check_is_no_adapter(model: nn.Module, option: str) -> None:
             f"`{option}` changes a GumihoModel itself, got a {type(model).__name__}. Merge its adapters first "
             f"(`merge_and_unload()`), or leave `{option}` out."
         )
+
+
+def count_broken(drafter: nn.Module) -> torch.Tensor:
+    """Returns how many numbers of the trained parameters that this process holds are not finite."""
+    parts = [_local_part(parameter.detach()) for parameter in drafter.parameters() if parameter.requires_grad]
+    return torch.stack([(~torch.isfinite(part)).sum() for part in parts]).sum()
+
+
+def _local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a parameter that this process holds, under FSDP and ZeRO-3, too."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return getattr(parameter, "ds_tensor", parameter)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
@@ -24,7 +23,7 @@ from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, NUM_ROWS, drop_cycle_costs, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
-from .checks import check_drafter, check_is_no_adapter, check_rows, drafter_of
+from .checks import check_drafter, check_is_no_adapter, check_rows, count_broken, drafter_of
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
 from .linear_start import start_linearly
@@ -357,9 +356,7 @@ class GumihoTrainer(Trainer):
 
     def _check_parameters(self) -> None:
         """Raises `FloatingPointError` where a trained parameter is not finite."""
-        parts = [_local_part(parameter.detach()) for parameter in self.drafter.parameters() if parameter.requires_grad]
-        num_broken = torch.stack([(~torch.isfinite(part)).sum() for part in parts]).sum()
-        if self.accelerator.reduce(num_broken, "sum"):
+        if self.accelerator.reduce(count_broken(self.drafter), "sum"):
             raise FloatingPointError(self._divergence("the drafter's parameters are not finite"))
 
     def _warn_of_schedule(self) -> None:
@@ -394,10 +391,3 @@ class GumihoTrainer(Trainer):
         configs = (self.drafter.config.get_text_config(), self.target_features.config.get_text_config(decoder=True))
         limits = [getattr(config, "max_position_embeddings", None) for config in configs]
         return min((limit for limit in limits if limit), default=None)
-
-
-def _local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a parameter that this process holds, under FSDP and ZeRO-3, too."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    return getattr(parameter, "ds_tensor", parameter)
