@@ -63,6 +63,7 @@ class ComparisonArguments:
     learning_rate: float = 2e-3
     warmup_steps: int = 100
     draft_vocabulary_size: int | None = field(default=None, metadata={"help": "Of all drafters (default: all)."})
+    group_by_length: bool = field(default=False, metadata={"help": "Batches of rows of like length."})
     num_eval_rows: int = field(default=64, metadata={"help": "Rows of the cache that are held out."})
     save_steps: int = 250
     bf16: bool = False
@@ -128,7 +129,7 @@ def training_arguments(args: ComparisonArguments, folder: Path, seed: int, recip
         "num_train_epochs": args.num_train_epochs,
         "per_device_train_batch_size": args.batch_size,
         "per_device_eval_batch_size": args.batch_size,
-        "train_sampling_strategy": "group_by_length",
+        "train_sampling_strategy": "group_by_length" if args.group_by_length else "random",
         "draft_vocabulary_size": args.draft_vocabulary_size,
         "learning_rate": args.learning_rate,
         "warmup_steps": args.warmup_steps,

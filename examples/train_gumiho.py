@@ -118,7 +118,9 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("--draft_vocabulary_size is counted before training, and --streaming reads while training.")
     if args.lora_rank and args.drafter is None:
         raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
-    if args.lora_rank and (args.transition_rank or training_args.train_only):
+    if args.lora_rank and training_args.train_only:
+        raise SystemExit("--train_only trains a part of the drafter itself: leave --lora_rank or it out.")
+    if args.lora_rank and args.transition_rank:
         raise SystemExit("Adapters do not hold transitions: train these without --lora_rank, on the merged drafter.")
     if args.lora_rank and args.target_layer_ids is not None:
         raise SystemExit("Adapters do not hold the fusion of layers: train it without --lora_rank, on the merged one.")
@@ -126,6 +128,13 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("--copy_layers begins a new drafter with layers of the target: give --target_model alone.")
     if training_args.linear_start and args.drafter is not None:
         raise SystemExit("--linear_start is for new drafters: leave --drafter or it out.")
+    if training_args.linear_start and args.copy_layers:
+        raise SystemExit("--linear_start and --copy_layers are two beginnings of the serial head: choose one.")
+    if training_args.train_only in ("parallel", "transition") and args.drafter is None:
+        raise SystemExit(
+            f"--train_only {training_args.train_only} trains on top of a serial head that is there: give its drafter "
+            f"with --drafter."
+        )
     if args.target_device_map is not None and training_args.world_size > 1:
         raise SystemExit("--target_device_map splits the target of one process; start a single one.")
 

@@ -20,8 +20,8 @@ def make_trainer(folder: Path, **settings: object) -> GumihoTrainer:
     with torch.no_grad():
         for parameter in drafter.mlp.parameters():  # which are zero at the beginning, and give no gradients
             parameter.normal_(std=0.1)
-    # Without a norm to clip, what a part learns depends on its own gradients alone.
-    settings = {"max_grad_norm": 0.0, "seed": 0, "feature_noise": 0.2} | settings
+    # Without a norm to clip, what a part learns depends on its own gradients alone; and on their size, unlike Adam's.
+    settings = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.3, "feature_noise": 0.2} | settings
     return GumihoTrainer(drafter, make_args(folder, **settings), target=target, train_dataset=make_rows())
 
 
@@ -38,7 +38,11 @@ def test_only_the_part_changes(tmp_path: Path, part: str) -> None:
         assert torch.equal(tensor, before[name]) != (name.split(".")[0] in PARTS[part]), name
 
 
-@pytest.mark.parametrize("settings", [{}, {"unroll_serial_head": True}, {"serial_unroll_steps": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"unroll_serial_head": True}, {"serial_unroll_steps": 2}, {"gradient_accumulation_steps": 2}],
+    ids=str,
+)
 def test_the_serial_head_learns_as_if_there_were_no_heads(tmp_path: Path, settings: dict[str, object]) -> None:
     alone = make_trainer(tmp_path / "alone", train_only="serial", **settings)
     alone.train()
@@ -74,6 +78,20 @@ def test_adapters_are_refused(tmp_path: Path, part: str) -> None:
     wrapped = get_peft_model(GumihoModel.from_target(target), LoraConfig(r=2, target_modules=["fc"]))
     with pytest.raises(ValueError, match=r"`train_only` changes a GumihoModel itself"):
         GumihoTrainer(wrapped, make_args(tmp_path, train_only=part), target=target, train_dataset=make_rows())
+
+
+def test_heads_that_are_not_trained_count_for_nothing_in_evaluation(tmp_path: Path) -> None:
+    metrics = make_trainer(tmp_path, train_only="serial", feature_weight=1.0).evaluate(make_rows())
+    terms = metrics["eval_serial_feature"] + 0.1 * metrics["eval_serial_ce"]
+    unrolled = metrics["eval_unrolled_1_feature"] + 0.1 * metrics["eval_unrolled_1_ce"]
+    assert metrics["eval_loss"] == pytest.approx(terms + unrolled, rel=1e-4)
+    assert metrics["eval_agreement_5"] >= 0
+
+
+@pytest.mark.parametrize("part", ["parallel", "transition"])
+def test_a_serial_head_that_stays_is_not_begun_anew(tmp_path: Path, part: str) -> None:
+    with pytest.raises(ValueError, match=rf"`linear_start` begins a serial head anew, which `train_only='{part}'`"):
+        make_args(tmp_path, train_only=part, linear_start=True)
 
 
 def test_other_parts_are_refused(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ class GumihoModel(GumihoPreTrainedModel):
             return drafter_input
         # Outside of the layer: an adapter's, or a quantised one in its place, knows nothing of norms.
         states = normalise_lower(drafter_input, self.config.get_text_config().hidden_size)
-        return self.layer_fusion(states.to(self.embed_tokens.weight.dtype))
+        return self.layer_fusion(states.to(self.dtype))
 
     def run_serial_head(
         self,
@@ -334,11 +334,16 @@ class GumihoModel(GumihoPreTrainedModel):
             unrolled_features, path_inputs = unroll_serial_head(
                 self, input_ids, fused, serial_features, further_steps, attention_mask, position_ids, **kwargs
             )
-        else:
+        elif not serial_only:
             path_inputs = self._path_inputs(input_ids, serial_features)
+        if serial_only:
+            num_paths = max(input_ids.shape[1] - self.config.num_serial_tokens, 0)
+            parallel_features = serial_features.new_zeros(len(input_ids), 0, num_paths, serial_features.shape[-1])
+        else:
+            parallel_features = self._parallel_features(input_ids, path_inputs)
         return GumihoOutput(
             serial_features=serial_features,
-            parallel_features=self._parallel_features(input_ids, path_inputs, serial_only),
+            parallel_features=parallel_features,
             unrolled_features=unrolled_features,
             past_key_values=past_key_values,
         )
@@ -350,13 +355,8 @@ class GumihoModel(GumihoPreTrainedModel):
         fused = self.fuse(input_ids[:, 1:], serial_features[:, :-1])
         return torch.cat([fused[:, offset : offset + num_paths] for offset in range(serial_tokens)], dim=-1)
 
-    def _parallel_features(
-        self, input_ids: torch.Tensor, path_inputs: torch.Tensor, serial_only: bool
-    ) -> torch.Tensor:
+    def _parallel_features(self, input_ids: torch.Tensor, path_inputs: torch.Tensor) -> torch.Tensor:
         """Returns `(B, P, max(T - S, 0), H)`: what the heads make, moved by the tokens that the text has above."""
-        if serial_only:
-            batch_size, num_paths, width = path_inputs.shape
-            return path_inputs.new_zeros(batch_size, 0, num_paths, width // self.config.num_serial_tokens)
         features = self.mlp(path_inputs)
         if self.transition is None:
             return features

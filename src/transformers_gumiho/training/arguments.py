@@ -75,9 +75,8 @@ class GumihoTrainingArguments(TrainingArguments):
     train_only: str | None = field(
         default=None,
         metadata={
-            "help": "`serial` trains the serial head alone, in less than half the time; `parallel` the parallel heads "
-            "and their transitions, and `transition` the latter alone, with all loss weights of these from the start. "
-            "All else stays as it is."
+            "help": "`serial` trains the serial head alone, `parallel` the parallel heads and their transitions, and "
+            "`transition` the latter alone, with all loss weights of these from the start. All else stays as it is."
         },
     )
     draft_vocabulary_size: int | None = field(
@@ -104,6 +103,11 @@ class GumihoTrainingArguments(TrainingArguments):
         if self.train_only not in (None, *PARTS):
             names = ", ".join(map(repr, PARTS))
             raise ValueError(f"`train_only` must be one of {names}, or None, got {self.train_only!r}.")
+        if self.linear_start and self.train_only in ("parallel", "transition"):
+            raise ValueError(
+                f"`linear_start` begins a serial head anew, which `train_only={self.train_only!r}` leaves as it is. "
+                f"Leave one of them out."
+            )
         self.loss_weights(epoch=None)  # refuses names that there are no terms of
         if self.draft_vocabulary_size is not None and self.draft_vocabulary_size < 1:
             raise ValueError(
@@ -135,7 +139,7 @@ class GumihoTrainingArguments(TrainingArguments):
             parallel_cross_entropy=self.parallel_ce_weight if started else 0.0,
             decay=self.parallel_decay,
             serial=0.0 if only_parallel else 1.0,
-            parallel=self.parallel_weight,
+            parallel=0.0 if self.train_only == "serial" else self.parallel_weight,
             unrolled=self.unrolled_weight,
             further=self.loss_term_weights or {},  # type: ignore[arg-type]
         )

@@ -13,9 +13,12 @@ from ..model.modeling_gumiho import GumihoModel
 # Of the training data, what the guess is fitted on. On SmolLM2-135M-Instruct 48,000 tokens were as good as 750,000:
 # the target's own choice was guessed for 32.1% of unseen tokens, and for 32.5%.
 NUM_TOKENS = 50_000
-# Next to the mean of what is on the diagonal: enough to keep inputs that hardly vary from getting huge weights.
+# Of what each input has on the diagonal, as embeddings may be hundreds of times smaller than states: enough for inputs
+# that depend on each other.
 RIDGE = 1e-4
-_ROWS_PER_READING = 8
+# Next to the mean of the diagonal, for inputs that are always zero.
+_LEAST = 1e-12
+_MAX_ROWS_PER_READING = 8
 
 
 class LinearFit:
@@ -44,9 +47,10 @@ class LinearFit:
     def solve(self, constant: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the weight `(H, D)` and the bias `(H,)`, which is zero without a `constant`."""
         size = len(self._squares) - (not constant)
-        squares = self._squares[:size, :size]
-        ridge = RIDGE * squares.diagonal().mean() * torch.eye(size, device=squares.device, dtype=squares.dtype)
-        solution = torch.linalg.solve(squares + ridge, self._products[:size]).T.float()
+        squares = self._squares[:size, :size].clone()
+        diagonal = squares.diagonal()
+        diagonal += RIDGE * diagonal + _LEAST * diagonal.mean()
+        solution = torch.linalg.solve(squares, self._products[:size]).T.float()
         if not constant:
             return solution, solution.new_zeros(len(solution))
         return solution[:, :-1], solution[:, -1]
@@ -86,7 +90,7 @@ def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
 def _first_answers(trainer: Trainer, drafter: GumihoModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields what `fc` reads `(N, E + H)` and the states `(N, H)` it should make of it, over some rows at a time."""
     own: Any = trainer  # of this package, whose module imports this one
-    for rows in _first_rows(trainer.train_dataset):
+    for rows in _first_rows(trainer.train_dataset, min(trainer.args.train_batch_size, _MAX_ROWS_PER_READING)):
         batch: Any = trainer.data_collator(rows)
         batch = {name: values.to(trainer.args.device) for name, values in batch.items()}
         states = own.target_features.states(batch)
@@ -99,10 +103,10 @@ def _first_answers(trainer: Trainer, drafter: GumihoModel) -> Iterator[tuple[tor
         yield torch.cat((embeddings.to(read), read[:, :-1][counts]), dim=-1), states.last.to(read)[:, 1:][counts]
 
 
-def _first_rows(dataset: Any) -> Iterator[list[Any]]:
+def _first_rows(dataset: Any, at_a_time: int) -> Iterator[list[Any]]:
     streams = isinstance(dataset, torch.utils.data.IterableDataset)
     rows = iter(dataset) if streams else (dataset[index] for index in range(len(dataset)))
     # No more rows than tokens are needed: where few have answers, this ends, too.
     rows = itertools.islice(rows, NUM_TOKENS)
-    while some := list(itertools.islice(rows, _ROWS_PER_READING)):
+    while some := list(itertools.islice(rows, at_a_time)):
         yield some

@@ -361,7 +361,7 @@ class GumihoTrainer(Trainer):
 
     def _warn_of_schedule(self) -> None:
         args, start = self.args, self.args.parallel_ce_start_epoch
-        if not (start and args.parallel_ce_weight):
+        if not (start and args.parallel_ce_weight) or args.train_only is not None:
             return
         if not has_length(self.train_dataset):
             logger.warning("A stream has no epochs to count: the parallel heads' cross-entropy counts from the start.")
