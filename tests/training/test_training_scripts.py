@@ -95,6 +95,15 @@ def test_features_are_extracted_once_and_trained_on_without_the_target(data: dic
     drafter = GumihoModel.from_pretrained(tmp_path / "gumiho")
     assert drafter.config.target_layer_ids == [3, 19]
     assert f"draft temperatures: {drafter.generation_config.draft_temperature}" in output
+    # One part after the other, each from where the one before it has got.
+    serial, whole = tmp_path / "serial", tmp_path / "whole"
+    common = ["train_gumiho.py", "--features_dir", tmp_path / "features", *TRAINING, "--max_steps", 2]
+    run(*common, "--output_dir", serial, "--linear_start", "--train_only", "serial", *layers)
+    run(*common, "--output_dir", whole, "--drafter", serial, "--train_only", "parallel")
+    check_drafter(whole)
+    before, after = (GumihoModel.from_pretrained(folder).state_dict() for folder in (serial, whole))
+    changed = {name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"mlp"}
 
 
 def test_the_targets_own_answers_are_a_dataset(data: dict[str, Path], tmp_path: Path) -> None:
@@ -136,6 +145,8 @@ def test_a_draft_model_for_assisted_generation_is_trained_on_the_targets_texts(t
         (["--features_dir", "."], "is no feature cache"),
         (["--features_dir", ".", "--dataset_name", "x", "--streaming"], "leave --dataset_name, --streaming out"),
         (["--dataset_name", "x", "--lora_rank", "4"], "give it with --drafter"),
+        (["--dataset_name", "x", "--train_only", "parallel"], "a serial head that is there: give its drafter"),
+        (["--dataset_name", "x", "--linear_start", "--copy_layers"], "two beginnings of the serial head: choose one"),
     ],
 )
 def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
