@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
 from transformers_gumiho.presenting import (
+    Answer,
     Cycle,
     CycleStreamer,
     GenerateArguments,
@@ -28,6 +29,7 @@ from transformers_gumiho.presenting import (
     stream_answer,
     watch_cycles,
 )
+from transformers_gumiho.presenting.answering import describe_comparison
 from transformers_gumiho.presenting.colours import wants_colours
 
 
@@ -241,6 +243,29 @@ def test_lines_are_continued_one_by_one_without_a_chat_template(
     answers = generate(GenerateArguments(**PAIR, max_new_tokens=12))
     expected = [new_tokens(decode(target, drafter, line, max_new_tokens=12), line) for line in ("import os", "class ")]
     assert [list(answer.tokens) for answer in answers] == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_comparing_answers_by_plain_decoding_too_and_tells_what_differs(
+    temperature: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = PAIR | {"prompt": PROMPT, "max_new_tokens": 24, "temperature": temperature, "compare": True}
+    (answer,) = generate(GenerateArguments(**options))
+    written = capsys.readouterr().out
+    text = TOKENIZER.decode(answer.tokens)
+    assert written.count(text) == 2
+    speeds = r"\[plain decoding \| [\d.]+ tokens/s \| 24 tokens]\n\[with the drafter [\d.]+ times as fast \| "
+    assert re.search(speeds + r"the same tokens]\n$", written)
+
+
+def test_comparison_names_the_first_token_that_differs() -> None:
+    def answer(*tokens: int, seconds: float = 1.0, is_whole: bool = True) -> Answer:
+        return Answer(tokens, (), seconds, is_whole)
+
+    told = describe_comparison(answer(1, 2, 3, seconds=0.5), answer(1, 2, 4))
+    assert told.endswith("[with the drafter 2.00 times as fast | other tokens from number 3 on]")
+    assert describe_comparison(answer(1, 2), answer(1, 2, 3)).endswith("other tokens from number 3 on]")
+    assert describe_comparison(answer(1, 2), answer(1, is_whole=False)).endswith("| interrupted, so not compared]")
 
 
 def test_ctrl_c_ends_an_answer_and_nothing_else(

@@ -1,5 +1,6 @@
 """Answering one prompt while it is read."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,11 +35,16 @@ class Answer:
         """The mean acceptance length: tokens per cycle, bonus tokens included. `None` without a cycle."""
         return sum(len(cycle.committed) for cycle in self.cycles) / len(self.cycles) if self.cycles else None
 
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return len(self.tokens) / self.seconds
+
 
 def stream_answer(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    drafter: GumihoModel,
+    drafter: GumihoModel | None,
     prompt: Sequence[int],
     stream: TextIO,
     *,
@@ -52,7 +58,7 @@ def stream_answer(
     Args:
         target: The target.
         tokenizer: Its tokenizer.
-        drafter: The drafter.
+        drafter: The drafter; `None` decodes plainly.
         prompt: Token ids.
         stream: Where the answer goes.
         colours: Whether to colour accepted drafts.
@@ -60,7 +66,7 @@ def stream_answer(
         temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
     """
     cycles: list[Cycle] = []
-    streamer = CycleStreamer(tokenizer, stream, colours)
+    streamer = CycleStreamer(tokenizer, stream, colours, has_cycles=drafter is not None)
 
     def on_cycle(cycle: Cycle) -> None:
         cycles.append(cycle)
@@ -92,13 +98,23 @@ def describe_answer(answer: Answer, colours: bool) -> str:
     """Returns the line below an answer: tau, speed and what it was made of."""
     num_accepted = sum(len(cycle.accepted) for cycle in answer.cycles)
     tau = "no cycles" if answer.tau is None else f"tau {answer.tau:.2f}"
-    speed = len(answer.tokens) / answer.seconds
     parts = [
         tau,
-        f"{speed:.1f} tokens/s",
+        f"{answer.speed:.1f} tokens/s",
         f"{len(answer.cycles)} cycles",
         f"{len(answer.tokens)} tokens, {coloured(f'{num_accepted} accepted drafts', colours)}",
     ]
     if not answer.is_whole:
         parts.append("interrupted")
     return f"[{' | '.join(parts)}]"
+
+
+def describe_comparison(answer: Answer, plain: Answer) -> str:
+    """Returns the lines below plain decoding's answer to the same prompt: its speed, and how the two compare."""
+    speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
+    if not plain.is_whole:
+        return f"{speed} | interrupted, so not compared]"
+    pairs = itertools.zip_longest(answer.tokens, plain.tokens)
+    other = next((number for number, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs), None)
+    tokens = "the same tokens" if other is None else f"other tokens from number {other} on"
+    return f"{speed}]\n[with the drafter {answer.speed / plain.speed:.2f} times as fast | {tokens}]"

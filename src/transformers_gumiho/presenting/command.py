@@ -1,16 +1,18 @@
 """`gumiho generate` and `gumiho show`."""
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..measuring.prompts import encode_turn
 from ..model.modeling_gumiho import GumihoModel
-from .answering import Answer, describe_answer, stream_answer
+from .answering import Answer, describe_answer, describe_comparison, stream_answer
 from .arguments import GenerateArguments, ShowArguments
 from .colours import wants_colours
 from .cycles import Cycle, watch_cycles
@@ -19,19 +21,22 @@ from .loading import describe_temperatures, load
 from .terminal_tree import draw_in_terminal
 
 
+# Of each way of decoding before the two are compared: what only first calls do counts for neither.
+_WARM_UP_TOKENS = 8
+
+
 def generate(args: GenerateArguments) -> list[Answer]:
     """
     Answers a prompt, or every line that is typed, as it is decoded, and tells the acceptance length tau and the speed.
     Accepted drafts are coloured; what the target chose itself is plain. Where the tokenizer has a chat template the
     lines are a conversation; otherwise each of them is continued for itself. Ctrl-C ends an answer, Ctrl-D the
-    conversation.
+    conversation. With `args.compare` plain decoding answers after the drafter, from the same random numbers.
 
     Returns:
-        The answers.
+        The answers with the drafter.
     """
-    target, tokenizer, drafter = load(args)
-    colours = wants_colours(args.color, sys.stdout)
-    torch.manual_seed(args.seed)
+    models = load(args)
+    tokenizer = models[1]
     turns: list[str] = []
     texts: list[str] = []
     answers = []
@@ -39,11 +44,7 @@ def generate(args: GenerateArguments) -> list[Answer]:
         if not tokenizer.chat_template:
             turns, texts = [], []
         turns.append(line)
-        answer = stream_answer(
-            target, tokenizer, drafter, _encode(tokenizer, turns, texts), sys.stdout, colours=colours,
-            max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-        )  # fmt: skip
-        sys.stdout.write(f"\n\n{describe_answer(answer, colours)}\n")
+        answer = _answer(args, models, _encode(tokenizer, turns, texts), seed=args.seed + len(answers))
         texts.append(tokenizer.decode(answer.tokens, skip_special_tokens=True))
         answers.append(answer)
     return answers
@@ -78,6 +79,35 @@ def show(args: ShowArguments) -> Cycle:
         draw_picture(cycle, labels, temperatures, args.output)
         sys.stdout.write(f"\ndrawn into {args.output}\n")
     return cycle
+
+
+def _answer(
+    args: GenerateArguments,
+    models: tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel],
+    prompt: list[int],
+    seed: int,
+) -> Answer:
+    """Writes the answer to a prompt, and to compare that of plain decoding below it."""
+    target, tokenizer, drafter = models
+    colours = wants_colours(args.color, sys.stdout)
+
+    def answer_with(assistant: GumihoModel | None, stream: TextIO, max_new_tokens: int) -> Answer:
+        torch.manual_seed(seed)
+        return stream_answer(
+            target, tokenizer, assistant, prompt, stream, colours=colours, max_new_tokens=max_new_tokens,
+            temperature=args.temperature,
+        )  # fmt: skip
+
+    if args.compare:
+        for assistant in (drafter, None):
+            answer_with(assistant, io.StringIO(), min(_WARM_UP_TOKENS, args.max_new_tokens))
+    answer = answer_with(drafter, sys.stdout, args.max_new_tokens)
+    sys.stdout.write(f"\n\n{describe_answer(answer, colours)}\n")
+    if args.compare and answer.is_whole:
+        sys.stdout.write("\n")
+        plain = answer_with(None, sys.stdout, args.max_new_tokens)
+        sys.stdout.write(f"\n\n{describe_comparison(answer, plain)}\n")
+    return answer
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:

@@ -103,10 +103,11 @@ class CycleStreamer(PieceStreamer):
         tokenizer: The target's tokenizer.
         stream: Where the text goes.
         colours: Whether to colour pieces.
+        has_cycles: As in [`PieceStreamer`].
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO, colours: bool):
-        super().__init__(tokenizer, self._write)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO, colours: bool, has_cycles: bool = True):
+        super().__init__(tokenizer, self._write, has_cycles)
         self.stream = stream
         self.colours = colours
 
