@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking import (
+    BenchmarkArguments,
     BenchmarkSettings,
     DecodingMode,
     Question,
     Sample,
+    benchmark,
     decoding_modes,
     read_questions,
     run_benchmark,
@@ -58,7 +61,7 @@ def samples(target: PreTrainedModel, drafter: GumihoModel) -> list[Sample]:
 def test_every_mode_decodes_every_prompt_to_plain_decodings_text(samples: list[Sample], drafter: GumihoModel) -> None:
     modes = [
         "plain", "prompt lookup", "assisted generation", "gumiho", "gumiho with prompt lookup",
-        "gumiho without FTA", "chain of 3", "chain of 6",
+        "gumiho without FTA", "chain of 3", "chain of 5", "chain of 7",
         "serial head only", "one serial token", "tree of 4",
     ]  # fmt: skip
     alone = [sample for sample in samples if sample.batch_size == 1]
@@ -240,6 +243,25 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     assert summary["environment"]["torch"] == torch.__version__
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     assert len(lines) == 2 * len(overall)
+
+
+def test_only_the_chosen_modes_decode_the_first_prompts_of_each_category(tmp_path: Path) -> None:
+    args = BenchmarkArguments(
+        target=str(DEMO_TARGET), assistant=str(DEMO_PAIR / "gumiho"), prompts=str(DEMO_PAIR / "prompts.jsonl"),
+        dtype="float32", prompts_per_category=1, modes=["chain of 5", "gumiho"], max_new_tokens=4,
+        output_dir=str(tmp_path),
+    )  # fmt: skip
+    rows = benchmark(args)
+    assert [row.mode for row in rows if row.category == "overall"] == ["plain", "gumiho", "chain of 5"]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    first: dict[str, str] = {}
+    for number, line in enumerate((DEMO_PAIR / "prompts.jsonl").read_text().splitlines()):
+        first.setdefault(json.loads(line)["category"], str(number))
+    assert len(first) == 4
+    asked = {sample["category"]: sample["questions"] for sample in samples}
+    assert asked == {category: [name] for category, name in first.items()}
+    with pytest.raises(ValueError, match=r"no way of decoding 'chain of 4'. There are: 'plain', .* 'chain of 5', "):
+        benchmark(replace(args, modes=["chain of 4"]))
 
 
 def test_an_interrupted_benchmark_keeps_what_it_has(

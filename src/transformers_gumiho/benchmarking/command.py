@@ -6,8 +6,8 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from ..measuring.loading import load_pair
-from ..measuring.prompts import read_questions
-from .modes import decoding_modes
+from ..measuring.prompts import first_of_each_category, read_questions
+from .modes import choose_modes, decoding_modes
 from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
 from .summary import SummaryRow, summarize
@@ -23,6 +23,12 @@ class BenchmarkArguments:
     output_dir: str = field(default="benchmark", metadata={"help": "Receives samples, summary, table and pictures."})
     column: str | None = field(default=None, metadata={"help": "Take the prompts from this column."})
     num_prompts: int | None = field(default=None, metadata={"help": "Use only this many (default: all)."})
+    prompts_per_category: int | None = field(
+        default=None, metadata={"help": "Use only this many of each category (default: all)."}
+    )
+    modes: list[str] = field(
+        default_factory=list, metadata={"help": "Beside plain decoding, only these, by their names in the tables."}
+    )
     draft_model: str | None = field(
         default=None, metadata={"help": "A small language model for transformers' own assisted generation."}
     )
@@ -52,12 +58,15 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
 
     Raises:
         SystemExit: It was interrupted before anything was measured.
+        ValueError: There is no way of decoding of a name in `args.modes`.
     """
     # Not needed by those who only tune.
     from .plots import plot_summary
 
     folder = Path(args.output_dir)
     questions = read_questions(args.prompts, column=args.column, num_questions=args.num_prompts)
+    if args.prompts_per_category is not None:
+        questions = first_of_each_category(questions, args.prompts_per_category)
     folder.mkdir(parents=True, exist_ok=True)
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
     for name in ("num_assistant_tokens", "branching_factor"):
@@ -68,11 +77,14 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         draft_model = AutoModelForCausalLM.from_pretrained(
             args.draft_model, dtype=target.dtype, device_map=target.device
         )
+    modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled)
+    if args.modes:
+        modes = choose_modes(modes, args.modes)
     samples = run_benchmark(
         target,
         tokenizer,
         questions,
-        decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled),
+        modes,
         BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed),
         folder / "samples.jsonl",
     )

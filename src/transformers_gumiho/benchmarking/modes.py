@@ -79,7 +79,7 @@ def decoding_modes(
     modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
     # Trees of another shape have other costs than the drafter's `cycle_costs` hold: their sizes are fixed.
     modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False, "cycle_costs": None}))
-    for length in (3, 6):
+    for length in (3, 5, 7):
         if length <= config.max_draft_depth:
             chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length, "cycle_costs": None}
             modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
@@ -91,6 +91,19 @@ def decoding_modes(
     for size in tree_sizes:
         modes.append(DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size, "cycle_costs": None}))
     return modes
+
+
+def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[DecodingMode]:
+    """
+    Returns plain decoding and the modes of these names, in the order of `modes`.
+
+    Raises:
+        ValueError: There is no mode of a name.
+    """
+    if unknown := [name for name in names if name not in {mode.name for mode in modes}]:
+        known = ", ".join(f"'{mode.name}'" for mode in modes)
+        raise ValueError(f"There is no way of decoding {unknown[0]!r}. There are: {known}.")
+    return [mode for mode in modes if mode.name == PLAIN or mode.name in names]
 
 
 def tree_size(mode: str) -> int | None:

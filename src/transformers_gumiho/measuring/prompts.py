@@ -1,6 +1,7 @@
 """The prompts of a benchmark: questions of one or several turns, in categories."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,17 @@ def read_questions(
     if not rows:
         raise ValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
     return [_read_question(row, index, column, name) for index, row in enumerate(rows)]
+
+
+def first_of_each_category(questions: Sequence[Question], num_questions: int) -> list[Question]:
+    """Returns the first `num_questions` of each category, in the order of `questions`."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for question in questions:
+        seen[question.category] += 1
+        if seen[question.category] <= num_questions:
+            chosen.append(question)
+    return chosen
 
 
 def _load_dataset(path: Path, name: str, split: str) -> Any:

@@ -20,7 +20,6 @@ class Pair:
         drafter: The drafter's folder, in the folder `examples` of the repository.
         target: The same of the target, or what returns its folder where it comes from elsewhere. It is given what is
             to be told of what takes long.
-        has_drafter: Whether the repository holds the drafter. Otherwise it is found where somebody has put one.
         cpu_dtype: The precision in which a CPU runs it. Elsewhere it runs in that of its files.
     """
 
@@ -28,21 +27,14 @@ class Pair:
     drafter: str
     target: str | Callable[[Callable[[str], None]], str]
     cpu_dtype: str = "float32"
-    has_drafter: bool = True
 
     def find_drafter(self) -> str:
         """
         Returns the drafter's folder.
 
         Raises:
-            FileNotFoundError: The repository is not here, or does not hold it.
+            FileNotFoundError: The repository is not here.
         """
-        if not self.has_drafter and self._look_for(self.drafter) is None:
-            raise FileNotFoundError(
-                f"The repository does not hold a drafter for the pair {self.name!r} yet. Train one as "
-                f"docs/training.md says and put it into examples/{self.drafter}, or give --assistant; --pair demo has "
-                f"both models."
-            )
         return self._find(self.drafter)
 
     def find_target(self, tell: Callable[[str], None] = lambda message: None) -> str:
@@ -59,13 +51,10 @@ class Pair:
         """
         return self._find(self.target) if isinstance(self.target, str) else self.target(tell)
 
-    def _look_for(self, name: str) -> str | None:
-        places = [Path(__file__).parents[3] / "examples" / name, Path("examples", name)]
-        return next((str(folder) for folder in places if (folder / "config.json").exists()), None)
-
     def _find(self, name: str) -> str:
-        if (folder := self._look_for(name)) is not None:
-            return folder
+        for folder in (Path(__file__).parents[3] / "examples" / name, Path("examples", name)):
+            if (folder / "config.json").exists():
+                return str(folder)
         raise FileNotFoundError(
             f"There is no folder examples/{name} of the pair {self.name!r} here. It is part of the repository: run "
             f"this in a clone of {_REPOSITORY}, or give --target and --assistant."
@@ -74,7 +63,7 @@ class Pair:
 
 PAIRS = {
     "demo": Pair("demo", drafter="demo_pair/gumiho", target="demo_pair/target"),
-    "smollm2": Pair("smollm2", drafter="smollm2/gumiho", target=smollm2.find_target, has_drafter=False),
+    "smollm2": Pair("smollm2", drafter="smollm2/gumiho", target=smollm2.find_target),
 }
 
 
