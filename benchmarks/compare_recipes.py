@@ -29,7 +29,6 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.prompts import encode_turn, read_questions
 from transformers_gumiho.measuring.stages import stage_timer
-from transformers_gumiho.model.layer_copying import copy_last_layers
 from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
@@ -93,7 +92,7 @@ def train(
     folder = args.folder_of(name, seed)
     rows = FeatureDataset(args.features_dir, target)
     set_seed(seed)
-    drafter = make_drafter(config, features, recipe, target)
+    drafter = make_drafter(config, features)
     held_out = torch.utils.data.Subset(rows, range(args.num_eval_rows))
     trained_on = torch.utils.data.Subset(rows, range(args.num_eval_rows, len(rows)))
     clock = TrainingClock(folder)
@@ -115,12 +114,10 @@ def train(
     return drafter, counts | {"tokens": num_tokens, "agreements": agreements, "draft_temperature": calibrated}
 
 
-def make_drafter(config: Any, features: CachedFeatures, recipe: Recipe, target: PreTrainedModel) -> GumihoModel:
+def make_drafter(config: Any, features: CachedFeatures) -> GumihoModel:
     """Returns the untrained drafter of a recipe."""
     drafter = GumihoModel(config).float()
     drafter.adopt_embedding(features.embedding.float())
-    if recipe.copies_layers:
-        copy_last_layers(target, drafter.layers)
     return drafter
 
 

@@ -24,13 +24,11 @@ class Recipe:
         config: Fields of the drafter's config.
         training: Fields of `GumihoTrainingArguments`.
         reads_layers: Whether the drafter reads all layers that the feature cache holds.
-        copies_layers: Whether its serial layers begin as the target's last ones, and so have their shapes.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     reads_layers: bool = False
-    copies_layers: bool = False
 
 
 _TRANSITION = {"transition_rank": TRANSITION_RANK}
@@ -49,7 +47,6 @@ RECIPES: dict[str, Recipe] = {
     "unroll": Recipe(training=_UNROLL),
     "reach": Recipe(training=_REACH),
     "linear_start": Recipe(training=_LINEAR),
-    "copy_layers": Recipe(copies_layers=True),
     "all": Recipe(_TRANSITION, _CROSS_ENTROPY | _UNROLL | _REACH | _LINEAR, reads_layers=True),
     # With the published losses. Serial tokens beyond the second are of no use without training on own features.
     "all_serial": Recipe({"num_serial_tokens": 7, "num_parallel_heads": 0}, {"unroll_serial_head": True}),
@@ -63,8 +60,7 @@ def fitted_config(
     """
     Returns the config of a recipe's drafter, as large as the published recipe's, and its trained parameters.
 
-    What a recipe adds is taken from the serial layers' MLPs; where these have the target's shapes, from the parallel
-    heads' residual blocks. A drafter without parallel heads has more serial layers.
+    What a recipe adds is taken from the serial layers' MLPs. A drafter without parallel heads has more serial layers.
 
     Raises:
         ValueError: The recipe reads layers that the cache does not hold, or its drafter cannot be made as large.
@@ -75,10 +71,8 @@ def fitted_config(
         )
     config = recipe.config | ({"target_layer_ids": list(layer_ids or ())} if recipe.reads_layers else {})
     aim = num_trained(GumihoConfig.from_target(target_config))
-    options: list[dict[str, Any]] = [{"num_residual_blocks": number} for number in range(1, 9)]
-    if not recipe.copies_layers:
-        depths = [2] if config.get("num_parallel_heads", 1) else range(1, 13)
-        options = [option for depth in depths if (option := _widths(config, target_config, depth, aim))]
+    depths = [2] if config.get("num_parallel_heads", 1) else range(1, 13)
+    options = [option for depth in depths if (option := _widths(config, target_config, depth, aim))]
     candidates = [GumihoConfig.from_target(target_config, **config | option) for option in options]
     published = GumihoConfig.from_target(target_config).model.intermediate_size
     # Of those that are as large, the one whose layers are most like the published ones.

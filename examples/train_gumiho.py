@@ -18,7 +18,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model.configuration_gumiho import resolve_layer_ids
-from transformers_gumiho.model.layer_copying import copy_last_layers
 from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
@@ -54,9 +53,6 @@ class ScriptArguments:
             "`--drafter` they are added to a drafter that is there. By default the drafter's own, and the last one of "
             "a new one."
         },
-    )
-    copy_layers: bool = field(
-        default=False, metadata={"help": "Begin with the target's last layers as the serial ones of a new drafter."}
     )
     lora_rank: int = field(default=0, metadata={"help": "Train LoRA adapters of this rank instead of all weights."})
 
@@ -124,12 +120,8 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("Adapters do not hold transitions: train these without --lora_rank, on the merged drafter.")
     if args.lora_rank and args.target_layer_ids is not None:
         raise SystemExit("Adapters do not hold the fusion of layers: train it without --lora_rank, on the merged one.")
-    if args.copy_layers and (args.target_model is None or args.drafter is not None):
-        raise SystemExit("--copy_layers begins a new drafter with layers of the target: give --target_model alone.")
     if training_args.linear_start and args.drafter is not None:
         raise SystemExit("--linear_start is for new drafters: leave --drafter or it out.")
-    if training_args.linear_start and args.copy_layers:
-        raise SystemExit("--linear_start and --copy_layers are two beginnings of the serial head: choose one.")
     if training_args.train_only in ("parallel", "transition") and args.drafter is None:
         raise SystemExit(
             f"--train_only {training_args.train_only} trains on top of a serial head that is there: give its drafter "
@@ -200,9 +192,7 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: G
     }
 
 
-def make_drafter(
-    args: ScriptArguments, source: PreTrainedModel | CachedFeatures, target: PreTrainedModel | None
-) -> torch.nn.Module:
+def make_drafter(args: ScriptArguments, source: PreTrainedModel | CachedFeatures) -> torch.nn.Module:
     """Returns the drafter to train, in float32: mixed precision is the trainer's affair."""
     layers = args.target_layer_ids
     layers = None if layers is None else resolve_layer_ids(source.config, layers)
@@ -212,10 +202,8 @@ def make_drafter(
         drafter = GumihoModel.from_pretrained(args.drafter, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):
         drafter = source.make_drafter(**fields).float()
-        if args.copy_layers and target is not None:
-            copy_last_layers(target, drafter.layers)
     else:
-        drafter = GumihoModel.from_target(source, args.copy_layers, **fields).float()
+        drafter = GumihoModel.from_target(source, **fields).float()
     if not args.lora_rank:
         return drafter
     from peft import LoraConfig, get_peft_model
@@ -239,7 +227,7 @@ def main() -> None:
         else:
             with training_args.main_process_first(desc="preparing the data"):
                 data = online_data(args, target, training_args)
-        drafter = make_drafter(args, data["target"], target)
+        drafter = make_drafter(args, data["target"])
     report = data.pop("report", None)
     with told_in_one_line("train_gumiho.py"):
         trainer = GumihoTrainer(drafter, training_args, **data)

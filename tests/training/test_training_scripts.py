@@ -146,7 +146,6 @@ def test_a_draft_model_for_assisted_generation_is_trained_on_the_targets_texts(t
         (["--features_dir", ".", "--dataset_name", "x", "--streaming"], "leave --dataset_name, --streaming out"),
         (["--dataset_name", "x", "--lora_rank", "4"], "give it with --drafter"),
         (["--dataset_name", "x", "--train_only", "parallel"], "a serial head that is there: give its drafter"),
-        (["--dataset_name", "x", "--linear_start", "--copy_layers"], "two beginnings of the serial head: choose one"),
     ],
 )
 def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:

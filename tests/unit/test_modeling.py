@@ -459,25 +459,3 @@ def test_mixin_serves_classes_with_decoding_methods_of_their_own() -> None:
     assert torch.equal(drafted, plain)
     with pytest.raises(NotImplementedError, match="own assisted decoding"):
         target.generate(**prompt, max_new_tokens=20, assistant_model=make_target(seed=1))
-
-
-def test_serial_layers_begin_as_the_targets_last_ones() -> None:
-    target = make_target()
-    drafter = GumihoModel.from_target(target, copy_layers=True)
-    for own, given in zip(drafter.layers, target.model.layers[-2:], strict=True):
-        parameters = dict(given.named_parameters())
-        assert all(torch.equal(parameter, parameters[name]) for name, parameter in own.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("family", "overrides", "message"),
-    [
-        ("llama", {"intermediate_size": 40}, r"`mlp.gate_proj.weight` of .* of \(48, 32\) in .* on cpu"),
-        ("llama", {"num_hidden_layers": 4}, "at least 4 of them in a `layers` list, and LlamaForCausalLM has 3"),
-        ("gpt2", {}, "in a `layers` list, and GPT2LMHeadModel has none"),
-        ("phi3", {}, "`self_attn.q_proj.weight` of shape .* and those of Phi3ForCausalLM no such parameter"),
-    ],
-)  # fmt: skip
-def test_layers_that_cannot_be_copied_are_refused(family: str, overrides: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GumihoModel.from_target(make_target(family), copy_layers=True, **overrides)

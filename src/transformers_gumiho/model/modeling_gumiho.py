@@ -26,7 +26,6 @@ from .configuration_gumiho import GumihoConfig
 from .damaged_files import damaged_weights_named
 from .decoding_settings import DecodingSettingsMixin
 from .draft_vocabulary import adopt_released_vocabulary
-from .layer_copying import copy_last_layers
 from .layer_fusion import GumihoLayerFusion, normalise_lower
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
@@ -96,22 +95,18 @@ class GumihoModel(GumihoPreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, copy_layers: bool = False, **overrides: Any) -> "GumihoModel":
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "GumihoModel":
         """
         Makes an untrained drafter for `target`, with the target's embedding copied in.
 
         Args:
             target (`PreTrainedModel`): Any decoder with input and output embeddings.
-            copy_layers: Whether the serial layers begin as the target's last ones; see [`copy_last_layers`].
             **overrides: Passed to [`GumihoConfig.from_target`].
 
         Raises:
-            ValueError: The target's embedding is offloaded, or its layers cannot be copied.
+            ValueError: The target's embedding is offloaded.
         """
-        drafter = cls.from_embedding(target.config, target.get_input_embeddings().weight, **overrides)
-        if copy_layers:
-            copy_last_layers(target, drafter.layers)
-        return drafter
+        return cls.from_embedding(target.config, target.get_input_embeddings().weight, **overrides)
 
     @classmethod
     def from_embedding(
