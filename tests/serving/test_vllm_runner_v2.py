@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm_engine import DEMO_DRAFTER, DEMO_TARGET
-from vllm_pairs import transformers_chains
+from vllm_pairs import FIELDS, make_gumiho, transformers_chains, write_target
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.vllm.chain import Chain
@@ -40,6 +40,16 @@ def test_texts_and_chains_are_those_of_transformers(monkeypatch: pytest.MonkeyPa
     found = run(DEMO_TARGET, DEMO_DRAFTER, 7, prompts=prompt.tolist(), max_tokens=16)
     assert found["class"] == "GumihoSpeculator"
     assert found["texts"] == [text.tolist()]
+    assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
+
+
+def test_chains_with_transitions_from_several_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_target(tmp_path / "target", LlamaConfig(**FIELDS, vocab_size=64))
+    gumiho = make_gumiho(target, transition_rank=4, target_layer_ids=[0, 1])
+    gumiho.save_pretrained(tmp_path / "gumiho")
+    (drafted,) = transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8, monkeypatch)
+    settings = {"speculation": {"method": "eagle3"}, "engine": {"skip_tokenizer_init": True}}
+    found = run(tmp_path / "target", tmp_path / "gumiho", 5, prompts=[[1, 2, 3, 4, 5]], max_tokens=8, **settings)
     assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
 
 
