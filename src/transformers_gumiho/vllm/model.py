@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, process_eagle_weight
@@ -121,12 +122,17 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
 
     def adopt_target(self, target: Any) -> None:
         """
-        Takes over what the target has lent: its output head, cut to the draft vocabulary if there is one, and where it
-        is needed the final norm.
+        Takes over what the target has lent: its embedding and output head without adapters, the latter cut to the
+        draft vocabulary if there is one, and where it is needed the final norm.
 
         Raises:
             ValueError: The final norm cannot be found.
         """
+        # Adapters are the target's alone, and their batches are those of its own passes.
+        if isinstance(self.model.embed_tokens, BaseLayerWithLoRA):
+            self.model.embed_tokens = self.model.embed_tokens.base_layer
+        if isinstance(self.lm_head, BaseLayerWithLoRA):
+            self.lm_head = self.lm_head.base_layer
         if self.target_layers is not None:
             is_whole = hasattr(target, "get_language_model")  # with the other modalities
             self.target_layers.adopt_target(target.get_language_model() if is_whole else target)
