@@ -36,10 +36,8 @@ def acceptance_length(llm: Any) -> float:
 
 def write_mixed_lengths(llm: Any) -> list[list[int]]:
     """Returns the tokens after each of 300 prompts: between 1 and 48 of them."""
-    settings = [
-        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 + 7 * index % 48)
-        for index in range(len(PROMPTS))
-    ]
+    sampling = {"temperature": 0.0, "ignore_eos": True}
+    settings = [SamplingParams(max_tokens=1 + 7 * index % 48, **sampling) for index in range(len(PROMPTS))]
     outputs = llm.generate(PROMPTS, settings, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -77,6 +75,7 @@ def test_bf16_drafts_as_much() -> None:
     assert different < len(texts) / 4
 
 
+@pytest.mark.slow
 def test_two_processes_draft_what_one_does(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", LlamaConfig(**FIELDS | {"num_key_value_heads": 2}, vocab_size=6))
     gumiho = make_gumiho(target, transition_rank=4)
@@ -115,17 +114,18 @@ def test_requests_for_an_adapter_of_the_target(tmp_path: Path) -> None:
     make_gumiho(target).save_pretrained(tmp_path / "gumiho")
     write_adapter(tmp_path / "adapter")
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
-    # In one batch, requests with the adapter and without it.
-    adapters = [LoRARequest("adapter", 1, str(tmp_path / "adapter")), None] * len(PROMPT_IDS)
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPT_IDS for _ in range(2)]
+    adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPT_IDS]
     settings = {"skip_tokenizer_init": True, "enable_lora": True, "max_lora_rank": 8}
     found = []
     for speculative_config in (None, drafting_with(tmp_path / "gumiho", 4)):
         with engine(tmp_path / "target", speculative_config, **settings) as llm:
-            outputs = llm.generate(prompts, sampling, lora_request=adapters, use_tqdm=False)
-            found.append([list(output.outputs[0].token_ids) for output in outputs])
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+            for request in (None, adapter):
+                outputs = llm.generate(prompts, sampling, lora_request=request, use_tqdm=False)
+                found.append([list(output.outputs[0].token_ids) for output in outputs])
+    plain, adapted, *with_drafter = found
+    assert with_drafter == [plain, adapted]
+    assert plain != adapted
 
 
 @contextmanager
