@@ -31,19 +31,13 @@ COLUMNS = {
     "tokens/s": "output_throughput", "first token (ms)": "median_ttft_ms", "per token (ms)": "median_tpot_ms",
     "acceptance length": "spec_decode_acceptance_length",
 }  # fmt: skip
+# For the demo pair on a CPU.
+SERVER_ARGUMENTS = ["enforce-eager", "max-model-len=1024", "max-num-seqs=64", "kv-cache-memory-bytes=1073741824"]
 PER_POSITION = "spec_decode_per_position_acceptance_rates"
 # Rows of which one of these differs are measurements of different things.
 KEY = (
-    "drafting",
-    "concurrency",
-    "round",
-    "target",
-    "drafter",
-    "output_tokens",
-    "requests",
-    "dtype",
-    "server_arguments",
-)
+    "drafting", "concurrency", "round", "target", "drafter", "output_tokens", "requests", "dtype", "server_arguments",
+)  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -63,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument(
-        "--server-argument", nargs="*", default=["enforce-eager", "max-model-len=1024", "max-num-seqs=64"],
+        "--server-argument", nargs="*", default=SERVER_ARGUMENTS,
         help="More for the server, as in `key=value`. Compiled models take a minute longer to start.",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, required=True)

@@ -28,6 +28,9 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             not hand on what it reads of the target.
     """
 
+    # Lent by the target.
+    lm_head: Any
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if vllm_config.speculative_config is None:
             raise ValueError(
