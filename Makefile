@@ -1,4 +1,4 @@
-.PHONY: style quality test test-fast test-vllm docs
+.PHONY: style quality test test-fast test-vllm test-vllm-slow docs
 
 style:
 	ruff check --fix .
@@ -31,3 +31,6 @@ $(VLLM_ENV)/installed: Makefile pyproject.toml
 
 test-vllm: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest tests/serving tests/unit/test_vllm_plugin.py
+
+test-vllm-slow: $(VLLM_ENV)/installed
+	$(VLLM_ENV)/bin/python -m pytest -m slow tests/serving

@@ -1,36 +1,43 @@
 """Measures a target in vLLM with a Gumiho drafter and without one, by vLLM's own `vllm bench serve`.
 
-    python benchmarks/measure_vllm.py --output vllm.json
+    python benchmarks/measure_vllm.py --output vllm.jsonl
 
 For each way of drafting it starts a server, sends prompts at each concurrency, and writes a row: tokens per second,
 time to the first token, time per token, and of the drafts the acceptance length and the share that is accepted at each
-position. Run it on a machine that does nothing else, with vLLM and pandas installed. The ways are vLLM without a
-drafter, its n-gram method, and Gumiho's chains.
+position. The ways are vLLM without a drafter, its n-gram method, Gumiho's chains, and the drafter's serial head alone,
+which drafts each token of a chain in a pass of its own, as an EAGLE head does.
+
+Run it on a machine that does nothing else, with vLLM, pandas and this package installed. Called again with the same
+output, it goes on after the rows that are there; with more `--rounds`, it adds to them.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 
 PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
-# The `vllm` command does not start in every build; what it calls does.
-BENCH = (
-    "import argparse; from vllm.benchmarks.serve import add_cli_args, main;"
-    "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
-)
 COLUMNS = {
     "tokens/s": "output_throughput", "first token (ms)": "median_ttft_ms", "per token (ms)": "median_tpot_ms",
     "acceptance length": "spec_decode_acceptance_length",
 }  # fmt: skip
+# For the demo pair on a CPU.
+SERVER_ARGUMENTS = ["enforce-eager", "max-model-len=1024", "max-num-seqs=64", "kv-cache-memory-bytes=1073741824"]
+PER_POSITION = "spec_decode_per_position_acceptance_rates"
+# Rows of which one of these differs are measurements of different things.
+KEY = (
+    "drafting", "concurrency", "round", "target", "drafter", "output_tokens", "requests", "dtype", "server_arguments",
+)  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -39,24 +46,53 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", default=str(PAIR / "gumiho"))
     parser.add_argument("--prompts", type=Path, default=PAIR / "prompts.jsonl", help="Lines with a `text`.")
     parser.add_argument("--num-tokens", type=int, nargs="*", default=[2, 3, 4, 5, 6, 7], help="Lengths of the chain.")
+    parser.add_argument(
+        "--num-serial-tokens", type=int, nargs="*", default=[2, 4, 7], help="Lengths of the serial head's own chains."
+    )
     parser.add_argument("--concurrencies", type=int, nargs="*", default=[1, 4, 16, 64])
-    parser.add_argument("--requests-per-slot", type=int, default=4, help="Requests for each that runs at once.")
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3, help="Each server measures so often; all are kept.")
+    parser.add_argument("--requests-per-slot", type=int, default=1, help="Requests for each that runs at once.")
+    parser.add_argument("--least-requests", type=int, default=4, help="Requests at low concurrencies.")
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1, help="Each server measures so often; all are kept.")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--port", type=int, default=8765)
-    parser.add_argument("--server-argument", nargs="*", default=[], help="More for the server, as in `key=value`.")
+    parser.add_argument(
+        "--server-argument", nargs="*", default=SERVER_ARGUMENTS,
+        help="More for the server, as in `key=value`. Compiled models take a minute longer to start.",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 
 
-def ways_of_drafting(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields the names of what is compared, and for each its `--speculative-config`."""
-    yield "plain", None
-    yield "n-gram", {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+def ways_of_drafting(
+    arguments: argparse.Namespace, folder: Path
+) -> Iterator[tuple[str, Callable[[], dict[str, Any] | None]]]:
+    """Yields the names of what is compared, and what makes the `--speculative-config` of each; it may use `folder`."""
+    yield "plain", lambda: None
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    yield "n-gram", lambda: ngram
     for num_tokens in arguments.num_tokens:
-        config = {"method": "eagle", "model": arguments.drafter, "num_speculative_tokens": num_tokens}
-        yield f"Gumiho, {num_tokens} tokens", config
+        yield f"Gumiho, {num_tokens} tokens", partial(drafting_with, arguments.drafter, num_tokens)
+    for num_tokens in arguments.num_serial_tokens:
+        yield f"serial head, {num_tokens} passes", partial(serial_drafting, arguments.drafter, num_tokens, folder)
+
+
+def serial_drafting(drafter: str, num_tokens: int, folder: Path) -> dict[str, Any]:
+    """Writes a drafter with the same serial head, which drafts all tokens one by one, and without parallel heads."""
+    from transformers_gumiho import GumihoModel
+
+    fields = {"num_serial_tokens": num_tokens, "num_parallel_heads": 0, "transition_rank": 0}
+    alone = folder / f"serial-{num_tokens}"
+    GumihoModel.from_pretrained(drafter, **fields).save_pretrained(alone)
+    return drafting_with(str(alone), num_tokens)
+
+
+def drafting_with(drafter: str, num_tokens: int) -> dict[str, Any]:
+    from transformers_gumiho import GumihoConfig
+
+    reads_layers = GumihoConfig.from_pretrained(drafter).target_layer_ids is not None
+    method = "eagle3" if reads_layers else "eagle"
+    return {"method": method, "model": drafter, "num_speculative_tokens": num_tokens}
 
 
 @contextmanager
@@ -92,44 +128,91 @@ def wait_until_ready(process: subprocess.Popen[bytes], address: str) -> None:
 
 def measure(arguments: argparse.Namespace, address: str, prompts: Path, concurrency: int) -> dict[str, Any]:
     """Returns what `vllm bench serve` found."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-c", BENCH, "--base-url", address, "--model", "target", "--tokenizer", arguments.target,
-            "--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle",
-            "--custom-output-len", str(arguments.output_tokens), "--ignore-eos", "--temperature", "0",
-            "--num-prompts", str(arguments.requests_per_slot * concurrency), "--max-concurrency", str(concurrency),
-            "--save-result", "--result-dir", folder, "--result-filename", "result.json",
-        ]  # fmt: skip
-        subprocess.run(command, check=True)
-        return json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    # In this process, as importing it takes longer than many a measurement.
+    from vllm.benchmarks.serve import add_cli_args, main
+
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    return main(parser.parse_args([
+        "--base-url", address, "--model", "target", "--tokenizer", arguments.target,
+        "--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle",
+        "--custom-output-len", str(arguments.output_tokens), "--ignore-eos", "--temperature", "0",
+        "--num-prompts", str(num_requests(arguments, concurrency)), "--max-concurrency", str(concurrency),
+        "--num-warmups", "2",
+    ]))  # fmt: skip
 
 
-def measure_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a row for each way of drafting, concurrency and round."""
+def num_requests(arguments: argparse.Namespace, concurrency: int) -> int:
+    return max(arguments.least_requests, arguments.requests_per_slot * concurrency)
+
+
+def measure_all(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each way of drafting, concurrency and round that is not among those that are done."""
     texts = [json.loads(line)["text"] for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
+    known = {key_of(row) for row in done}
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-        for name, speculative_config in ways_of_drafting(arguments):
-            with server(arguments, speculative_config) as address:
-                for _ in range(arguments.rounds):
-                    for concurrency in arguments.concurrencies:
-                        found = measure(arguments, address, prompts, concurrency)
-                        yield {"drafting": name, "concurrency": concurrency} | found
+        for name, make_config in ways_of_drafting(arguments, Path(folder)):
+            missing = [row for row in rows_of(arguments, name) if key_of(row) not in known]
+            if not missing:
+                continue
+            with server(arguments, make_config()) as address:
+                for row in missing:
+                    found = measure(arguments, address, prompts, row["concurrency"])
+                    # Without what is listed request by request.
+                    kept = {name: v for name, v in found.items() if name == PER_POSITION or not isinstance(v, list)}
+                    yield row | kept
+
+
+def rows_of(arguments: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
+    """Yields what is known of the rows of a way of drafting before they are measured."""
+    for round_number in range(arguments.rounds):
+        for concurrency in arguments.concurrencies:
+            yield {
+                "drafting": name, "concurrency": concurrency, "round": round_number, "target": arguments.target,
+                "drafter": arguments.drafter, "output_tokens": arguments.output_tokens, "dtype": arguments.dtype,
+                "requests": num_requests(arguments, concurrency), "server_arguments": arguments.server_argument,
+            }  # fmt: skip
+
+
+def key_of(row: dict[str, Any]) -> str:
+    return json.dumps([row[name] for name in KEY])
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Prints the median of the rounds."""
+    print(f"| drafting | concurrency | {' | '.join(COLUMNS)} | accepted at each position (%) |")
+    print("|---" * (len(COLUMNS) + 3) + "|")
+    cells = dict.fromkeys((row["drafting"], row["concurrency"]) for row in rows)
+    for drafting, concurrency in cells:
+        rounds = [row for row in rows if (row["drafting"], row["concurrency"]) == (drafting, concurrency)]
+        shown = [shown_median([row.get(name) for row in rounds]) for name in COLUMNS.values()]
+        shares = zip(*(row.get(PER_POSITION) or () for row in rounds), strict=False)
+        positions = " ".join(f"{100 * statistics.median(share):.0f}" for share in shares)
+        print(f"| {drafting} | {concurrency} | {' | '.join(shown)} | {positions or '-'} |")
+
+
+def shown_median(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.2f}" if known else "-"
 
 
 def main() -> None:
     arguments = parse_arguments()
-    rows = []
-    for row in measure_all(arguments):
-        rows.append(row)
-        # What has been measured is there even if the next server does not start.
-        arguments.output.write_text(json.dumps(rows), encoding="utf-8")
-    print(f"| drafting | concurrency | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 2)}")
-    for row in rows:
-        values = (row.get(name) for name in COLUMNS.values())
-        shown = " | ".join("-" if value is None else f"{value:.2f}" for value in values)
-        print(f"| {row['drafting']} | {row['concurrency']} | {shown} |")
+    rows = read_rows(arguments.output)
+    with arguments.output.open("a", encoding="utf-8") as file:
+        for row in measure_all(arguments, rows):
+            rows.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+    settings = next(rows_of(arguments, ""))
+    fixed = [name for name in KEY if name not in ("drafting", "concurrency", "round", "requests")]
+    print_table([row for row in rows if all(row[name] == settings[name] for name in fixed)])
 
 
 if __name__ == "__main__":

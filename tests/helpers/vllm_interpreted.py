@@ -4,7 +4,8 @@ is imported.
 
     python vllm_interpreted.py TARGET DRAFTER NUM_TOKENS SETTINGS
 
-SETTINGS is JSON: `prompts` of token ids, which are continued greedily, and `max_tokens`. (Not all that vLLM's kernels
+SETTINGS is JSON: `prompts` of token ids, which are continued greedily, `max_tokens`, and more for the `engine` and the
+`speculation`. (Not all that vLLM's kernels
 for other draws use is known to the interpreter.) The last line that is written is JSON: the class that drafts, the
 texts, and the chains of each step.
 """
@@ -24,9 +25,10 @@ def main() -> None:
     settings = json.loads(given)
     # vLLM's builds for CPUs want a Triton that compiles for them; the interpreter serves as well.
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-    with engine(Path(target), drafting_with(Path(drafter), int(num_tokens))) as llm:
+    speculation = drafting_with(Path(drafter), int(num_tokens), **settings.get("speculation", {}))
+    with engine(Path(target), speculation, **settings.get("engine", {})) as llm:
         with recorded_chains(llm) as steps:
-            texts = write_texts(llm, settings["prompts"], settings["max_tokens"])
+            texts = write_texts(llm, settings["prompts"], settings["max_tokens"], detokenize=False)
         found = {"class": type(drafter_of(llm)).__name__, "texts": texts, "steps": steps}
         sys.stdout.write(json.dumps(found) + "\n")
 

@@ -56,6 +56,57 @@ def test_drafter_of_unusual_parts_for_a_target_that_is_no_llama(
     assert {token for chains in found for chain in chains for token in chain} <= {*range(40, 0, -2), 63}
 
 
+TRANSITIONS = {"transition_rank": 4}
+# What is particular about a drafter, the method of vLLM that is for it, and the tokens that it may draft.
+KINDS: dict[str, tuple[dict[str, Any], str, list[int] | None]] = {
+    "transitions": (TRANSITIONS, "eagle", None),
+    "transitions among few tokens": (TRANSITIONS | {"num_serial_tokens": 1}, "eagle", [*range(60, 4, -1)]),
+    "two layers and the last": ({"target_layer_ids": [0, 2]}, "eagle3", None),
+    "two lower layers": ({"target_layer_ids": [0, 1]} | TRANSITIONS, "eagle3", None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chains_of_drafters_with_more_than_the_released_ones_have(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, method, vocabulary = KINDS[kind]
+    target = write_target(tmp_path / "target", LlamaConfig(**FIELDS | {"num_hidden_layers": 3}, vocab_size=64))
+    gumiho = make_gumiho(target, **parts)
+    for parameter in gumiho.mlp.parameters():
+        parameter.data *= 0.1
+    for transition in gumiho.transition or ():
+        # About as large as the features of random heads still are.
+        torch.nn.init.normal_(transition.up, std=100.0)
+    gumiho.generation_config.draft_vocabulary = vocabulary
+    gumiho.save_pretrained(tmp_path / "gumiho")
+    expected = transformers_chains(target, gumiho, PROMPTS, 6, 16, monkeypatch)
+    speculative_config = drafting_with(tmp_path / "gumiho", 6, method=method)
+    with engine(tmp_path / "target", speculative_config, skip_tokenizer_init=True) as llm:
+        found = vllm_chains(llm)
+    assert [chains[: len(theirs)] for chains, theirs in zip(found, expected, strict=True)] == expected
+    # The part that is particular does something.
+    for transition in gumiho.transition or ():
+        transition.up.data.zero_()
+    if gumiho.layer_fusion is not None:
+        gumiho.layer_fusion.weight.data[:, :64] = 0
+    assert transformers_chains(target, gumiho, PROMPTS, 6, 16, monkeypatch) != expected
+
+
+@pytest.mark.parametrize(("layer_ids", "method"), [([0, 1], "eagle"), (None, "eagle3")])
+def test_a_method_that_hands_on_other_states_is_refused(
+    layer_ids: list[int] | None, method: str, tmp_path: Path
+) -> None:
+    target = write_target(tmp_path / "target", LlamaConfig(**FIELDS, vocab_size=64))
+    make_gumiho(target, target_layer_ids=layer_ids).save_pretrained(tmp_path / "gumiho")
+    needed = {"eagle": "eagle3", "eagle3": "eagle"}[method]
+    with (
+        pytest.raises(ValueError, match=rf"`method` .* has to be '{needed}', got '{method}'"),
+        engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 3, method=method), skip_tokenizer_init=True),
+    ):
+        pass
+
+
 @pytest.fixture
 def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, PreTrainedModel, GumihoModel]:
     """A tiny target, and a drafter for it as the released ones are: in a cache of the Hub, without a config."""
@@ -97,13 +148,14 @@ def expand_on_a_cpu(
     return expanded.masked_fill(expanded == replace_from, replace_to)
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize(("method", "rank"), [("greedy", 0), ("probabilistic", 0), ("probabilistic", 4)])
 def test_sampled_texts_have_the_distribution_of_the_target(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", expand_on_a_cpu)
     target = write_target(tmp_path / "target", LlamaConfig(**UNSURE_FIELDS, vocab_size=6))
-    make_gumiho(target).save_pretrained(tmp_path / "gumiho")
+    # Of the three tokens, the last two are those of heads.
+    make_gumiho(target, transition_rank=rank, num_serial_tokens=1).save_pretrained(tmp_path / "gumiho")
     speculative_config = drafting_with(tmp_path / "gumiho", 4, draft_sample_method=method)
     settings = {"skip_tokenizer_init": True, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     with engine(tmp_path / "target", speculative_config, **settings, kv_cache_memory_bytes=2**26) as llm:

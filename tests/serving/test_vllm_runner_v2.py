@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm_engine import DEMO_DRAFTER, DEMO_TARGET
-from vllm_pairs import transformers_chains
+from vllm_pairs import FIELDS, make_gumiho, transformers_chains, write_target
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.vllm.chain import Chain
@@ -43,6 +43,16 @@ def test_texts_and_chains_are_those_of_transformers(monkeypatch: pytest.MonkeyPa
     assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
 
 
+def test_chains_with_transitions_from_several_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_target(tmp_path / "target", LlamaConfig(**FIELDS, vocab_size=64))
+    gumiho = make_gumiho(target, transition_rank=4, target_layer_ids=[0, 1])
+    gumiho.save_pretrained(tmp_path / "gumiho")
+    (drafted,) = transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8, monkeypatch)
+    settings = {"speculation": {"method": "eagle3"}, "engine": {"skip_tokenizer_init": True}}
+    found = run(tmp_path / "target", tmp_path / "gumiho", 5, prompts=[[1, 2, 3, 4, 5]], max_tokens=8, **settings)
+    assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
+
+
 def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draw has the key of its own position, and its logits are kept in its own column."""
     drawn: list[tuple[list[int], int, list[float]]] = []
@@ -60,8 +70,12 @@ def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         read.extend((tokens.clone(), features.clone()))
         return torch.arange(4.0).view(2, 2, 1).expand(2, 2, 3)
 
+    def moved_features(head: int, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return features + 100 * head + tokens[:, None]
+
+    model = SimpleNamespace(draft_in_parallel=draft_in_parallel, moved_features=moved_features, drafting_head=None)
     vars(speculator).update(
-        model=SimpleNamespace(draft_in_parallel=draft_in_parallel, drafting_head=None), dtype=torch.float32,
+        model=model, dtype=torch.float32,
         draft_logits=torch.zeros(4, 4, 8), draft_tokens=torch.zeros(4, 4, dtype=torch.long), temperature=None,
         seeds=None, idx_mapping=torch.arange(4), current_draft_step=torch.tensor(1),
         _serial_features=torch.zeros(2, 4, 3), _first_positions=torch.zeros(4, dtype=torch.long),
@@ -73,7 +87,8 @@ def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         )
     speculator._draft_in_parallel(2, Chain(2, 2))
     assert [(positions, step) for positions, step, _ in drawn] == [([20 + i, 30 + i], i) for i in range(4)]
-    assert [features for *_, features in drawn[2:]] == [[0.0, 2.0], [1.0, 3.0]]
+    # Each moved by the token above.
+    assert [features for *_, features in drawn[2:]] == [[11.0, 13.0], [113.0, 115.0]]
     assert read[0].tolist() == [[10, 11], [10, 11]]
     assert read[1][:, :, 0].tolist() == [[5.0, 6.0], [5.0, 6.0]]
     assert speculator.draft_tokens[:2].tolist() == [[10, 11, 12, 13]] * 2

@@ -23,7 +23,14 @@ import transformers_gumiho
 import transformers_gumiho_vllm as plugin
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.vllm.chain import Chain
-from transformers_gumiho.vllm.checkpoint import EMBEDDING, HeadTensor, expected_names, plain_name
+from transformers_gumiho.vllm.checkpoint import (
+    EMBEDDING,
+    HeadTensor,
+    TransitionTensor,
+    expected_names,
+    missing_names,
+    plain_name,
+)
 
 
 ROOT = Path(__file__).parents[2]
@@ -286,45 +293,63 @@ class EAGLEConfig:
         self.model = model
 
 
+def read_drafter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns the config that vLLM would carry."""
+    stubs: dict[str, Any] = {name: {} for name in ("vllm.transformers_utils", "vllm.transformers_utils.configs")}
+    stubs |= {"vllm.transformers_utils.configs.eagle": {"EAGLEConfig": EAGLEConfig}}
+    return load("configuration", monkeypatch, stubs).read_drafter(folder)
+
+
 def test_widths_that_differ_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
 ) -> None:
     GumihoModel.from_target(make_target(), hidden_size=64, embedding_size=32).save_pretrained(tmp_path)
-    stubs = {name: {} for name in ("vllm.transformers_utils", "vllm.transformers_utils.configs")}
-    stubs |= {"vllm.transformers_utils.configs.eagle": {"EAGLEConfig": EAGLEConfig}}
     with pytest.raises(
         ValueError, match=r"embeddings of width 32 and states of width 64, and vLLM's .* Decode with it"
     ):
-        load("configuration", monkeypatch, stubs).read_drafter(tmp_path)
+        read_drafter(tmp_path, monkeypatch)
 
 
-def test_a_drafter_that_reads_several_layers_is_refused(
+def test_layers_of_the_target_are_counted_as_vllm_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
 ) -> None:
-    GumihoModel.from_target(make_target(), target_layer_ids=[0, -1]).save_pretrained(tmp_path)
-    stubs = {name: {} for name in ("vllm.transformers_utils", "vllm.transformers_utils.configs")}
-    stubs |= {"vllm.transformers_utils.configs.eagle": {"EAGLEConfig": EAGLEConfig}}
-    with pytest.raises(ValueError, match=r"the target's layers \[0, 2\].*Generate with transformers"):
-        load("configuration", monkeypatch, stubs).read_drafter(tmp_path)
+    GumihoModel.from_target(make_target(), target_layer_ids=[0, -1]).save_pretrained(tmp_path / "several")
+    GumihoModel.from_target(make_target()).save_pretrained(tmp_path / "last")
+    config = read_drafter(tmp_path / "several", monkeypatch)
+    assert (config.target_layer_ids, config.eagle_aux_hidden_state_layer_ids) == ([0, 2], [1, 3])
+    config = read_drafter(tmp_path / "last", monkeypatch)
+    assert config.target_layer_ids is None
+    assert not hasattr(config, "eagle_aux_hidden_state_layer_ids")
 
 
-@pytest.mark.parametrize(("rank", "num_tokens", "said"), [(4, 4, True), (4, 2, False), (0, 4, False)])
-def test_the_log_says_that_transitions_are_left_out(
-    rank: int, num_tokens: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
-) -> None:
-    GumihoModel.from_target(make_target(), transition_rank=rank).save_pretrained(tmp_path)
-    stubs = {name: {} for name in ("vllm.transformers_utils", "vllm.transformers_utils.configs")}
-    stubs |= {"vllm.transformers_utils.configs.eagle": {"EAGLEConfig": EAGLEConfig}}
-    config = load("configuration", monkeypatch, stubs).read_drafter(tmp_path)
-    assert config.transition_rank == rank
+def test_the_log_says_what_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace) -> None:
+    gumiho = GumihoModel.from_target(make_target())
+    gumiho.generation_config.draft_vocabulary = [3, 1, 2]
+    gumiho.save_pretrained(tmp_path)
+    config = read_drafter(tmp_path, monkeypatch)
     lines: list[str] = []
     logger = SimpleNamespace(info=lambda message, *values: lines.append(message % values))
     log = load("log", monkeypatch, {
         "vllm.logger": {"init_logger": lambda name: logger},
         "transformers_gumiho.vllm.model": {"GumihoForCausalLM": object},
     })  # fmt: skip
-    log.log_drafter(SimpleNamespace(chain=Chain.of_drafter(config, num_tokens), config=config))
-    assert ["its transitions are left out" in line for line in lines] == [said]
+    log.log_drafter(SimpleNamespace(chain=Chain.of_drafter(config, 4), config=config))
+    assert lines == [
+        "The Gumiho plug-in drafts: 4 tokens per step (2 from the serial head, 2 from parallel heads), of 3 that may "
+        "be drafted."
+    ]
+
+
+def test_parts_that_may_be_new_are_there_as_a_whole_or_not_at_all() -> None:
+    drafter = GumihoModel.from_target(make_target(), transition_rank=4, target_layer_ids=[0, 1])
+    config = SimpleNamespace(**drafter.config.get_text_config().to_dict() | drafter.config.to_dict())
+    chain = Chain(2, 3)
+    saved = set(drafter.state_dict())
+    new = {name for name in saved if name.startswith(("transition.", "layer_fusion."))}
+    assert missing_names(config, chain, saved) == missing_names(config, chain, saved - new) == []
+    # Of the five transitions, a chain with three heads reads three.
+    assert missing_names(config, chain, saved - {"transition.2.up", "transition.3.up"}) == ["transition.2.up"]
+    assert missing_names(config, chain, saved - {"fc.weight"}) == ["fc.weight"]
 
 
 def test_a_rank_without_requests_runs_the_passes_of_a_draft(
@@ -387,3 +412,37 @@ def test_batched_heads_are_the_drafters_own() -> None:
     torch.testing.assert_close(heads(inputs), drafter.mlp(inputs[:, None])[:, :3, 0])
     with pytest.raises(ValueError, match=r"`mlp.0.1.linear.weight` has the shape \(2, 2\), expected \(32, 32\)"):
         heads.load(HeadTensor(0, 1, "weight"), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("token_ids", [None, torch.arange(60, 10, -1)])
+def test_chains_follow_the_transitions(token_ids: torch.Tensor | None) -> None:
+    from transformers_gumiho.model.transition import NUM_CANDIDATES
+    from transformers_gumiho.vllm.transitions import ChainTransitions
+
+    torch.manual_seed(0)
+    embedding, output_head, bias = torch.randn(64, 32), torch.randn(64, 32), torch.randn(64)
+    transitions = ChainTransitions(3, 32, 4)
+    down, up = torch.randn(3, 4, 32), torch.randn(3, 32, 4)
+    for head in range(3):
+        transitions.load(TransitionTensor(head, "down"), down[head])
+        transitions.load(TransitionTensor(head, "up"), up[head])
+    transitions.adopt_output_head(lambda features: features @ output_head.T + bias)
+    if token_ids is not None:
+        transitions.keep_tokens(token_ids)
+    kept = torch.arange(64) if token_ids is None else token_ids
+    features, above = 40 * torch.randn(8, 3, 32), torch.arange(8)
+    logits = (features @ output_head.T + bias)[..., kept]
+    chains = transitions.best_candidates(logits, above, lambda tokens: embedding[tokens], token_ids)
+    expected = []
+    for head in range(3):
+        moved = transitions.move(head, features[:, head], embedding[above])
+        torch.testing.assert_close(moved, features[:, head] + embedding[above] @ down[head].T @ up[head].T)
+        scores = (moved @ output_head.T)[:, kept]
+        candidates = logits[:, head].topk(NUM_CANDIDATES).indices
+        outside = torch.full_like(scores, -torch.inf).scatter(1, candidates, 0.0)
+        above = kept[(scores + bias[kept] + outside).argmax(dim=1)]
+        expected.append(above)
+    assert torch.equal(chains, torch.stack(expected, dim=1))
+    assert not torch.equal(chains, kept[logits.argmax(dim=-1)])
+    with pytest.raises(ValueError, match=r"`transition.0.up` has the shape \(2, 2\), expected \(32, 4\)"):
+        transitions.load(TransitionTensor(0, "up"), torch.zeros(2, 2))

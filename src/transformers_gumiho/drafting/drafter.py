@@ -8,6 +8,7 @@ import torch
 from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
+from ..model.transition import NUM_CANDIDATES
 from ..target.cycle_shapes import CycleShapes
 from ..target.grouped_attention import groups_in_place
 from ..target.tree_cache import TreeCache
@@ -15,7 +16,7 @@ from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, f
 from ..tree.recombination import Recombinations
 from .committed_tokens import CommittedTokens
 from .settings import DraftingSettings
-from .transitions import NUM_CANDIDATES, DraftTransitions
+from .transitions import DraftTransitions
 
 
 class GumihoDrafter:

@@ -10,9 +10,6 @@ from ..model.modeling_gumiho import GumihoModel
 from ..tree.conditional import ConditionalCandidates, condition
 
 
-# Tokens that are candidates of a head under a serial path: its own best. One that it ranks behind them is in no tree,
-# even if the token above speaks for it.
-NUM_CANDIDATES = 32
 # The output head is asked for a small multiple of each direction, as it may cap its logits.
 _STEP = 1 / 16
 

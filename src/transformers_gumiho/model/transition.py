@@ -6,6 +6,11 @@ from torch import nn
 from .configuration_gumiho import GumihoConfig
 
 
+# In drafting, the tokens that are candidates of a head under a serial path: its own best. One that it ranks behind
+# them is not drafted, even if the token above speaks for it.
+NUM_CANDIDATES = 32
+
+
 class GumihoTransition(nn.Module):
     """
     Moves the feature of one parallel head by `up @ down @ e`, with the embedding `e` `(E,)` of the token above.
@@ -50,4 +55,4 @@ class GumihoTransitions(nn.ModuleList):
         return features + torch.stack(moves, dim=1)
 
 
-__all__ = ["GumihoTransition", "GumihoTransitions"]
+__all__ = ["NUM_CANDIDATES", "GumihoTransition", "GumihoTransitions"]

@@ -10,8 +10,10 @@ from .chain import Chain
 
 
 EMBEDDING = "embed_tokens.weight"
+FUSION = "layer_fusion.weight"
 
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(weight|bias)")
+_TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(down|up)")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,20 @@ class HeadTensor:
         return match and cls(int(match[1]), int(match[2]), match[3])
 
 
+@dataclass(frozen=True)
+class TransitionTensor:
+    """Where a tensor of the transitions is: of which head, and which of the two."""
+
+    head: int
+    kind: str
+
+    @classmethod
+    def named(cls, name: str) -> "TransitionTensor | None":
+        """Returns the place that a plain name is of, `None` where it is not of a transition."""
+        match = _TRANSITION_TENSOR.fullmatch(name)
+        return match and cls(int(match[1]), match[2])
+
+
 def plain_name(name: str) -> str | None:
     """
     Returns the drafter's own name of a tensor for any name that a released checkpoint may have it under, `None` for
@@ -36,9 +52,7 @@ def plain_name(name: str) -> str | None:
     """
     if any(re.search(pattern, name) for pattern in IGNORED_KEYS) or "rotary_emb." in name:
         return None
-    name = re.sub(r"^mlp\.mlp\.", "mlp.", re.sub(r"^(?:model\.){1,2}", "", name))
-    # Here each head drafts by itself.
-    return None if name.startswith("transition.") else name
+    return re.sub(r"^mlp\.mlp\.", "mlp.", re.sub(r"^(?:model\.){1,2}", "", name))
 
 
 def expected_names(config: Any, chain: Chain) -> set[str]:
@@ -52,6 +66,25 @@ def expected_names(config: Any, chain: Chain) -> set[str]:
         for block in range(config.num_residual_blocks + 1)
         for kind in ("weight", "bias")
     }
+
+
+def new_parts(config: Any, chain: Chain) -> tuple[set[str], ...]:
+    """
+    Returns the plain names of the tensors of each part that a checkpoint may lack as a whole: then it is new, and
+    changes nothing.
+    """
+    heads = range(chain.num_heads if config.transition_rank else 0)
+    transitions = {f"transition.{head}.{kind}" for head in heads for kind in ("down", "up")}
+    return transitions, {FUSION} if getattr(config, "target_layer_ids", None) else set()
+
+
+def missing_names(config: Any, chain: Chain, found: set[str]) -> list[str]:
+    """Returns the plain names of the tensors that a checkpoint should hold as well, if it holds those `found`."""
+    missing = expected_names(config, chain) - found
+    for part in new_parts(config, chain):
+        if part & found:
+            missing |= part - found
+    return sorted(missing)
 
 
 def _serial_names(config: Any) -> Iterator[str]:
@@ -70,4 +103,4 @@ def _serial_names(config: Any) -> Iterator[str]:
             yield f"layers.{layer}.input_layernorm.weight"
 
 
-__all__ = ["EMBEDDING", "HeadTensor", "expected_names", "plain_name"]
+__all__ = ["EMBEDDING", "FUSION", "HeadTensor", "TransitionTensor", "expected_names", "missing_names", "plain_name"]

@@ -20,7 +20,8 @@ class GumihoEagleConfig(EAGLEConfig):
         num_parallel_heads: See there.
         num_residual_blocks: See there.
         gumiho_fc_bias: See there.
-        transition_rank: See there; vLLM drafts without transitions.
+        transition_rank: See there.
+        target_layer_ids: See there.
         draft_vocabulary: Ids of the tokens that may be drafted; by default all.
     """
 
@@ -32,6 +33,7 @@ class GumihoEagleConfig(EAGLEConfig):
         num_residual_blocks: int = 5,
         gumiho_fc_bias: bool = True,
         transition_rank: int = 0,
+        target_layer_ids: list[int] | None = None,
         draft_vocabulary: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -44,6 +46,10 @@ class GumihoEagleConfig(EAGLEConfig):
         self.num_residual_blocks = num_residual_blocks
         self.gumiho_fc_bias = gumiho_fc_bias
         self.transition_rank = transition_rank
+        self.target_layer_ids = target_layer_ids
+        if target_layer_ids is not None:
+            # vLLM counts what the first layer reads as well.
+            self.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in target_layer_ids]
         self.draft_vocabulary = draft_vocabulary
         self._num_lookahead_tokens = 0
 
@@ -69,8 +75,8 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
 
     Raises:
         OSError: There is no config.
-        ValueError: It is no drafter's, its embedding has another width than its states, it reads several of the
-            target's layers, or its `draft_vocabulary` does not fit it.
+        ValueError: It is no drafter's, its embedding has another width than its states, or its `draft_vocabulary`
+            does not fit it.
     """
     options = {"revision": revision, "token": token}
     config = GumihoConfig.from_pretrained(model, **{name: v for name, v in options.items() if v is not None})
@@ -80,12 +86,6 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
             f"{config.get_text_config().hidden_size}, and vLLM's drafters have one width for both. Decode with it in "
             f"transformers: `target.generate(..., assistant_model=drafter)`."
         )
-    if config.target_layer_ids is not None:
-        raise ValueError(
-            f"The drafter {str(model)!r} reads the states of the target's layers {config.target_layer_ids} "
-            f"(`target_layer_ids`), and vLLM hands on those of the last one alone. Generate with transformers, or "
-            f"serve a drafter without `target_layer_ids`."
-        )
     return GumihoEagleConfig(
         model=config.get_text_config(),
         num_serial_tokens=config.num_serial_tokens,
@@ -93,6 +93,7 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
         num_residual_blocks=config.num_residual_blocks,
         gumiho_fc_bias=config.gumiho_fc_bias,
         transition_rank=config.transition_rank,
+        target_layer_ids=config.target_layer_ids,
         draft_vocabulary=_draft_vocabulary(model, config, options),
     )
 

@@ -72,11 +72,14 @@ class DraftingHead:
             bias = getattr(lm_head, "bias", None)
             self._bias = None if bias is None else bias.index_select(0, token_ids)
 
-    def best_tokens(self, features: torch.Tensor) -> torch.Tensor | None:
-        """Returns the ids `(n,)` of the best tokens for features `(n, H)`, `None` where the whole head has to run."""
-        if self._rows is None:
-            return None
-        return self.token_ids[nn.functional.linear(features, self._rows, self._bias).argmax(dim=-1)]
+    @property
+    def is_cut(self) -> bool:
+        """Whether the head is run for these tokens alone."""
+        return self._rows is not None
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor | None:
+        """Returns the logits `(n, K)` of the tokens for features `(n, H)`, `None` where the whole head has to run."""
+        return None if self._rows is None else nn.functional.linear(features, self._rows, self._bias)
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits `(n, V)` in which no other token can be drawn."""

@@ -14,12 +14,11 @@ def log_drafter(drafter: GumihoForCausalLM) -> None:
     chain = drafter.chain
     vocabulary = drafter.config.draft_vocabulary
     logger.info(
-        "The Gumiho plug-in drafts: %d tokens per step (%d from the serial head, %d from parallel heads)%s%s.",
+        "The Gumiho plug-in drafts: %d tokens per step (%d from the serial head, %d from parallel heads)%s.",
         chain.num_tokens,
         chain.num_serial_tokens,
         chain.num_heads,
         "" if vocabulary is None else f", of {len(vocabulary)} that may be drafted",
-        "; its transitions are left out" if drafter.config.transition_rank and chain.num_heads else "",
     )
 
 

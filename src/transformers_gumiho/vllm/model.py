@@ -5,14 +5,17 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, process_eagle_weight
 
 from ..model.draft_vocabulary import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
 from .chain import Chain
-from .checkpoint import HeadTensor, expected_names, plain_name
+from .checkpoint import FUSION, HeadTensor, TransitionTensor, missing_names, plain_name
 from .heads import BatchedHeads, DraftingHead
+from .layer_fusion import TargetLayers
+from .transitions import ChainTransitions
 
 
 class GumihoForCausalLM(EagleLlamaForCausalLM):
@@ -21,8 +24,12 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
     output head are the target's.
 
     Raises:
-        ValueError: It is loaded as a target, or to draft more tokens than it was trained for.
+        ValueError: It is loaded as a target, to draft more tokens than it was trained for, or by a method that does
+            not hand on what it reads of the target.
     """
+
+    # Lent by the target.
+    lm_head: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if vllm_config.speculative_config is None:
@@ -32,6 +39,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.config
+        _check_method(vllm_config.speculative_config.method, config.target_layer_ids)
         self.chain = Chain.of_drafter(config, vllm_config.speculative_config.num_speculative_tokens)
         if config.gumiho_fc_bias:
             self.model.fc = ReplicatedLinear(
@@ -46,7 +54,19 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         self.heads = BatchedHeads(
             self.chain.num_heads, config.hidden_size, config.num_serial_tokens, config.num_residual_blocks
         )
+        self.transitions: ChainTransitions | None = None
+        if config.transition_rank and self.chain.num_heads:
+            self.transitions = ChainTransitions(self.chain.num_heads, config.hidden_size, config.transition_rank)
+        self.target_layers: TargetLayers | None = None
+        if layer_ids := config.target_layer_ids:
+            num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+            self.target_layers = TargetLayers(len(layer_ids), config.hidden_size, layer_ids[-1] == num_layers - 1)
         self.drafting_head: DraftingHead | None = None
+
+    def combine_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Maps the states of the target's `target_layer_ids` `(n, k * H)` to what the serial head reads, `(n, H)`."""
+        assert self.target_layers is not None
+        return self.target_layers(states)
 
     def draft_in_parallel(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """
@@ -57,7 +77,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             features (`(n, S, H)`): For each of them the feature that it was drafted from.
 
         Returns:
-            `(n, P, H)`: the features that the later tokens are drafted from.
+            `(n, P, H)`: the features that the later tokens are drafted from, before their transitions.
         """
         embeddings = self.model.embed_input_ids(tokens.flatten()).view(features.shape)
         fused = self.model.fc(torch.cat((embeddings, features), dim=-1))
@@ -65,21 +85,68 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns the logits `(n, V)` of features `(n, H)`; without a draft vocabulary's other tokens."""
-        logits = self.logits_processor(self.lm_head, hidden_states, getattr(self.lm_head, "bias", None))
+        logits = self._all_logits(hidden_states)
         return logits if self.drafting_head is None else self.drafting_head.masked(logits)
+
+    def _all_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.logits_processor(self.lm_head, hidden_states, getattr(self.lm_head, "bias", None))
 
     def best_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns the ids `(n,)` of the most likely tokens for features `(n, H)`."""
-        if self.drafting_head is not None and (tokens := self.drafting_head.best_tokens(hidden_states)) is not None:
-            return tokens
-        return self.compute_logits(hidden_states).argmax(dim=-1)
+        logits, token_ids = self._drafted_logits(hidden_states)
+        places = logits.argmax(dim=-1)
+        return places if token_ids is None else token_ids[places]
 
-    def adopt_output_head(self) -> None:
-        """Cuts the output head to the draft vocabulary, if there is one. To be called when the target has lent it."""
+    def best_chains(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """
+        Returns the most likely tokens `(n, P)` of the parallel heads.
+
+        Args:
+            tokens (`(n,)`): The last serial token of each chain.
+            features (`(n, P, H)`): What [`draft_in_parallel`] returned.
+        """
+        if self.transitions is None:
+            return self.best_tokens(features.flatten(0, 1)).view(features.shape[:2])
+        logits, token_ids = self._drafted_logits(features.flatten(0, 1))
+        logits = logits.view(*features.shape[:2], -1)
+        return self.transitions.best_candidates(logits, tokens, self.model.embed_input_ids, token_ids)
+
+    def moved_features(self, head: int, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the features `(n, H)` of a parallel head under the tokens `(n,)` above, those of `features`."""
+        if self.transitions is None:
+            return features
+        return self.transitions.move(head, features, self.model.embed_input_ids(tokens))
+
+    def _drafted_logits(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns logits for features `(n, H)`, and the ids of their tokens where these are not in the places."""
+        if self.drafting_head is not None and (logits := self.drafting_head.logits(features)) is not None:
+            return logits, self.drafting_head.token_ids
+        return self.compute_logits(features), None
+
+    def adopt_target(self, target: Any) -> None:
+        """
+        Takes over what the target has lent: its embedding and output head without adapters, the latter cut to the
+        draft vocabulary if there is one, and where it is needed the final norm.
+
+        Raises:
+            ValueError: The final norm cannot be found.
+        """
+        # Adapters are the target's alone, and their batches are those of its own passes.
+        if isinstance(self.model.embed_tokens, BaseLayerWithLoRA):
+            self.model.embed_tokens = self.model.embed_tokens.base_layer
+        if isinstance(self.lm_head, BaseLayerWithLoRA):
+            self.lm_head = self.lm_head.base_layer
+        if self.target_layers is not None:
+            is_whole = hasattr(target, "get_language_model")  # with the other modalities
+            self.target_layers.adopt_target(target.get_language_model() if is_whole else target)
+        if self.transitions is not None:
+            self.transitions.adopt_output_head(self._all_logits)
         vocabulary = self.config.draft_vocabulary
         if vocabulary is not None:
             token_ids = torch.tensor(vocabulary, device=self.model.fc.weight.device)
             self.drafting_head = DraftingHead(self.lm_head, token_ids)
+            if self.transitions is not None and self.drafting_head.is_cut:
+                self.transitions.keep_tokens(token_ids)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """
@@ -90,7 +157,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         """
         seen: set[str] = set()
         AutoWeightsLoader(self).load_weights(self._for_serial_head(weights, seen))
-        if missing := sorted(expected_names(self.config, self.chain) - seen):
+        if missing := missing_names(self.config, self.chain, seen):
             raise ValueError(
                 f"The checkpoint of the Gumiho drafter lacks {', '.join(missing)}. Check that its config belongs "
                 f"to it."
@@ -108,6 +175,12 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             if place := HeadTensor.named(name):
                 if place.head < self.chain.num_heads:
                     self.heads.load(place, tensor)
+            elif transition := TransitionTensor.named(name):
+                if self.transitions is not None and transition.head < self.chain.num_heads:
+                    self.transitions.load(transition, tensor)
+            elif name == FUSION:
+                if self.target_layers is not None:
+                    self.target_layers.load(tensor)
             elif is_vocabulary_entry(name):
                 self._adopt_vocabulary(name, tensor)
             else:
@@ -118,6 +191,17 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         if self.config.draft_vocabulary is None:
             where: Any = "of the Gumiho drafter"
             self.config.draft_vocabulary = entry_token_ids(name, entry.cpu(), self.config.vocab_size, where)
+
+
+def _check_method(method: str | None, layer_ids: list[int] | None) -> None:
+    """Raises `ValueError` where vLLM hands on other states of the target than those that the drafter reads."""
+    needed = "eagle" if layer_ids is None else "eagle3"
+    if method != needed:
+        reads = "the target's last states" if layer_ids is None else f"the states of the target's layers {layer_ids}"
+        raise ValueError(
+            f"The `method` of this Gumiho drafter has to be {needed!r}, got {method!r}: it reads {reads}. Pass "
+            f'`--speculative-config \'{{"method": "{needed}", ...}}\'`.'
+        )
 
 
 __all__ = ["GumihoForCausalLM"]

@@ -23,6 +23,8 @@ class GumihoProposer(EagleProposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
+        # From here on, what is "eagle3" to the base class is done by `set_inputs_first_pass`.
+        self.method = "eagle"
         # Of the chain that is being drafted: each serial token, and the feature that it is drafted from.
         self._tokens: list[torch.Tensor] = []
         self._features: list[torch.Tensor] = []
@@ -31,7 +33,7 @@ class GumihoProposer(EagleProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Loads the drafter, and lends it the target's embedding and output head."""
         super().load_model(target_model)
-        self.model.adopt_output_head()
+        self.model.adopt_target(target_model)
         log_drafter(self.model)
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -43,13 +45,31 @@ class GumihoProposer(EagleProposer):
         if not chain.num_heads:
             return tokens
         features = self.model.draft_in_parallel(torch.stack(self._tokens, 1), torch.stack(self._features, 1))
-        features = features[:, : chain.num_heads]
-        serial_probs = self._last_draft_probs
-        later, probs = super()._sample_draft_tokens(features.flatten(0, 1), self._sampling_metadata)
-        if probs is not None and serial_probs is not None:
-            probs = probs.view(*features.shape[:2], -1)
-            self._last_draft_probs = torch.cat((serial_probs, probs), dim=1)
-        return torch.cat((tokens, later.view(features.shape[:2])), dim=1)
+        return torch.cat((tokens, self._draft_later(features[:, : chain.num_heads])), dim=1)
+
+    def _draft_later(self, features: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens `(n, P)` of the parallel heads with these features `(n, P, H)`."""
+        serial_probs, above = self._last_draft_probs, self._tokens[-1]
+        if serial_probs is None:
+            return self.model.best_chains(above, features)
+        later, later_probs = [], [serial_probs]
+        # Those that depend on each other one by one.
+        step = 1 if self.model.transitions is not None else features.shape[1]
+        for head in range(0, features.shape[1], step):
+            block = features[:, head : head + step]
+            moved = self.model.moved_features(head, block.flatten(0, 1), above)
+            above, probs = super()._sample_draft_tokens(moved, self._sampling_metadata)
+            later.append(above.view(block.shape[:2]))
+            if probs is not None:
+                later_probs.append(probs.view(*block.shape[:2], -1))
+        self._last_draft_probs = torch.cat(later_probs, dim=1)
+        return torch.cat(later, dim=1)
+
+    def set_inputs_first_pass(self, *, target_hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        """As in the base class, with the states of several of the target's layers made one."""
+        if self.model.target_layers is not None:
+            target_hidden_states = self.model.combine_hidden_states(target_hidden_states)
+        return super().set_inputs_first_pass(target_hidden_states=target_hidden_states, **kwargs)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Runs the passes of the serial tokens, the only ones that other data-parallel ranks may be waiting in."""

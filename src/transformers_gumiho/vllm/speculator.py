@@ -35,7 +35,7 @@ class GumihoSpeculator(EagleSpeculator):
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Loads the drafter, and lends it the target's embedding and output head."""
         super().load_model(target_model)
-        self.model.adopt_output_head()
+        self.model.adopt_target(target_model)
         log_drafter(self.model)
 
     @torch.inference_mode()
@@ -58,12 +58,14 @@ class GumihoSpeculator(EagleSpeculator):
         features = self.model.draft_in_parallel(self.draft_tokens[:num_reqs, :first], serial_features)
         features = features[:, : chain.num_heads]
         if self.draft_logits is None:
-            tokens = self.model.best_tokens(features.flatten(0, 1))
-            self.draft_tokens[:num_reqs, first : chain.num_tokens] = tokens.view(num_reqs, -1)
+            tokens = self.model.best_chains(self.draft_tokens[:num_reqs, first - 1], features)
+            self.draft_tokens[:num_reqs, first : chain.num_tokens] = tokens
             return
         for step in range(first, chain.num_tokens):
             self.draft_tokens[:num_reqs, step] = super().sample_draft(
-                features[:, step - first],
+                self.model.moved_features(
+                    step - first, features[:, step - first], self.draft_tokens[:num_reqs, step - 1]
+                ),
                 self._first_positions[:num_reqs] + step,
                 self.idx_mapping[:num_reqs],
                 self.temperature,

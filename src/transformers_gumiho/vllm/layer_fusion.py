@@ -1,0 +1,68 @@
+"""What a drafter reads of the target, where that is several of its layers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model.layer_fusion import normalise_lower
+
+
+class TargetLayers(nn.Module):
+    """
+    The states of several of the target's layers, as the one state that the serial head reads; see
+    [`GumihoLayerFusion`]. As long as nothing is loaded, it is that of the highest.
+
+    Args:
+        num_layers: How many layers there are, `k`.
+        hidden_size: `H`.
+        reads_last: Whether the last layer of the target is among them, whose state is read after the final norm.
+    """
+
+    def __init__(self, num_layers: int, hidden_size: int, reads_last: bool) -> None:
+        super().__init__()
+        lower = torch.zeros(hidden_size, (num_layers - 1) * hidden_size)
+        self.weight = nn.Parameter(torch.cat((lower, torch.eye(hidden_size)), dim=1), requires_grad=False)
+        self._reads_last = reads_last
+        # In a list, as the norm is no part of the drafter.
+        self._final_norm: list[Any] = []
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """
+        Takes the tensor of a checkpoint over.
+
+        Raises:
+            ValueError: It has another shape.
+        """
+        if tensor.shape != self.weight.shape:
+            raise ValueError(
+                f"`layer_fusion.weight` has the shape {tuple(tensor.shape)}, expected {tuple(self.weight.shape)}. "
+                f"Check that the drafter's config belongs to its weights."
+            )
+        self.weight.data.copy_(tensor)
+
+    def adopt_target(self, target: Any) -> None:
+        """
+        Takes the final norm from the target's language model.
+
+        Raises:
+            ValueError: It has none where others have theirs.
+        """
+        norm = getattr(getattr(target, "model", None), "norm", None)
+        if self._reads_last and norm is None:
+            raise ValueError(
+                f"The drafter reads the target's last layer among others (`target_layer_ids`), and the final norm of "
+                f"{type(target).__name__} is not where vLLM's models have theirs (`model.norm`). Generate with "
+                f"transformers, or serve a drafter without `target_layer_ids`."
+            )
+        self._final_norm = [norm] if self._reads_last else []
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Maps the states of the layers, side by side `(n, k * H)`, to `(n, H)`."""
+        hidden_size = len(self.weight)
+        for norm in self._final_norm:
+            states = torch.cat((states[:, :-hidden_size], norm(states[:, -hidden_size:].contiguous())), dim=1)
+        return nn.functional.linear(normalise_lower(states, hidden_size).to(self.weight), self.weight)
+
+
+__all__ = ["TargetLayers"]

@@ -1,0 +1,91 @@
+"""The transitions of the parallel heads in vLLM: each head's token depends on the token above it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..model.transition import NUM_CANDIDATES
+from .checkpoint import TransitionTensor
+
+
+class ChainTransitions(nn.Module):
+    """
+    The first `num_heads` transitions; see [`GumihoTransition`]. As long as nothing is loaded, they move nothing.
+
+    Args:
+        num_heads: How many there are, `P`.
+        hidden_size: `H`, also the width of embeddings.
+        rank: `R`.
+    """
+
+    def __init__(self, num_heads: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.zeros(num_heads, rank, hidden_size), requires_grad=False)
+        self.up = nn.Parameter(torch.zeros(num_heads, hidden_size, rank), requires_grad=False)
+        # `(P, K, R)`: what the output head makes of `up`.
+        self._below: torch.Tensor | None = None
+
+    def load(self, place: TransitionTensor, tensor: torch.Tensor) -> None:
+        """
+        Takes a tensor of a checkpoint over.
+
+        Raises:
+            ValueError: It has another shape than its place.
+        """
+        part = getattr(self, place.kind).data[place.head]
+        if tensor.shape != part.shape:
+            raise ValueError(
+                f"`transition.{place.head}.{place.kind}` has the shape {tuple(tensor.shape)}, expected "
+                f"{tuple(part.shape)}. Check that the drafter's config belongs to its weights."
+            )
+        part.copy_(tensor)
+
+    @torch.no_grad()
+    def adopt_output_head(self, score: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Makes the tables that [`best_candidates`] reads, with an output head from `(n, H)` to `(n, K)`."""
+        directions = self.up.transpose(1, 2).flatten(0, 1)
+        # The output head is linear, but for its bias.
+        below = score(directions) - score(torch.zeros_like(directions[:1]))
+        num_heads, rank, _ = self.down.shape
+        self._below = below.view(num_heads, rank, -1).transpose(1, 2).contiguous()
+
+    def keep_tokens(self, token_ids: torch.Tensor) -> None:
+        """Cuts the tables to the tokens `(K,)` that may be drafted."""
+        assert self._below is not None
+        self._below = self._below.index_select(1, token_ids)
+
+    def move(self, head: int, features: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+        """Moves the features `(n, H)` of a head by the embeddings `(n, H)` of the tokens above."""
+        return features + above.to(features) @ self.down[head].T @ self.up[head].T
+
+    def best_candidates(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        token_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """
+        Returns the chains `(n, P)` of the best tokens under the tokens above them, each among its head's own best.
+
+        Args:
+            logits (`(n, P, K)`): Those of the heads alone.
+            tokens (`(n,)`): The last serial token of each chain.
+            embed: Maps tokens `(n,)` to embeddings `(n, H)`.
+            token_ids (`(K,)`, *optional*): The tokens that the logits are of. By default all.
+        """
+        assert self._below is not None
+        best = logits.float().topk(min(NUM_CANDIDATES, logits.shape[-1]))
+        chain = []
+        for head, (scores, places) in enumerate(zip(best.values.unbind(1), best.indices.unbind(1), strict=True)):
+            above = embed(tokens).to(self.down) @ self.down[head].T
+            moves = self._below[head][places].float() @ above.float()[..., None]
+            chosen = (scores + moves.squeeze(-1)).argmax(dim=-1, keepdim=True)
+            tokens = places.gather(1, chosen).squeeze(1)
+            tokens = tokens if token_ids is None else token_ids[tokens]
+            chain.append(tokens)
+        return torch.stack(chain, dim=1)
+
+
+__all__ = ["ChainTransitions"]
