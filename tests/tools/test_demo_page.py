@@ -14,7 +14,7 @@ import pytest
 import torch
 from training_data import DEMO_TARGET
 
-from transformers_gumiho import cli
+from transformers_gumiho import cli, presenting
 from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.presenting import DemoArguments, make_page
 from transformers_gumiho.presenting.web import command
@@ -274,12 +274,21 @@ def gate(page_with_gate: tuple[str, Gate]) -> Iterator[Gate]:
     gate.is_open = True
 
 
-def test_the_space_shows_the_demo_pair_where_no_variable_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_space_shows_what_its_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
     gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    for name in ("PAIR", "TARGET", "ASSISTANT"):
+    for name in ("TARGET", "ASSISTANT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PAIR", "demo")
     app = Path(__file__).parents[2] / "examples" / "space" / "app.py"
     assert isinstance(runpy.run_path(str(app), run_name="app")["demo"], gradio.Blocks)
+    monkeypatch.delenv("PAIR")
+    monkeypatch.setattr(presenting, "make_page", lambda arguments: arguments)
+    shown = runpy.run_path(str(app), run_name="app")["demo"]
+    assert shown == DemoArguments(pair="smollm2")
+    monkeypatch.setenv("TARGET", "some/target")
+    monkeypatch.setenv("ASSISTANT", "some/drafter")
+    shown = runpy.run_path(str(app), run_name="app")["demo"]
+    assert shown == DemoArguments(target="some/target", assistant="some/drafter")
 
 
 class Visitor:
