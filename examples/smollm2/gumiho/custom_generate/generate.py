@@ -1,0 +1,6 @@
+"""Decodes with the drafter of this repository: `target.generate(..., custom_generate=<repository>)`."""
+
+from transformers_gumiho.custom_generation import generate
+
+
+__all__ = ["generate"]

@@ -1,0 +1,33 @@
+"""The drafter of the pair smollm2, with a target of the same shape: the real one is not part of the repository."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.pairs.known import find_pair
+
+
+def test_the_drafter_is_small_and_decodes_a_target_of_its_shape_exactly() -> None:
+    folder = Path(find_pair("smollm2").find_drafter())
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 40e6
+    drafter = GumihoModel.from_pretrained(folder, dtype="auto")
+    assert drafter.dtype == torch.bfloat16
+    assert not drafter.config.has_embedding
+    assert len(drafter.generation_config.draft_vocabulary) == 8192
+    torch.manual_seed(0)
+    # SmolLM2-135M-Instruct's, but for the number of layers.
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=2,
+        vocab_size=49152, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    target = LlamaForCausalLM(config).eval()
+    drafter = drafter.float()
+    prompt = torch.randint(3, 49152, (1, 20))
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
+        texts = []
+        for assistant in (None, drafter):
+            torch.manual_seed(1)
+            texts.append(target.generate(prompt, max_new_tokens=24, assistant_model=assistant, **sampling))
+        assert torch.equal(*texts)
