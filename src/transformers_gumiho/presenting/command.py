@@ -39,7 +39,7 @@ def generate(args: GenerateArguments) -> list[Answer]:
     tokenizer = models[1]
     turns: list[str] = []
     texts: list[str] = []
-    answers = []
+    answers: list[Answer] = []
     for line in [args.prompt] if args.prompt is not None else _typed_lines():
         if not tokenizer.chat_template:
             turns, texts = [], []
