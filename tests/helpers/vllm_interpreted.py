@@ -5,9 +5,8 @@ is imported.
     python vllm_interpreted.py TARGET DRAFTER NUM_TOKENS SETTINGS
 
 SETTINGS is JSON: `prompts` of token ids, which are continued greedily, `max_tokens`, and more for the `engine` and the
-`speculation`. (Not all that vLLM's kernels
-for other draws use is known to the interpreter.) The last line that is written is JSON: the class that drafts, the
-texts, and the chains of each step.
+`speculation`. (Not all that vLLM's kernels for other draws use is known to the interpreter.) The last line that is
+written is JSON: the class that drafts, the texts, and the chains of each step.
 """
 
 import json

@@ -61,7 +61,10 @@ class TargetLayers(nn.Module):
         """Maps the states of the layers, side by side `(n, k * H)`, to `(n, H)`."""
         hidden_size = len(self.weight)
         for norm in self._final_norm:
-            states = torch.cat((states[:, :-hidden_size], norm(states[:, -hidden_size:].contiguous())), dim=1)
+            last = norm(states[:, -hidden_size:].contiguous())
+            # Some of vLLM's norms (Cohere's) also return what they would add to.
+            last = last[0] if isinstance(last, tuple) else last
+            states = torch.cat((states[:, :-hidden_size], last), dim=1)
         return nn.functional.linear(normalise_lower(states, hidden_size).to(self.weight), self.weight)
 
 

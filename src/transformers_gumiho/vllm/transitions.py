@@ -76,12 +76,12 @@ class ChainTransitions(nn.Module):
             token_ids (`(K,)`, *optional*): The tokens that the logits are of. By default all.
         """
         assert self._below is not None
-        best = logits.float().topk(min(NUM_CANDIDATES, logits.shape[-1]))
+        best = logits.topk(min(NUM_CANDIDATES, logits.shape[-1]))
         chain = []
         for head, (scores, places) in enumerate(zip(best.values.unbind(1), best.indices.unbind(1), strict=True)):
             above = embed(tokens).to(self.down) @ self.down[head].T
             moves = self._below[head][places].float() @ above.float()[..., None]
-            chosen = (scores + moves.squeeze(-1)).argmax(dim=-1, keepdim=True)
+            chosen = (scores.float() + moves.squeeze(-1)).argmax(dim=-1, keepdim=True)
             tokens = places.gather(1, chosen).squeeze(1)
             tokens = tokens if token_ids is None else token_ids[tokens]
             chain.append(tokens)
