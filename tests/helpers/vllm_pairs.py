@@ -1,5 +1,6 @@
 """Tiny pairs that vLLM can load on a CPU, what transformers drafts with them, and how the target distributes texts."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ def make_gumiho(target: PreTrainedModel, **overrides: Any) -> GumihoModel:
     return gumiho
 
 
+def make_transitions_felt(gumiho: GumihoModel, std: float = 100.0) -> None:
+    """Gives a random drafter transitions about as large as what its heads still make then; `std` is that of `up`."""
+    for parameter in gumiho.mlp.parameters():
+        parameter.data *= 0.1
+    for transition in gumiho.transition or ():
+        torch.nn.init.normal_(transition.up, std=std)
+
+
 def transformers_chains(
     target: PreTrainedModel,
     gumiho: GumihoModel,
@@ -66,7 +75,7 @@ def transformers_chains(
 
 
 def exact_distribution(target: PreTrainedModel, prompt: list[int], temperature: float, top_p: float) -> torch.Tensor:
-    """Returns the probabilities `(V, V, V)` of the next three tokens."""
+    """Returns the probabilities `(V, V, V, V)` of the next four tokens."""
 
     def next_probabilities(tokens: list[int]) -> torch.Tensor:
         logits = target(torch.tensor([tokens])).logits[0, -1].double() / temperature
@@ -76,19 +85,18 @@ def exact_distribution(target: PreTrainedModel, prompt: list[int], temperature: 
         return torch.zeros_like(logits).scatter(0, order, probabilities / probabilities.sum())
 
     vocab_size = target.config.vocab_size
-    joint = torch.zeros(vocab_size, vocab_size, vocab_size, dtype=torch.float64)
+    joint = torch.ones(vocab_size, vocab_size, vocab_size, vocab_size, dtype=torch.float64)
     with torch.no_grad():
-        first = next_probabilities(prompt)
-        for a in range(vocab_size):
-            second = next_probabilities([*prompt, a])
-            for b in range(vocab_size):
-                joint[a, b] = first[a] * second[b] * next_probabilities([*prompt, a, b])
+        for length in range(joint.ndim):
+            for tokens in itertools.product(range(vocab_size), repeat=length):
+                shape = (vocab_size, *[1] * (joint.ndim - length - 1))
+                joint[tokens] *= next_probabilities([*prompt, *tokens]).view(shape)
     return joint
 
 
 def p_value(texts: list[list[int]], expected: torch.Tensor) -> float:
     """
-    Returns that of a chi-square test of texts of three tokens; cells that are expected to be nearly empty are one.
+    Returns that of a chi-square test of texts of four tokens; cells that are expected to be nearly empty are one.
 
     Raises:
         AssertionError: A text is one that cannot be.

@@ -16,6 +16,7 @@ from vllm_pairs import (
     UNSURE_FIELDS,
     exact_distribution,
     make_gumiho,
+    make_transitions_felt,
     p_value,
     transformers_chains,
     write_target,
@@ -73,11 +74,7 @@ def test_chains_of_drafters_with_more_than_the_released_ones_have(
     parts, method, vocabulary = KINDS[kind]
     target = write_target(tmp_path / "target", LlamaConfig(**FIELDS | {"num_hidden_layers": 3}, vocab_size=64))
     gumiho = make_gumiho(target, **parts)
-    for parameter in gumiho.mlp.parameters():
-        parameter.data *= 0.1
-    for transition in gumiho.transition or ():
-        # About as large as the features of random heads still are.
-        torch.nn.init.normal_(transition.up, std=100.0)
+    make_transitions_felt(gumiho)
     gumiho.generation_config.draft_vocabulary = vocabulary
     gumiho.save_pretrained(tmp_path / "gumiho")
     expected = transformers_chains(target, gumiho, PROMPTS, 6, 16, monkeypatch)
@@ -153,14 +150,17 @@ def test_sampled_texts_have_the_distribution_of_the_target(
     method: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", expand_on_a_cpu)
-    target = write_target(tmp_path / "target", LlamaConfig(**UNSURE_FIELDS, vocab_size=6))
-    # Of the three tokens, the last two are those of heads.
-    make_gumiho(target, transition_rank=rank, num_serial_tokens=1).save_pretrained(tmp_path / "gumiho")
+    target = write_target(tmp_path / "target", LlamaConfig(**UNSURE_FIELDS, vocab_size=4))
+    gumiho = make_gumiho(target, transition_rank=rank, num_serial_tokens=1)
+    if rank:
+        make_transitions_felt(gumiho, std=10.0)
+    # Of four tokens the first is the target's and the second the serial head's, so one head drafts below another.
+    gumiho.save_pretrained(tmp_path / "gumiho")
     speculative_config = drafting_with(tmp_path / "gumiho", 4, draft_sample_method=method)
     settings = {"skip_tokenizer_init": True, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     with engine(tmp_path / "target", speculative_config, **settings, kv_cache_memory_bytes=2**26) as llm:
         for temperature, top_p in ((0.7, 1.0), (1.0, 0.8)):
-            sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=3, n=64, detokenize=False)
+            sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=4, n=64, detokenize=False)
             texts: list[list[int]] = []
             for _ in range(24):
                 (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)

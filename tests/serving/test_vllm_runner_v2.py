@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm_engine import DEMO_DRAFTER, DEMO_TARGET
-from vllm_pairs import FIELDS, make_gumiho, transformers_chains, write_target
+from vllm_pairs import FIELDS, make_gumiho, make_transitions_felt, transformers_chains, write_target
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.vllm.chain import Chain
@@ -46,11 +46,15 @@ def test_texts_and_chains_are_those_of_transformers(monkeypatch: pytest.MonkeyPa
 def test_chains_with_transitions_from_several_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_target(tmp_path / "target", LlamaConfig(**FIELDS, vocab_size=64))
     gumiho = make_gumiho(target, transition_rank=4, target_layer_ids=[0, 1])
+    make_transitions_felt(gumiho)
     gumiho.save_pretrained(tmp_path / "gumiho")
     (drafted,) = transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8, monkeypatch)
     settings = {"speculation": {"method": "eagle3"}, "engine": {"skip_tokenizer_init": True}}
     found = run(tmp_path / "target", tmp_path / "gumiho", 5, prompts=[[1, 2, 3, 4, 5]], max_tokens=8, **settings)
     assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
+    for transition in gumiho.transition:
+        transition.up.data.zero_()
+    assert transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8, monkeypatch) != [drafted]
 
 
 def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm_engine import DEMO_DRAFTER, DEMO_TARGET, demo_prompts, drafting_with, engine, metric, write_texts
-from vllm_pairs import FIELDS, make_gumiho, write_target
+from vllm_pairs import FIELDS, make_gumiho, make_transitions_felt, write_target
 
 
 # Prompts of different lengths, which wait for each other and are read in pieces: fewer tokens fit into a step than 64
@@ -79,6 +79,7 @@ def test_bf16_drafts_as_much() -> None:
 def test_two_processes_draft_what_one_does(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", LlamaConfig(**FIELDS | {"num_key_value_heads": 2}, vocab_size=6))
     gumiho = make_gumiho(target, transition_rank=4)
+    make_transitions_felt(gumiho)
     # Of a head of which each process has a part, the logits are cut.
     gumiho.generation_config.draft_vocabulary = [5, 1, 2, 4]
     gumiho.save_pretrained(tmp_path / "gumiho")
