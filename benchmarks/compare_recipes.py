@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
-from transformers_gumiho.measuring.prompts import encode_turn, read_questions
+from transformers_gumiho.measuring.prompts import encode_turn, padded_batches, read_questions
 from transformers_gumiho.measuring.stages import stage_timer
 from transformers_gumiho.training import (
     CachedFeatures,
@@ -39,10 +39,8 @@ from transformers_gumiho.training import (
 
 
 PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0},
-}
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 NUM_TIMED = 4
 
 
@@ -68,6 +66,7 @@ class ComparisonArguments:
     bf16: bool = False
 
     num_prompts: int = 16
+    prompts_per_batch: int = field(default=8, metadata={"help": "Prompts that are continued together."})
     max_new_tokens: int = 128
     nodes: list[int] = field(default_factory=lambda: [12, 32, 63], metadata={"help": "Drafted tokens of each tree."})
     dtype: str = field(default="float32", metadata={"help": "The precision to measure in."})
@@ -150,43 +149,56 @@ def measure(
     drafter's milliseconds in a cycle of the largest tree. The chain is the longest that the drafter drafts.
     """
     drafter.to(target.dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    questions = read_questions(args.prompts, num_questions=args.num_prompts)
-    prompts = [torch.tensor([encode_turn(tokenizer, question.turns[:1], [])]) for question in questions]
+    batches = read_prompts(args, target.device)
     chain = {"branching_factor": 1, "num_assistant_tokens": drafter.config.max_draft_depth}
     shapes = {"chain": chain} | {str(nodes): {"num_assistant_tokens": nodes} for nodes in args.nodes}
-    ways = {mode: (None, kwargs) for mode, kwargs in MODES.items()} | {"calibrated": (fitted, MODES["greedy"])}
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "greedy": ({}, GREEDY),
+        "sampled": ({}, SAMPLED),
+        "calibrated": ({"draft_temperature": fitted}, GREEDY),
+        "without_fta": ({"full_tree_attention": False}, GREEDY),
+    }
     lengths: dict[str, dict[str, list[list[int]]]] = {}
-    for way, (temperature, kwargs) in ways.items():
+    for way, (changed, kwargs) in ways.items():
         for shape, settings in shapes.items():
-            with decoding_settings(drafter, settings | {"draft_temperature": temperature}):
-                found = [accepted_lengths(args, target, drafter, prompt, kwargs) for prompt in prompts]
-            lengths.setdefault(way, {})[shape] = found
+            with decoding_settings(drafter, settings | changed):
+                found = [accepted_lengths(args, target, drafter, batch, kwargs) for batch in batches]
+            lengths.setdefault(way, {})[shape] = [of_prompt for of_batch in found for of_prompt in of_batch]
     with decoding_settings(drafter, shapes[str(args.nodes[-1])]):
-        times = [drafter_time(args, target, drafter, prompt) for prompt in prompts[:NUM_TIMED]]
+        times = [drafter_time(args, target, drafter, one) for one in read_prompts(args, target.device, 1)[:NUM_TIMED]]
     return {"accepted_lengths": lengths, "drafter_ms": round(1000 * statistics.median(times), 2)}
+
+
+def read_prompts(
+    args: ComparisonArguments, device: torch.device, per_batch: int | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """Returns the prompts as batches of `input_ids` and `attention_mask`, `(B, T)` each, padded on the left."""
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    questions = read_questions(args.prompts, num_questions=args.num_prompts)
+    prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
+    return padded_batches(tokenizer, prompts, per_batch or args.prompts_per_batch, device)
 
 
 def accepted_lengths(
     args: ComparisonArguments,
     target: PreTrainedModel,
     drafter: GumihoModel,
-    prompt: torch.Tensor,
+    batch: dict[str, torch.Tensor],
     kwargs: dict[str, Any],
-) -> list[int]:
-    """Returns the tokens that each cycle committed after a prompt `(1, T)`."""
+) -> list[list[int]]:
+    """Returns for each prompt of a batch the tokens that each cycle committed after it."""
     torch.manual_seed(0)
     settings = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
-    output = target.generate(prompt.to(target.device), assistant_model=drafter, **settings, **kwargs)
-    return output.accepted_lengths[0]
+    return target.generate(**batch, assistant_model=drafter, **settings, **kwargs).accepted_lengths
 
 
 def drafter_time(
-    args: ComparisonArguments, target: PreTrainedModel, drafter: GumihoModel, prompt: torch.Tensor
+    args: ComparisonArguments, target: PreTrainedModel, drafter: GumihoModel, batch: dict[str, torch.Tensor]
 ) -> float:
     """Returns the seconds of a cycle that the drafter computes, its output head included."""
     with stage_timer(target.device) as seconds:
-        accepted_lengths(args, target, drafter, prompt, MODES["greedy"])
+        accepted_lengths(args, target, drafter, batch, GREEDY)
     return seconds.draft / max(seconds.num_cycles, 1)
 
 

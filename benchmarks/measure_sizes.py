@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, logging
+from transformers import HfArgumentParser, PreTrainedModel, logging
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
-from transformers_gumiho.measuring.prompts import encode_turn, read_questions
+from transformers_gumiho.measuring.prompts import encode_turn, padded_batches, read_questions
 from transformers_gumiho.measuring.stages import synchronize
 from transformers_gumiho.model.cycle_costs import BatchCosts, CycleCostTable
 from transformers_gumiho.tuning import TuningArguments, fit_sizes
@@ -134,17 +134,6 @@ def settings_of(way: Way) -> Iterator[dict[str, Any]]:
         yield {"assistant_model": way.drafter}
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], size: int, device: torch.device
-) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for start in range(0, len(texts) - size + 1, size):
-        rows = texts[start : start + size]
-        padded = tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")
-        found.append({name: padded[name].to(device) for name in ("input_ids", "attention_mask")})
-    return found
-
-
 @torch.inference_mode()
 def decode(target: PreTrainedModel, way: Way, batch: dict[str, torch.Tensor], **kwargs: Any) -> tuple[float, Any]:
     """Returns the seconds that a batch took, and what `generate()` returned."""
@@ -214,7 +203,9 @@ def main() -> None:
     for temperature in args.temperatures:
         for size in args.batch_sizes:
             print(f"\n{'greedy' if not temperature else f'temperature {temperature:g}'}, batches of {size}\n")
-            inputs = batches(tokenizer, texts[args.num_tuning_prompts :], size, target.device)
+            measured = texts[args.num_tuning_prompts :]
+            whole = measured[: len(measured) // size * size]
+            inputs = padded_batches(tokenizer, whole, size, target.device)
             report(compare(target, ways, inputs, temperature, args.max_new_tokens), table.for_batch(size))
 
 

@@ -13,28 +13,44 @@ NUM_RESAMPLES = 2000
 
 def table(records: list[dict[str, Any]], nodes: list[int]) -> str:
     """
-    Returns the records of one comparison in Markdown, a row for each recipe: means over its seeds, and what its trees
-    of the largest size gain over the published recipe's, with a 95% interval over seeds and prompts.
+    Returns the records of one comparison as three tables in Markdown, with a row for each recipe and means over its
+    seeds: tau when decoding greedily, with what the trees of the largest size gain over the published recipe's (95%
+    intervals over seeds and prompts); tau in other ways of decoding; and what the drafters are and cost.
     """
     recipes = {
         name: [r for r in records if r["recipe"] == name] for name in dict.fromkeys(r["recipe"] for r in records)
     }
-    shapes = ["chain", *map(str, nodes)]
-    names = ["recipe", "seeds", "parameters", *(f"greedy, {_named(s)}" for s in shapes)]
-    names += [f"calibrated, {nodes[-1]}", *(f"sampled, {_named(s)}" for s in shapes)]
-    names += ["greedy gain", "accepted by depth", "drafter", "tokens", "hours"]
-    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    published, shapes = recipes.get("published", []), ["chain", *map(str, nodes)]
+    tau, ways, costs = [], [], []
     for name, of_recipe in recipes.items():
-        cells = [f"`{name}`", str(len(of_recipe)), f"{of_recipe[0]['parameters'] / 1e6:.2f}M"]
-        cells += [_tau(of_recipe, "greedy", shape) for shape in shapes]
+        cells = [f"`{name}`", str(len(of_recipe)), *(_tau(of_recipe, "greedy", shape) for shape in shapes)]
+        tau.append([*cells, _gain(of_recipe, published, shapes[-1]), _depths(of_recipe)])
+        cells = [_tau(of_recipe, "without_fta", shape) for shape in shapes[1:]]
         cells += [_tau(of_recipe, "calibrated", shapes[-1])]
-        cells += [_tau(of_recipe, "sampled", shape) for shape in shapes]
-        cells += [_gain(of_recipe, recipes.get("published", []), shapes[-1]), _depths(of_recipe)]
-        cells += [f"{np.mean([r['drafter_ms'] for r in of_recipe]):.1f} ms"]
-        cells += [f"{of_recipe[0]['tokens'] * of_recipe[0]['settings']['num_train_epochs'] / 1e6:.1f}M"]
-        cells += [f"{np.mean([r['seconds'] for r in of_recipe]) / 3600:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        ways.append([f"`{name}`", *cells, *(_tau(of_recipe, "sampled", shape) for shape in shapes)])
+        costs.append([f"`{name}`", *_costs(of_recipe)])
+    columns = [f"without FTA, {_named(shape)}" for shape in shapes[1:]] + [f"calibrated, {_named(shapes[-1])}"]
+    columns += [f"sampled, {_named(shape)}" for shape in shapes]
+    return "\n\n".join(
+        [
+            _markdown(["recipe", "seeds", *map(_named, shapes), "gain", "accepted by depth"], tau),
+            _markdown(["recipe", *columns], ways),
+            _markdown(["recipe", "parameters", "drafter", "tokens", "hours"], costs),
+        ]
+    )
+
+
+def _markdown(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _costs(records: list[dict[str, Any]]) -> list[str]:
+    """Returns a recipe's trained parameters, its drafter's time in a cycle, and its training's tokens and hours."""
+    tokens = records[0]["tokens"] * records[0]["settings"]["num_train_epochs"]
+    hours = np.mean([record["seconds"] for record in records]) / 3600
+    time = f"{np.mean([record['drafter_ms'] for record in records]):.1f} ms"
+    return [f"{records[0]['parameters'] / 1e6:.2f}M", time, f"{tokens / 1e6:.2f}M", f"{hours:.2f}"]
 
 
 def _named(shape: str) -> str:

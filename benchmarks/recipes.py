@@ -36,6 +36,9 @@ _CROSS_ENTROPY = {"serial_ce_weight": 1.0, "parallel_ce_weight": 1.0, "parallel_
 _UNROLL = {"serial_unroll_steps": 2}
 _REACH = {"weigh_by_reach": True}
 _LINEAR = {"linear_start": True}
+_ALL = _CROSS_ENTROPY | _UNROLL | _REACH | _LINEAR
+_SERIAL = {"num_serial_tokens": 7, "num_parallel_heads": 0}
+_PARALLEL = {"num_serial_tokens": 1, "num_parallel_heads": 6}
 
 RECIPES: dict[str, Recipe] = {
     "published": Recipe(),
@@ -47,10 +50,13 @@ RECIPES: dict[str, Recipe] = {
     "unroll": Recipe(training=_UNROLL),
     "reach": Recipe(training=_REACH),
     "linear_start": Recipe(training=_LINEAR),
-    "all": Recipe(_TRANSITION, _CROSS_ENTROPY | _UNROLL | _REACH | _LINEAR, reads_layers=True),
-    # With the published losses. Serial tokens beyond the second are of no use without training on own features.
-    "all_serial": Recipe({"num_serial_tokens": 7, "num_parallel_heads": 0}, {"unroll_serial_head": True}),
-    "all_parallel": Recipe({"num_serial_tokens": 1, "num_parallel_heads": 6}),
+    "all": Recipe(_TRANSITION, _ALL, reads_layers=True),
+    # Other divisions into serial and parallel tokens, first with the published losses. Serial tokens beyond the second
+    # are of no use without training on own features.
+    "all_serial": Recipe(_SERIAL, {"unroll_serial_head": True}),
+    "all_parallel": Recipe(_PARALLEL),
+    "all_on_serial": Recipe(_SERIAL, _ALL | {"serial_unroll_steps": 6}, reads_layers=True),
+    "all_on_parallel": Recipe(_PARALLEL | _TRANSITION, _ALL | {"serial_unroll_steps": 0}, reads_layers=True),
 }
 
 

@@ -61,13 +61,14 @@ def test_a_line_is_trained_and_measured_once(
         [{"input_ids": [1 + (i * j) % 7 for j in range(20)], "loss_mask": [1] * 20} for i in range(9)]
     )
     write_feature_cache(rows, target, tokenizer, tmp_path / "features", target_layer_ids=[0, -1])
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
-    monkeypatch.setattr(script, "encode_turn", lambda *_: [3, 1, 5])  # the target knows few tokens
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"text": "a"}) + "\n") * 2)
+    encoded = iter([[3, 1, 5], [2]] * 99)  # the target knows few tokens
+    monkeypatch.setattr(script, "encode_turn", lambda *_: next(encoded))
     monkeypatch.setattr(sys, "argv", [
         "compare_recipes.py", "--target", str(tmp_path / "target"), "--features_dir", str(tmp_path / "features"),
         "--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--work_dir",
         str(tmp_path / "work"), "--recipes", "published", "all", "--seeds", "0", "--num_train_epochs", "2",
-        "--batch_size", "4", "--num_eval_rows", "2", "--num_prompts", "1", "--max_new_tokens", "12", "--nodes", "6",
+        "--batch_size", "4", "--num_eval_rows", "2", "--num_prompts", "2", "--max_new_tokens", "12", "--nodes", "6",
     ])  # fmt: skip
     script.main()
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
@@ -77,6 +78,7 @@ def test_a_line_is_trained_and_measured_once(
         assert record["steps"] == 4
         assert len(record["draft_temperature"]) == 7
         for of_way in record["accepted_lengths"].values():
+            assert all(len(of_shape) == 2 for of_shape in of_way.values())
             # The first token comes from the prompt's pass.
             assert all(sum(of_prompt) == 11 for of_shape in of_way.values() for of_prompt in of_shape)
     with monkeypatch.context() as patch:
@@ -129,7 +131,7 @@ def test_gains_are_over_the_published_recipe(script: ModuleType) -> None:
 
     def record(recipe: str, seed: int, lengths: list[int]) -> dict:
         of_shapes = {shape: [lengths, lengths] for shape in ("chain", "63")}
-        ways = dict.fromkeys(("greedy", "sampled", "calibrated"), of_shapes)
+        ways = dict.fromkeys(("greedy", "sampled", "calibrated", "without_fta"), of_shapes)
         return {
             "recipe": recipe, "seed": seed, "parameters": 2e6, "accepted_lengths": ways, "drafter_ms": 3.0,
             "tokens": 1000, "seconds": 36.0, "settings": {"num_train_epochs": 2},
@@ -138,7 +140,8 @@ def test_gains_are_over_the_published_recipe(script: ModuleType) -> None:
     records = [record("published", 0, [2, 2]), record("published", 1, [2, 2]), record("x", 0, [3, 3, 3])]
     records.append(record("x", 1, [2, 2, 2, 2, 1]))
     text = recipe_table.table(records, [63])
-    row = next(line for line in text.splitlines() if line.startswith("| `x`"))
-    assert "2.40 (1.80-3.00)" in row
-    assert "+12.5% (-10.0 to +50.0)" in row  # 18 tokens in 8 cycles, and each seed alone
-    assert row.endswith("| 3.0 ms | 0.0M | 0.01 |")
+    gains, ways, costs = (line for line in text.splitlines() if line.startswith("| `x`"))
+    assert "2.40 (1.80-3.00)" in gains
+    assert "+12.5% (-10.0 to +50.0)" in gains  # 18 tokens in 8 cycles, and each seed alone
+    assert ways.count("2.40 (1.80-3.00)") == 4
+    assert costs.endswith("| 2.00M | 3.0 ms | 0.00M | 0.01 |")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 
@@ -113,3 +114,18 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answer
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def padded_batches(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], size: int, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """
+    Returns prompts as batches of `size` rows, the last of what is left: `input_ids` and `attention_mask`, `(B, T)`
+    each, padded on the left. The tokenizer needs a padding token.
+    """
+    batches = []
+    for start in range(0, len(prompts), size):
+        rows = {"input_ids": [list(prompt) for prompt in prompts[start : start + size]]}
+        padded = tokenizer.pad(rows, padding_side="left", return_tensors="pt")
+        batches.append({name: padded[name].to(device) for name in ("input_ids", "attention_mask")})
+    return batches
