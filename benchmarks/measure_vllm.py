@@ -25,14 +25,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.measuring.prompts import read_questions
+
 
 PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
 COLUMNS = {
     "tokens/s": "output_throughput", "first token (ms)": "median_ttft_ms", "per token (ms)": "median_tpot_ms",
     "acceptance length": "spec_decode_acceptance_length",
 }  # fmt: skip
-# For the demo pair on a CPU.
-SERVER_ARGUMENTS = ["enforce-eager", "max-model-len=1024", "max-num-seqs=64", "kv-cache-memory-bytes=1073741824"]
+# For the pairs of this repository on a CPU. The same prompts come again and again: each is to be read like a new one.
+SERVER_ARGUMENTS = [
+    "enforce-eager", "no-enable-prefix-caching", "max-model-len=1024", "max-num-seqs=64",
+    "kv-cache-memory-bytes=1073741824",
+]  # fmt: skip
+SECONDS_TO_END = 60
 PER_POSITION = "spec_decode_per_position_acceptance_rates"
 # Rows of which one of these differs are measurements of different things.
 KEY = (
@@ -44,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(PAIR / "target"))
     parser.add_argument("--drafter", default=str(PAIR / "gumiho"))
-    parser.add_argument("--prompts", type=Path, default=PAIR / "prompts.jsonl", help="Lines with a `text`.")
+    parser.add_argument("--prompts", type=Path, default=PAIR / "prompts.jsonl", help="As for `gumiho benchmark`.")
     parser.add_argument("--num-tokens", type=int, nargs="*", default=[2, 3, 4, 5, 6, 7], help="Lengths of the chain.")
     parser.add_argument(
         "--num-serial-tokens", type=int, nargs="*", default=[2, 4, 7], help="Lengths of the serial head's own chains."
@@ -79,8 +88,6 @@ def ways_of_drafting(
 
 def serial_drafting(drafter: str, num_tokens: int, folder: Path) -> dict[str, Any]:
     """Writes a drafter with the same serial head, which drafts all tokens one by one, and without parallel heads."""
-    from transformers_gumiho import GumihoModel
-
     fields = {"num_serial_tokens": num_tokens, "num_parallel_heads": 0, "transition_rank": 0}
     alone = folder / f"serial-{num_tokens}"
     GumihoModel.from_pretrained(drafter, **fields).save_pretrained(alone)
@@ -88,8 +95,6 @@ def serial_drafting(drafter: str, num_tokens: int, folder: Path) -> dict[str, An
 
 
 def drafting_with(drafter: str, num_tokens: int) -> dict[str, Any]:
-    from transformers_gumiho import GumihoConfig
-
     reads_layers = GumihoConfig.from_pretrained(drafter).target_layer_ids is not None
     method = "eagle3" if reads_layers else "eagle"
     return {"method": method, "model": drafter, "num_speculative_tokens": num_tokens}
@@ -97,7 +102,15 @@ def drafting_with(drafter: str, num_tokens: int) -> dict[str, Any]:
 
 @contextmanager
 def server(arguments: argparse.Namespace, speculative_config: dict[str, Any] | None) -> Iterator[str]:
-    """Yields the address of a server that is ready."""
+    """
+    Yields the address of a server that is ready.
+
+    Raises:
+        RuntimeError: Something else answers at the port, or the server ends.
+    """
+    address = f"http://127.0.0.1:{arguments.port}"
+    if answers(address):
+        raise RuntimeError(f"There is a server at {address} already. End it, or give another `--port`.")
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", arguments.target,
         "--served-model-name", "target", "--dtype", arguments.dtype, "--port", str(arguments.port),
@@ -106,24 +119,34 @@ def server(arguments: argparse.Namespace, speculative_config: dict[str, Any] | N
     if speculative_config is not None:
         command += ["--speculative-config", json.dumps(speculative_config)]
     process = subprocess.Popen(command)
-    address = f"http://127.0.0.1:{arguments.port}"
     try:
         wait_until_ready(process, address)
         yield address
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], address: str) -> None:
     while True:
         if process.poll() is not None:
             raise RuntimeError(f"The server ended with status {process.returncode}; its log is above.")
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+        if answers(address):
             return
-        except OSError:
-            time.sleep(1)
+        time.sleep(1)
+
+
+def answers(address: str) -> bool:
+    """Returns whether a server says that it is well."""
+    try:
+        urllib.request.urlopen(f"{address}/health", timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def measure(arguments: argparse.Namespace, address: str, prompts: Path, concurrency: int) -> dict[str, Any]:
@@ -133,9 +156,11 @@ def measure(arguments: argparse.Namespace, address: str, prompts: Path, concurre
 
     parser = argparse.ArgumentParser()
     add_cli_args(parser)
+    is_chat = bool(AutoTokenizer.from_pretrained(arguments.target).chat_template)
     return main(parser.parse_args([
         "--base-url", address, "--model", "target", "--tokenizer", arguments.target,
-        "--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle",
+        "--dataset-name", "custom", "--dataset-path", str(prompts), "--disable-shuffle",
+        *(() if is_chat else ("--skip-chat-template",)),
         "--custom-output-len", str(arguments.output_tokens), "--ignore-eos", "--temperature", "0",
         "--num-prompts", str(num_requests(arguments, concurrency)), "--max-concurrency", str(concurrency),
         "--num-warmups", "2",
@@ -148,7 +173,7 @@ def num_requests(arguments: argparse.Namespace, concurrency: int) -> int:
 
 def measure_all(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields a row for each way of drafting, concurrency and round that is not among those that are done."""
-    texts = [json.loads(line)["text"] for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
+    texts = [question.turns[0] for question in read_questions(str(arguments.prompts))]
     known = {key_of(row) for row in done}
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
