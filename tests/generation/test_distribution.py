@@ -23,11 +23,13 @@ def exact_probabilities(target: PreTrainedModel, prompt: torch.Tensor, warpers: 
     return probs.gather(2, paths[:, :, None]).squeeze(2).prod(dim=1)
 
 
-@pytest.mark.parametrize(("batch_size", "num_samples"), [(1, 1000), (32, 9600)])
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize(
+    # From the nucleus alone, fewer continuations tell a wrong distribution from the right one.
+    ("batch_size", "top_p", "num_samples"), [(1, 1.0, 500), (1, 0.8, 1000), (96, 1.0, 4800), (96, 0.8, 4800)]
+)  # fmt: skip
 @pytest.mark.parametrize("num_assistant_tokens", [6, 40])
 def test_samples_have_the_exact_distribution(
-    batch_size: int, num_samples: int, top_p: float, num_assistant_tokens: int
+    batch_size: int, top_p: float, num_samples: int, num_assistant_tokens: int
 ) -> None:
     target = make_target(vocab_size=VOCAB_SIZE)
     with torch.no_grad():
