@@ -1,7 +1,8 @@
-"""A tiny training, run by `accelerate launch` in the distributed tests: writes its loss curve and its drafter."""
+"""Tiny trainings, run by `accelerate launch` in the distributed tests: each writes its loss curve and its drafter."""
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,20 @@ def allow_fsdp_on_cpu() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # noqa: SLF001
 
 
-def main(folder: Path, batch_size: int, resume: bool) -> None:
-    torch.set_num_threads(1)
+def train(run: str, folder: Path) -> None:
+    """
+    Trains with a new trainer and writes into `folder / run`.
+
+    Args:
+        run: `alone` has batches of four; `whole` has batches of one, two of them to a step, in each of two processes;
+            `resumed` goes on from its first checkpoint; `streamed` has batches of two from a stream.
+        folder: Of all runs.
+    """
     torch.manual_seed(0)
     target = make_target("llama").float()
+    batch_size = {"alone": 4, "whole": 1, "resumed": 1, "streamed": 2}[run]
     args = make_args(
-        folder, max_steps=6, per_device_train_batch_size=batch_size, per_device_eval_batch_size=3,
+        folder / run, max_steps=6, per_device_train_batch_size=batch_size, per_device_eval_batch_size=3,
         gradient_accumulation_steps=4 // batch_size // int(os.environ.get("WORLD_SIZE", "1")),
         save_strategy="steps", save_steps=3, unroll_serial_head=True, train_sampling_strategy="sequential",
     )  # fmt: skip
@@ -37,12 +46,16 @@ def main(folder: Path, batch_size: int, resume: bool) -> None:
         allow_fsdp_on_cpu()
     drafter = make_drafter(target)
     rows: Any = make_rows()
-    if "stream" in sys.argv:
+    if run == "streamed":
         rows = IterableDataset.from_generator(make_rows)
     trainer = GumihoTrainer(drafter, args, target=target, train_dataset=rows, eval_dataset=make_rows(7, seed=1))
-    trainer.train(resume_from_checkpoint=resume or None)
+    if run == "resumed":
+        with trainer.accelerator.main_process_first():
+            if trainer.is_world_process_zero():
+                shutil.copytree(folder / "whole" / "checkpoint-3", folder / run / "checkpoint-3")
+    trainer.train(resume_from_checkpoint=run == "resumed" or None)
     metrics = trainer.evaluate()
-    trainer.save_model(folder / "final")
+    trainer.save_model(folder / run / "final")
     if trainer.is_world_process_zero():
         logs = [
             {k: v for k, v in log.items() if "_feature" in k or "_ce" in k or k == "loss"}
@@ -52,13 +65,19 @@ def main(folder: Path, batch_size: int, resume: bool) -> None:
         metrics = {"sharded": sharded} | {
             k: v for k, v in metrics.items() if "agreement" in k or "loss" in k or "length" in k
         }
-        (folder / "curve.json").write_text(json.dumps([*logs, metrics]))
+        (folder / run / "curve.json").write_text(json.dumps([*logs, metrics]))
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+
+
+def main(folder: Path, runs: list[str]) -> None:
+    torch.set_num_threads(1)
+    for run in runs:
+        train(run, folder)
+    PartialState().destroy_process_group()
     # With PyTorch 2.13 one process in some twenty aborts in the destructors of its gloo threads, after all is done.
     sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), resume="resume" in sys.argv)
+    main(Path(sys.argv[1]), sys.argv[2:])

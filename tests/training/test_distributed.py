@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed_training import train
 from safetensors.torch import load_file
 
 from transformers_gumiho import GumihoModel
@@ -28,44 +28,48 @@ MODES = {
 }  # fmt: skip
 
 
-def run(command: list[str], folder: Path, *arguments: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process with batches of four."""
+    folder = tmp_path_factory.mktemp("alone")
+    train("alone", folder)
+    return folder / "alone"
+
+
+@pytest.fixture(scope="module", params=list(MODES))
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Two processes, which have several runs, one after the other."""
+    folder = tmp_path_factory.mktemp(request.param)
+    runs = ["whole", "resumed", *(["streamed"] if request.param == "ddp" else [])]
+    command = [*LAUNCH, *MODES[request.param], str(SCRIPT), str(folder), *runs]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run(
-        [*command, str(SCRIPT), str(folder), *arguments], env=environment, capture_output=True, text=True, timeout=300
-    )
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
+    return request.param, folder
+
+
+def curve_of(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "curve.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """One process with batches of four."""
-    folder = tmp_path_factory.mktemp("alone")
-    return run([sys.executable], folder, "4"), folder
-
-
-@pytest.mark.parametrize("mode", list(MODES))
-def test_two_processes_train_as_one_does(mode: str, alone: tuple[list[dict[str, Any]], Path], tmp_path: Path) -> None:
-    expected, folder = alone
-    launch = [*LAUNCH, *MODES[mode]]
-    # Batches of one, two of them to a step, in each of two processes.
-    curve = run(launch, tmp_path, "1")
+def test_two_processes_train_as_one_does(together: tuple[str, Path], alone: Path) -> None:
+    mode, folder = together
+    curve = curve_of(folder / "whole")
     assert curve[-1].pop("sharded") == (mode == "fsdp")
-    for ours, theirs in zip(curve, expected, strict=True):
+    for ours, theirs in zip(curve, curve_of(alone), strict=True):
         assert ours == pytest.approx({k: v for k, v in theirs.items() if k != "sharded"}, rel=1e-4)
-    weights = load_file(tmp_path / "final" / "model.safetensors")
-    for name, tensor in load_file(folder / "final" / "model.safetensors").items():
+    weights = load_file(folder / "whole" / "final" / "model.safetensors")
+    for name, tensor in load_file(alone / "final" / "model.safetensors").items():
         assert weights[name].shape == tensor.shape
         assert (weights[name] - tensor).abs().max() < 1e-4
-    GumihoModel.from_pretrained(tmp_path / "final")
+    GumihoModel.from_pretrained(folder / "whole" / "final")
 
     # A run that ended after its first checkpoint goes on to the same drafter.
-    shutil.rmtree(tmp_path / "checkpoint-6")
-    resumed = run(launch, tmp_path, "1", "resume")
-    resumed[-1].pop("sharded")
+    resumed = curve_of(folder / "resumed")
+    assert resumed[-1].pop("sharded") == (mode == "fsdp")
     assert resumed[-1] == pytest.approx(curve[-1], rel=1e-4)
 
 
-def test_two_processes_share_a_stream(alone: tuple[list[dict[str, Any]], Path], tmp_path: Path) -> None:
-    curve = run([*LAUNCH, *MODES["ddp"]], tmp_path, "2", "stream")
-    assert curve[-1] == pytest.approx(alone[0][-1], rel=1e-4)
+@pytest.mark.parametrize("together", ["ddp"], indirect=True)
+def test_two_processes_share_a_stream(together: tuple[str, Path], alone: Path) -> None:
+    assert curve_of(together[1] / "streamed")[-1] == pytest.approx(curve_of(alone)[-1], rel=1e-4)
