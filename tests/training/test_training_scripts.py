@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,13 @@ def run(script: str, *arguments: object, fails: bool = False) -> str:
     )  # fmt: skip
     assert bool(process.returncode) == fails, process.stderr
     return process.stdout + process.stderr
+
+
+def call(script: str, *arguments: object) -> None:
+    """Runs a script as `run` does, in this process, which has all libraries loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +66,9 @@ def check_drafter(folder: Path) -> None:
     assert "expected_acceptance_length" in (folder / "README.md").read_text()
 
 
-def test_one_command_trains_a_drafter_and_goes_on_when_run_again(data: dict[str, Path], tmp_path: Path) -> None:
+def test_one_command_trains_a_drafter_and_goes_on_when_run_again(
+    data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [
         "train_gumiho.py", "--target_model", DEMO_TARGET, "--dataset_name", data["dataset"], "--chat_template",
         data["template"], "--output_dir", tmp_path / "gumiho", "--max_length", 256, *TRAINING, "--save_steps", 4,
@@ -67,7 +78,8 @@ def test_one_command_trains_a_drafter_and_goes_on_when_run_again(data: dict[str,
     assert "1 skipped" in output
     assert "is not JSON" in output
     check_drafter(tmp_path / "gumiho")
-    output = run(*command, "--max_steps", 8)
+    call(*command, "--max_steps", 8)
+    output = capsys.readouterr().out
     assert "going on from" in output
     assert "checkpoint-4" in output
     state = json.loads((tmp_path / "gumiho" / "checkpoint-8" / "trainer_state.json").read_text())
@@ -78,28 +90,30 @@ def test_one_command_trains_a_drafter_and_goes_on_when_run_again(data: dict[str,
     check_drafter(tmp_path / "gumiho")
 
 
-def test_features_are_extracted_once_and_trained_on_without_the_target(data: dict[str, Path], tmp_path: Path) -> None:
+def test_features_are_extracted_once_and_trained_on_without_the_target(
+    data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common = ["--target_model", DEMO_TARGET, "--dataset_name", data["dataset"], "--chat_template", data["template"]]
     layers = ["--target_layer_ids", 3, -1]
     extraction = ["extract_features.py", *common, "--output_dir", tmp_path / "features", "--max_length", 256, *layers]
     output = run(*extraction)
     assert "the features take 0.00 GB" in output
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*")}
-    run(*extraction)  # nothing is left to do
+    call(*extraction)  # nothing is left to do
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*")} == before
-    output = run(
+    call(
         "train_gumiho.py", "--features_dir", tmp_path / "features", "--output_dir", tmp_path / "gumiho", *TRAINING,
         "--max_steps", 3, *layers,
     )  # fmt: skip
     check_drafter(tmp_path / "gumiho")
     drafter = GumihoModel.from_pretrained(tmp_path / "gumiho")
     assert drafter.config.target_layer_ids == [3, 19]
-    assert f"draft temperatures: {drafter.generation_config.draft_temperature}" in output
+    assert f"draft temperatures: {drafter.generation_config.draft_temperature}" in capsys.readouterr().out
     # One part after the other, each from where the one before it has got.
     serial, whole = tmp_path / "serial", tmp_path / "whole"
     common = ["train_gumiho.py", "--features_dir", tmp_path / "features", *TRAINING, "--max_steps", 2]
-    run(*common, "--output_dir", serial, "--linear_start", "--train_only", "serial", *layers)
-    run(*common, "--output_dir", whole, "--drafter", serial, "--train_only", "parallel")
+    call(*common, "--output_dir", serial, "--linear_start", "--train_only", "serial", *layers)
+    call(*common, "--output_dir", whole, "--drafter", serial, "--train_only", "parallel")
     check_drafter(whole)
     before, after = (GumihoModel.from_pretrained(folder).state_dict() for folder in (serial, whole))
     changed = {name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
@@ -112,7 +126,7 @@ def test_the_targets_own_answers_are_a_dataset(data: dict[str, Path], tmp_path: 
         "regenerate_data.py", "--target_model", DEMO_TARGET, "--dataset_name", texts, "--output_file",
         tmp_path / "answers.jsonl", "--max_length", 40, "--temperature", 1.0,
     )  # fmt: skip
-    run(
+    call(
         "train_gumiho.py", "--target_model", DEMO_TARGET, "--dataset_name", tmp_path / "answers.jsonl", "--streaming",
         "--num_eval_rows", 4, "--output_dir", tmp_path / "gumiho", *TRAINING, "--max_steps", 2, "--max_length", 128,
         "--drafter", EXAMPLES / "demo_pair" / "gumiho", "--packing", "false",
@@ -137,10 +151,15 @@ def test_a_draft_model_for_assisted_generation_is_trained_on_the_targets_texts(t
     assert torch.equal(assisted, plain)
 
 
+def test_what_is_missing_ends_the_program_with_a_line(tmp_path: Path) -> None:
+    arguments = ["--target_model", DEMO_TARGET, "--output_dir", tmp_path, "--dataset_name", "missing.jsonl"]
+    output = run("train_gumiho.py", *arguments, fails=True)
+    assert "There is no file 'missing.jsonl'" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dataset_name", "missing.jsonl"], "There is no file 'missing.jsonl'"),
         ([], "Give the target with --target_model and the data with --dataset_name, or --features_dir"),
         (["--features_dir", "."], "is no feature cache"),
         (["--features_dir", ".", "--dataset_name", "x", "--streaming"], "leave --dataset_name, --streaming out"),
@@ -149,8 +168,8 @@ def test_a_draft_model_for_assisted_generation_is_trained_on_the_targets_texts(t
     ],
 )
 def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
-    output = run("train_gumiho.py", "--target_model", DEMO_TARGET, "--output_dir", tmp_path, *arguments, fails=True)
-    assert message in output
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        call("train_gumiho.py", "--target_model", DEMO_TARGET, "--output_dir", tmp_path, *arguments)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero3"])
