@@ -243,7 +243,7 @@ def test_winner_is_written_as_a_list_and_decodes_exactly(
     folder = shutil.copytree(DEMO_TARGET.parent / "gumiho", tmp_path / "gumiho")
     options: dict[str, Any] = {
         "num_prompts": 2, "max_new_tokens": 8, "max_tree_size": 2, "repeats": 1, "dtype": "float32",
-        "prompts": str(DEMO_TARGET.parent / "prompts.jsonl"),
+        "tune_sizes": False, "prompts": str(DEMO_TARGET.parent / "prompts.jsonl"),
     }  # fmt: skip
     result = tune(TuningArguments(str(DEMO_TARGET), str(folder), **options))
     token_ids = json.loads((folder / "generation_config.json").read_text())["draft_vocabulary"]

@@ -51,7 +51,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"dataset": folder / "chats.jsonl", "template": folder / "template.jinja"}
 
 
-TRAINING = ["--use_cpu", "--bf16", "--learning_rate", 2e-3, "--warmup_steps", 2, "--logging_steps", 1]
+TRAINING = [
+    "--use_cpu", "--bf16", "--per_device_train_batch_size", 2, "--learning_rate", 2e-3, "--warmup_steps", 2,
+    "--logging_steps", 1,
+]  # fmt: skip
 
 
 def check_drafter(folder: Path) -> None:
