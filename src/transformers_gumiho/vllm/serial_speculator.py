@@ -20,6 +20,7 @@ class SerialSpeculator(EagleSpeculator):
     """
 
     _num_serial_tokens: int
+    num_speculative_steps: int  # of the base class
 
     def draft_serially(self, num_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns chains `(n, num_speculative_steps)` with only the first `num_tokens` drafted, in place."""
