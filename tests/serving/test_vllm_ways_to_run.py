@@ -130,8 +130,8 @@ def test_requests_for_an_adapter_of_the_target(tmp_path: Path) -> None:
 
 
 @contextmanager
-def server(num_tokens: int) -> Iterator[str]:
-    """Yields the address of vLLM's server with the demo pair."""
+def server(num_tokens: int, num_replicas: int) -> Iterator[str]:
+    """Yields the address of vLLM's server with the demo pair, in each of so many processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -139,7 +139,7 @@ def server(num_tokens: int) -> Iterator[str]:
     process = subprocess.Popen([
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_TARGET),
         "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
-        "--kv-cache-memory-bytes", str(2**26), "--port", str(port),
+        "--kv-cache-memory-bytes", str(2**26), "--port", str(port), "--data-parallel-size", str(num_replicas),
         "--speculative-config", json.dumps(speculative_config),
     ], env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})  # fmt: skip
     address = f"http://127.0.0.1:{port}"
@@ -162,13 +162,14 @@ def is_ready(address: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_server_completes_as_without_a_drafter() -> None:
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_server_completes_as_without_a_drafter(num_replicas: int) -> None:
     prompts = PROMPTS[:4]
     with engine(DEMO_TARGET) as llm:
         sampling = SamplingParams(max_tokens=32, temperature=0.0)
         plain = [output.outputs[0].text for output in llm.generate(prompts, sampling, use_tqdm=False)]
     fields = {"model": "demo", "prompt": prompts, "max_tokens": 32, "temperature": 0}
-    with server(7) as address:
+    with server(7, num_replicas) as address:
         request = urllib.request.Request(
             f"{address}/v1/completions", json.dumps(fields).encode(), {"Content-Type": "application/json"}
         )
@@ -177,5 +178,6 @@ def test_the_server_completes_as_without_a_drafter() -> None:
         with urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
     assert [choice["text"] for choice in sorted(choices, key=lambda choice: choice["index"])] == plain
-    (accepted,) = [line for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_total{")]
-    assert float(accepted.split()[-1]) > 0
+    accepted = [line for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_total{")]
+    assert len(accepted) == num_replicas
+    assert all(float(line.split()[-1]) > 0 for line in accepted)

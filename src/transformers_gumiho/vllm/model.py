@@ -62,6 +62,8 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
             self.target_layers = TargetLayers(len(layer_ids), config.hidden_size, layer_ids[-1] == num_layers - 1)
         self.drafting_head: DraftingHead | None = None
+        # What the target does to its logits.
+        self._logit_scale, self._soft_cap = 1.0, None
 
     def combine_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
         """Maps the states of the target's `target_layer_ids` `(n, k * H)` to what the serial head reads, `(n, H)`."""
@@ -84,8 +86,16 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         return self.heads(fused.flatten(1))
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns the logits `(n, V)` of features `(n, H)`; without a draft vocabulary's other tokens."""
+        """
+        Returns the logits `(n, V)` of features `(n, H)`, scaled and capped as the target's are; without a draft
+        vocabulary's other tokens.
+        """
         logits = self._all_logits(hidden_states)
+        if self._soft_cap is not None:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+        return self._masked(logits * self._logit_scale)
+
+    def _masked(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.drafting_head is None else self.drafting_head.masked(logits)
 
     def _all_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -118,27 +128,35 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         return self.transitions.move(head, features, self.model.embed_input_ids(tokens))
 
     def _drafted_logits(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns logits for features `(n, H)`, and the ids of their tokens where these are not in the places."""
+        """
+        Returns logits for features `(n, H)`, as they are before the target scales or caps them, which changes no
+        order, and the ids of their tokens where these are not in the places.
+        """
         if self.drafting_head is not None and (logits := self.drafting_head.logits(features)) is not None:
             return logits, self.drafting_head.token_ids
-        return self.compute_logits(features), None
+        return self._masked(self._all_logits(features)), None
 
     def adopt_target(self, target: Any) -> None:
         """
         Takes over what the target has lent: its embedding and output head without adapters, the latter cut to the
-        draft vocabulary if there is one, and where it is needed the final norm.
+        draft vocabulary if there is one, what is done to logits, and where it is needed the final norm.
 
         Raises:
             ValueError: The final norm cannot be found.
         """
+        is_whole = hasattr(target, "get_language_model")  # with the other modalities
+        language_model = target.get_language_model() if is_whole else target
+        if not hasattr(self, "lm_head"):  # a target whose output head is its embedding, as in Gemma 2
+            self.lm_head = language_model.model.embed_tokens
         # Adapters are the target's alone, and their batches are those of its own passes.
         if isinstance(self.model.embed_tokens, BaseLayerWithLoRA):
             self.model.embed_tokens = self.model.embed_tokens.base_layer
         if isinstance(self.lm_head, BaseLayerWithLoRA):
             self.lm_head = self.lm_head.base_layer
+        if (processor := getattr(language_model, "logits_processor", None)) is not None:
+            self._logit_scale, self._soft_cap = processor.scale, processor.soft_cap
         if self.target_layers is not None:
-            is_whole = hasattr(target, "get_language_model")  # with the other modalities
-            self.target_layers.adopt_target(target.get_language_model() if is_whole else target)
+            self.target_layers.adopt_target(language_model)
         if self.transitions is not None:
             self.transitions.adopt_output_head(self._all_logits)
         vocabulary = self.config.draft_vocabulary

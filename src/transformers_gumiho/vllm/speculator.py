@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from .chain import Chain
 from .log import log_drafter
+from .serial_speculator import SerialSpeculator
 
 
-class GumihoSpeculator(EagleSpeculator):
+class GumihoSpeculator(SerialSpeculator):
     """
     Drafts as an EAGLE head does, for the serial tokens, and all later tokens in one pass of the parallel heads.
 
@@ -46,7 +46,7 @@ class GumihoSpeculator(EagleSpeculator):
         chain = self._chain_of(
             self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         )
-        tokens = super().propose(input_batch, *args, num_speculative_tokens=chain.num_serial_tokens, **kwargs)
+        tokens = self.draft_serially(chain.num_serial_tokens, input_batch, *args, **kwargs)
         if chain.num_heads:
             self._draft_in_parallel(input_batch.num_reqs, chain)
         return tokens
@@ -103,27 +103,6 @@ class GumihoSpeculator(EagleSpeculator):
             draft_logits,
             *args,
             **kwargs,
-        )
-
-    def _generate_fused_drafts(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        num_tokens_across_dp: Any,
-        cudagraph_runtime_mode: Any,
-        num_speculative_steps: int,
-    ) -> None:
-        # Where a graph of all steps is captured, this is called with the length of the whole chain.
-        super()._generate_fused_drafts(
-            num_reqs,
-            num_tokens_padded,
-            attn_metadata,
-            slot_mappings,
-            num_tokens_across_dp,
-            cudagraph_runtime_mode,
-            min(num_speculative_steps, self._num_serial_tokens),
         )
 
 
