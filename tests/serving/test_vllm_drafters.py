@@ -58,12 +58,14 @@ def test_drafter_of_unusual_parts_for_a_target_that_is_no_llama(
 
 
 TRANSITIONS = {"transition_rank": 4}
-# What is particular about a drafter, the method of vLLM that is for it, and the tokens that it may draft.
-KINDS: dict[str, tuple[dict[str, Any], str, list[int] | None]] = {
-    "transitions": (TRANSITIONS, "eagle", None),
-    "transitions among few tokens": (TRANSITIONS | {"num_serial_tokens": 1}, "eagle", [*range(60, 4, -1)]),
-    "two layers and the last": ({"target_layer_ids": [0, 2]}, "eagle3", None),
-    "two lower layers": ({"target_layer_ids": [0, 1]} | TRANSITIONS, "eagle3", None),
+# What is particular about a drafter, the method of vLLM that is for it, the tokens that it may draft, and how many it
+# drafts.
+KINDS: dict[str, tuple[dict[str, Any], str, list[int] | None, int]] = {
+    "transitions": (TRANSITIONS, "eagle", None, 6),
+    "transition of one head": (TRANSITIONS, "eagle", None, 3),
+    "transitions among few tokens": (TRANSITIONS | {"num_serial_tokens": 1}, "eagle", [*range(60, 4, -1)], 6),
+    "two layers and the last": ({"target_layer_ids": [0, 2]}, "eagle3", None, 6),
+    "two lower layers": ({"target_layer_ids": [0, 1]} | TRANSITIONS, "eagle3", None, 6),
 }
 
 
@@ -71,14 +73,14 @@ KINDS: dict[str, tuple[dict[str, Any], str, list[int] | None]] = {
 def test_chains_of_drafters_with_more_than_the_released_ones_have(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, method, vocabulary = KINDS[kind]
+    parts, method, vocabulary, num_tokens = KINDS[kind]
     target = write_target(tmp_path / "target", LlamaConfig(**FIELDS | {"num_hidden_layers": 3}, vocab_size=64))
     gumiho = make_gumiho(target, **parts)
     make_transitions_felt(gumiho)
     gumiho.generation_config.draft_vocabulary = vocabulary
     gumiho.save_pretrained(tmp_path / "gumiho")
-    expected = transformers_chains(target, gumiho, PROMPTS, 6, 16, monkeypatch)
-    speculative_config = drafting_with(tmp_path / "gumiho", 6, method=method)
+    expected = transformers_chains(target, gumiho, PROMPTS, num_tokens, 16, monkeypatch)
+    speculative_config = drafting_with(tmp_path / "gumiho", num_tokens, method=method)
     with engine(tmp_path / "target", speculative_config, skip_tokenizer_init=True) as llm:
         found = vllm_chains(llm)
     assert [chains[: len(theirs)] for chains, theirs in zip(found, expected, strict=True)] == expected
@@ -87,7 +89,7 @@ def test_chains_of_drafters_with_more_than_the_released_ones_have(
         transition.up.data.zero_()
     if gumiho.layer_fusion is not None:
         gumiho.layer_fusion.weight.data[:, :64] = 0
-    assert transformers_chains(target, gumiho, PROMPTS, 6, 16, monkeypatch) != expected
+    assert transformers_chains(target, gumiho, PROMPTS, num_tokens, 16, monkeypatch) != expected
 
 
 SCALED = [

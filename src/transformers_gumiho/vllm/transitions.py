@@ -44,7 +44,7 @@ class ChainTransitions(nn.Module):
     @torch.no_grad()
     def adopt_output_head(self, score: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Makes the tables that [`best_candidates`] reads, with an output head from `(n, H)` to `(n, K)`."""
-        directions = self.up.transpose(1, 2).flatten(0, 1)
+        directions = self.up.transpose(1, 2).flatten(0, 1).contiguous()  # some products want it so
         # The output head is linear, but for its bias.
         below = score(directions) - score(torch.zeros_like(directions[:1]))
         num_heads, rank, _ = self.down.shape
