@@ -55,7 +55,7 @@ RECIPES: dict[str, Recipe] = {
     # are of no use without training on own features.
     "all_serial": Recipe(_SERIAL, {"unroll_serial_head": True}),
     "all_parallel": Recipe(_PARALLEL),
-    "all_on_serial": Recipe(_SERIAL, _ALL | {"serial_unroll_steps": 6}, reads_layers=True),
+    "all_on_serial": Recipe(_SERIAL, _ALL | {"serial_unroll_steps": 0, "unroll_serial_head": True}, reads_layers=True),
     "all_on_parallel": Recipe(_PARALLEL | _TRANSITION, _ALL | {"serial_unroll_steps": 0}, reads_layers=True),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from checkpoints import HIDDEN_SIZE, VOCAB_SIZE, reference_shapes, small_config, write_reference_checkpoint
 from targets import FAMILIES, make_drafter, make_prompts, make_target
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -384,18 +386,33 @@ def test_attentions_and_hidden_states() -> None:
     assert torch.equal(output.hidden_states[-1], output.serial_features)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+def checkpoint_layers(model: GumihoModel) -> None:
+    # The old name is deprecated in newer releases of transformers, and the only one in older releases.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    assert all(layer.gradient_checkpointing for layer in model.layers)
+
+
+def wrap_layers(model: GumihoModel) -> None:
+    """As FSDP does where it is told to keep no activations: the layers run twice, with all their arguments."""
+    model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
+
+
+@pytest.mark.parametrize("change", [checkpoint_layers, wrap_layers])
+@pytest.mark.parametrize("unrolling", [{}, {"unroll": True, "further_steps": 2}], ids=["text", "unrolled"])
+def test_layers_that_keep_no_activations_have_the_same_gradients(
+    change: Callable[[GumihoModel], None], unrolling: dict[str, Any]
+) -> None:
     gradients = []
-    for checkpointing in (False, True):
+    for changed in (False, True):
         model = make_model().train()
-        if checkpointing:
-            # The old name is deprecated in newer releases of transformers, and the only one in older releases.
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-            assert all(layer.gradient_checkpointing for layer in model.layers)
-        output = model(**make_inputs())
-        (output.serial_features.square().sum() + output.parallel_features.square().sum()).backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert all(gradient is not None for gradient in gradients[0].values())
+        parameters = list(model.parameters())
+        if changed:
+            change(model)
+        output = model(**make_inputs(), **unrolling)
+        features = [output.serial_features, output.parallel_features, *(output.unrolled_features or ())]
+        sum(feature.square().sum() for feature in features).backward()
+        gradients.append([parameter.grad for parameter in parameters])
+    assert all(gradient is not None for gradient in gradients[0])
     torch.testing.assert_close(gradients[0], gradients[1])
 
 

@@ -323,18 +323,19 @@ class GumihoModel(GumihoPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))
-        serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
         unrolled_features = None
         if unroll:
-            unrolled_features, path_inputs = unroll_serial_head(
-                self, input_ids, fused, serial_features, further_steps, attention_mask, position_ids, **kwargs
+            serial_features, unrolled_features, path_inputs = unroll_serial_head(
+                self, input_ids, fused, further_steps, attention_mask, position_ids, **kwargs
             )
-        elif not serial_only:
-            path_inputs = self._path_inputs(input_ids, serial_features)
+        else:
+            serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
         if serial_only:
             num_paths = max(input_ids.shape[1] - self.config.num_serial_tokens, 0)
             parallel_features = serial_features.new_zeros(len(input_ids), 0, num_paths, serial_features.shape[-1])
         else:
+            if not unroll:
+                path_inputs = self._path_inputs(input_ids, serial_features)
             parallel_features = self._parallel_features(input_ids, path_inputs)
         return GumihoOutput(
             serial_features=serial_features,

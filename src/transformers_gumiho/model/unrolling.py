@@ -3,48 +3,81 @@
 from typing import Any
 
 import torch
+from transformers import DynamicCache
+
+
+class StepCache(DynamicCache):
+    """
+    The keys and values of one step of an unrolled text, after those of the steps before it.
+
+    A step that is computed again, as by wrappers that keep no activations for the backward pass, finds what it found
+    the first time: unlike its base class, this cache is not extended in place.
+    """
+
+    def __init__(self, earlier: "StepCache | None" = None) -> None:
+        super().__init__()
+        self._earlier = earlier
+        self.of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._earlier is not None:
+            keys, values = self._earlier.of_layer[layer_idx]
+            key_states, value_states = torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
+        self.of_layer[layer_idx] = key_states, value_states
+        return key_states, value_states
 
 
 def unroll_serial_head(
     drafter: Any,
     input_ids: torch.Tensor,
     fused: torch.Tensor,
-    serial_features: torch.Tensor,
     further_steps: int,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     **kwargs: Any,
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """
-    Drafts the serial tokens beyond the first, and `further_steps` more, each from the feature of the one before it.
+    Drafts the serial tokens, and `further_steps` more, each beyond the first from the feature of the one before it.
 
-    Each step runs the inputs of the steps before it again, next to its own, instead of keeping their keys and values:
-    layers under gradient checkpointing take no cache.
+    A step reads the keys and values of those before it. Layers under gradient checkpointing take no cache: there each
+    step runs the inputs of those before it again.
 
     Args:
         drafter: A [`GumihoModel`].
         input_ids (`(B, T)`): As in its `forward`.
         fused (`(B, T, H)`): The inputs of the first step.
-        serial_features (`(B, T, H)`): What it made of them.
         further_steps: Steps beyond those of drafting.
         attention_mask: As in [`GumihoModel.run_serial_head`].
         position_ids (`(B, T)`, *optional*): As there.
         **kwargs: For it.
 
     Returns:
-        The features of each step from the second on, and the path inputs `(B, max(T - S, 0), S * H)`.
+        The features of the first step `(B, T, H)`, those of each step after it, and the path inputs
+        `(B, max(T - S, 0), S * H)`.
     """
     num_tokens, serial_tokens = input_ids.shape[1], drafter.config.num_serial_tokens
-    positions = position_ids
+    checkpointing = drafter.training and any(layer.gradient_checkpointing for layer in drafter.layers)
+    cache = None if checkpointing else StepCache()
+    mask, positions = attention_mask, position_ids
     if positions is None:
         positions = torch.arange(num_tokens, device=fused.device)[None]
-    features, unrolled, inputs = serial_features, [], [fused]
+    elif cache is not None:  # with one, transformers does not look for texts that are packed into a row
+        mask = unrolled_attention_mask(num_tokens, range(1), fused.dtype, fused.device, attention_mask, position_ids)
+    features = serial_features = drafter.run_serial_head(fused, mask, position_ids, cache, **kwargs)
+    unrolled, inputs = [], [fused]
     for step in range(1, serial_tokens + further_steps):
         count = max(num_tokens - step, 0)
         inputs.append(drafter.fuse(input_ids[:, step:], features[:, :count]))
-        mask = unrolled_attention_mask(num_tokens, step + 1, fused.dtype, fused.device, attention_mask, position_ids)
-        step_positions = torch.cat([positions[:, : max(num_tokens - j, 0)] + j for j in range(step + 1)], dim=1)
-        whole = drafter.run_serial_head(torch.cat(inputs, dim=1), mask, step_positions, **kwargs)
+        if count == 0:  # the text is too short for this step
+            unrolled.append(inputs[-1])
+            continue
+        run = range(0 if cache is None else step, step + 1)
+        cache = None if cache is None else StepCache(cache)
+        mask = unrolled_attention_mask(num_tokens, run, fused.dtype, fused.device, attention_mask, position_ids)
+        step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in run], dim=1)
+        whole = drafter.run_serial_head(torch.cat(inputs[run.start :], dim=1), mask, step_positions, cache, **kwargs)
         features = whole[:, whole.shape[1] - count :]
         unrolled.append(features)
     num_paths = max(num_tokens - serial_tokens, 0)
@@ -52,27 +85,27 @@ def unroll_serial_head(
         # The next token read with the last step's feature is an input of the parallel heads alone.
         inputs.append(drafter.fuse(input_ids[:, serial_tokens:], features[:, :num_paths]))
     path_inputs = [of_step[:, :num_paths] for of_step in inputs[1 : serial_tokens + 1]]
-    return tuple(unrolled), torch.cat(path_inputs, dim=-1)
+    return serial_features, tuple(unrolled), torch.cat(path_inputs, dim=-1)
 
 
 def unrolled_attention_mask(
     num_tokens: int,
-    num_steps: int,
+    steps: range,
     dtype: torch.dtype,
     device: torch.device,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Returns the mask under which one pass drafts `num_steps` serial tokens at every position of a text.
+    Returns the mask under which one pass drafts serial tokens of these steps at every position of a text.
 
-    The pass reads `T + (T-1) + ... + (T-num_steps+1)` inputs: those of the text itself, then for each further step j
-    the inputs of all positions t < T-j that continue from the drafter's own feature of step j-1. An input of step j
-    at t sees the text up to t and the earlier steps *of t*, as it does in drafting.
+    Step 0 reads the text itself, T inputs, and each further step j those of all positions t < T-j that continue from
+    the drafter's own feature of step j-1. An input of step j at t sees the text up to t and the earlier steps *of t*,
+    as it does in drafting.
 
     Args:
         num_tokens: `T`.
-        num_steps: Serial tokens, the first included.
+        steps: The steps that the pass runs; it sees those before them, too.
         dtype: Of the mask.
         device: Of the mask.
         attention_mask (`(B, T)`, *optional*): 0 at padding.
@@ -80,17 +113,19 @@ def unrolled_attention_mask(
             before.
 
     Returns:
-        `(B or 1, 1, inputs, inputs)`: 0 where an input may look, the lowest number of `dtype` where not.
+        `(B or 1, 1, inputs of these steps, inputs of all steps so far)`: 0 where an input may look, the lowest number
+        of `dtype` where not.
     """
-    counts = [max(num_tokens - step, 0) for step in range(num_steps)]
+    counts = [max(num_tokens - step, 0) for step in range(steps.stop)]
     base = torch.cat([torch.arange(count, device=device) for count in counts])
-    steps = torch.cat([torch.full((count,), step, device=device) for step, count in enumerate(counts)])
-    of_text = (steps == 0) & (base <= base[:, None])
-    of_own_path = (base == base[:, None]) & (steps <= steps[:, None])
+    step_of = torch.cat([torch.full((count,), step, device=device) for step, count in enumerate(counts)])
+    run = slice(sum(counts[: steps.start]), None)
+    of_text = (step_of == 0) & (base <= base[run, None])
+    of_own_path = (base == base[run, None]) & (step_of <= step_of[run, None])
     allowed = (of_text | of_own_path)[None]
     if position_ids is not None:
         texts = text_indices(position_ids)[:, base]
-        allowed = allowed & (texts[:, None, :] == texts[:, :, None])
+        allowed = allowed & (texts[:, None, :] == texts[:, run, None])
     if attention_mask is not None:
         seen = attention_mask.bool()[:, base]
         # Padding sees itself: a row of a softmax that may look nowhere is not a number.
