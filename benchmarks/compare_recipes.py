@@ -3,11 +3,13 @@
     python benchmarks/demo_features.py --output_dir features
     python benchmarks/compare_recipes.py --features_dir features
     python benchmarks/compare_recipes.py --features_dir features --table
+    python benchmarks/compare_recipes.py --features_dir features --times
 
 By default for the demo pair; for another target, give it, a feature cache of it (`extract_features.py`, with
 `--target_layer_ids` for the recipes that read several layers) and prompts that are not in the cache. The first rows of
 the cache are held out. Started again after it was stopped, the command goes on from the newest checkpoint, and leaves
-out what `--output` has a line for under the same settings. `recipes.py` says what each recipe changes.
+out what `--output` has a line for under the same settings. `recipes.py` says what each recipe changes. With `--times`
+it tells what drafting costs, for which nothing is trained, so that nothing else needs to run meanwhile.
 """
 
 import gc
@@ -41,7 +43,7 @@ from transformers_gumiho.training import (
 PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0}
-NUM_TIMED = 4
+NUM_TIMED = 4  # generations of each drafter
 
 
 @dataclass
@@ -54,6 +56,7 @@ class ComparisonArguments:
     output: Path = field(default=Path("recipes.jsonl"), metadata={"help": "One line for each recipe and seed."})
     work_dir: Path = field(default=Path("recipes_work"), metadata={"help": "Checkpoints and drafters."})
     table: bool = field(default=False, metadata={"help": "Only print the table of what was measured."})
+    times: bool = field(default=False, metadata={"help": "Only time untrained drafters of these recipes, in turns."})
 
     num_train_epochs: float = 20.0
     batch_size: int = 16
@@ -74,7 +77,7 @@ class ComparisonArguments:
     @property
     def settings(self) -> dict[str, Any]:
         """What a line of the output holds for, besides its recipe and seed."""
-        left_out = {"recipes", "seeds", "output", "work_dir", "table", "save_steps"}
+        left_out = {"recipes", "seeds", "output", "work_dir", "table", "times", "save_steps"}
         return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if name not in left_out}
 
     def folder_of(self, name: str, seed: int) -> Path:
@@ -145,8 +148,8 @@ def measure(
     args: ComparisonArguments, target: PreTrainedModel, drafter: GumihoModel, fitted: list[float] | None
 ) -> dict[str, Any]:
     """
-    Returns for each way of generating and size of tree the tokens that each cycle of each prompt committed, and the
-    drafter's milliseconds in a cycle of the largest tree. The chain is the longest that the drafter drafts.
+    Returns for each way of generating and size of tree the tokens that each cycle of each prompt committed. The chain
+    is the longest that the drafter drafts.
     """
     drafter.to(target.dtype).eval()
     batches = read_prompts(args, target.device)
@@ -165,9 +168,7 @@ def measure(
             with decoding_settings(drafter, shapes[shape] | changed):
                 found = [accepted_lengths(args, target, drafter, batch, kwargs) for batch in batches]
             lengths.setdefault(way, {})[shape] = [of_prompt for of_batch in found for of_prompt in of_batch]
-    with decoding_settings(drafter, shapes[str(args.nodes[-1])]):
-        times = [drafter_time(args, target, drafter, one) for one in read_prompts(args, target.device, 1)[:NUM_TIMED]]
-    return {"accepted_lengths": lengths, "drafter_ms": round(1000 * statistics.median(times), 2)}
+    return {"accepted_lengths": lengths}
 
 
 def read_prompts(
@@ -194,13 +195,26 @@ def accepted_lengths(
     return target.generate(**batch, assistant_model=drafter, **settings, **kwargs).accepted_lengths
 
 
-def drafter_time(
-    args: ComparisonArguments, target: PreTrainedModel, drafter: GumihoModel, batch: dict[str, torch.Tensor]
-) -> float:
-    """Returns the seconds of a cycle that the drafter computes, its output head included."""
-    with stage_timer(target.device) as seconds:
-        accepted_lengths(args, target, drafter, batch, GREEDY)
-    return seconds.draft / max(seconds.num_cycles, 1)
+def drafter_times(args: ComparisonArguments, target: PreTrainedModel) -> dict[str, float]:
+    """
+    Returns for each recipe the milliseconds in which its drafter computes a cycle of the largest tree, its output head
+    included: medians over generations that take turns.
+    """
+    features = CachedFeatures(args.features_dir)
+    drafters = {}
+    for name in args.recipes:
+        config, _ = fitted_config(RECIPES[name], target.config, features.layer_ids)
+        drafter = drafters[name] = make_drafter(config, features).to(target.dtype).eval()
+        drafter.generation_config.num_assistant_tokens = args.nodes[-1]
+        if args.draft_vocabulary_size is not None:
+            drafter.generation_config.draft_vocabulary = list(range(args.draft_vocabulary_size))
+    seconds: dict[str, list[float]] = {name: [] for name in drafters}
+    for prompt in read_prompts(args, target.device, 1)[:NUM_TIMED]:
+        for name, drafter in drafters.items():
+            with stage_timer(target.device) as of_stages:
+                accepted_lengths(args, target, drafter, prompt, GREEDY)
+            seconds[name].append(of_stages.draft / max(of_stages.num_cycles, 1))
+    return {name: 1000 * statistics.median(times) for name, times in seconds.items()}
 
 
 def read(args: ComparisonArguments) -> list[dict[str, Any]]:
@@ -216,14 +230,19 @@ def main() -> None:
     logging.set_verbosity_error()
     if unknown := set(args.recipes) - set(RECIPES):
         raise SystemExit(f"There are no recipes {sorted(unknown)}, only {', '.join(RECIPES)}.")
-    if not args.table:
-        known = {(record["recipe"], record["seed"]) for record in read(args)}
-        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
-        for seed in args.seeds:
-            for name in args.recipes:
-                if (name, seed) not in known:
-                    add_row(args, name, seed, target)
-                    gc.collect()
+    if args.table:
+        print(table(read(args), args.nodes))
+        return
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
+    if args.times:
+        print("\n".join(f"{name}: {time:.1f} ms" for name, time in drafter_times(args, target).items()))
+        return
+    known = {(record["recipe"], record["seed"]) for record in read(args)}
+    for seed in args.seeds:
+        for name in args.recipes:
+            if (name, seed) not in known:
+                add_row(args, name, seed, target)
+                gc.collect()
     print(table(read(args), args.nodes))
 
 

@@ -35,7 +35,7 @@ def table(records: list[dict[str, Any]], nodes: list[int]) -> str:
         [
             _markdown(["recipe", "seeds", *map(_named, shapes), "gain", "accepted by depth"], tau),
             _markdown(["recipe", *columns], ways),
-            _markdown(["recipe", "parameters", "drafter", "tokens", "hours"], costs),
+            _markdown(["recipe", "parameters", "tokens", "hours"], costs),
         ]
     )
 
@@ -46,11 +46,10 @@ def _markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def _costs(records: list[dict[str, Any]]) -> list[str]:
-    """Returns a recipe's trained parameters, its drafter's time in a cycle, and its training's tokens and hours."""
+    """Returns a recipe's trained parameters, and its training's tokens and hours."""
     tokens = records[0]["tokens"] * records[0]["settings"]["num_train_epochs"]
     hours = np.mean([record["seconds"] for record in records]) / 3600
-    time = f"{np.mean([record['drafter_ms'] for record in records]):.1f} ms"
-    return [f"{records[0]['parameters'] / 1e6:.2f}M", time, f"{tokens / 1e6:.2f}M", f"{hours:.2f}"]
+    return [f"{records[0]['parameters'] / 1e6:.2f}M", f"{tokens / 1e6:.2f}M", f"{hours:.2f}"]
 
 
 def _named(shape: str) -> str:

@@ -50,6 +50,7 @@ RECIPES: dict[str, Recipe] = {
     "unroll": Recipe(training=_UNROLL),
     "reach": Recipe(training=_REACH),
     "linear_start": Recipe(training=_LINEAR),
+    "transition_and_start": Recipe(_TRANSITION, _LINEAR),
     "all": Recipe(_TRANSITION, _ALL, reads_layers=True),
     # Other divisions into serial and parallel tokens, first with the published losses. Serial tokens beyond the second
     # are of no use without training on own features.
