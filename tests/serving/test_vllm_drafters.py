@@ -1,15 +1,18 @@
 """Drafters of every kind in vLLM: their chains are those of transformers, and sampled texts the target's."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import write_weights
 from hub_cache import write_to_hub_cache
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 from vllm import SamplingParams
+from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm_engine import drafter_of, drafting_with, engine, metric, recorded_chains, runner_of, write_texts
 from vllm_pairs import (
     FIELDS,
@@ -24,6 +27,8 @@ from vllm_pairs import (
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model import released_configs
+from transformers_gumiho.vllm.heads import DraftingHead
+from transformers_gumiho.vllm.model import check_verification
 
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 1, 2], [3, 3, 5, 1, 7, 2, 6]]
@@ -126,6 +131,60 @@ def test_a_method_that_hands_on_other_states_is_refused(
         engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 3, method=method), skip_tokenizer_init=True),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("parts", "dropped", "fields", "message"),
+    [
+        ({}, None, {"gumiho_fc_bias": False}, r"holds what its config has no place for: fc\.bias"),
+        ({"target_layer_ids": [0, 1]}, "layer_fusion.weight", {}, r"lacks layer_fusion\.weight"),
+    ],
+    ids=["a bias too much", "no fusion"],
+)
+def test_a_checkpoint_of_another_config_is_refused(
+    parts: dict[str, Any], dropped: str | None, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    target = write_target(tmp_path / "target", LlamaConfig(**FIELDS, vocab_size=64))
+    make_gumiho(target, **parts).save_pretrained(tmp_path / "gumiho")
+    tensors = load_file(tmp_path / "gumiho" / "model.safetensors")
+    tensors.pop(dropped, None)
+    save_file(tensors, tmp_path / "gumiho" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "gumiho" / "config.json").read_text())
+    (tmp_path / "gumiho" / "config.json").write_text(json.dumps(config | fields))
+    method = "eagle3" if parts else "eagle"
+    with (
+        pytest.raises(ValueError, match=message),
+        engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 3, method=method), skip_tokenizer_init=True),
+    ):
+        pass
+
+
+def test_verification_by_confidence_is_refused() -> None:
+    """Directly, as vLLM itself refuses it on a CPU."""
+    check_verification(SimpleNamespace(enable_adaptive_verification=False))
+    with pytest.raises(ValueError, match="`enable_adaptive_verification` needs a drafter that tells how sure it is"):
+        check_verification(SimpleNamespace(enable_adaptive_verification=True))
+
+
+def test_a_drafter_that_another_class_drafts_with_says_so(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", LlamaConfig(**FIELDS, vocab_size=64))
+    make_gumiho(target).save_pretrained(tmp_path / "gumiho")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagleProposer, "__new__", lambda cls, *args, **kwargs: object.__new__(cls))
+        with (
+            pytest.raises(RuntimeError, match="was never handed its target"),
+            engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 2), skip_tokenizer_init=True) as llm,
+        ):
+            write_texts(llm, PROMPTS, 4)
+
+
+def test_a_vocabulary_of_a_packed_output_head_is_drafted_from_all_logits() -> None:
+    """vLLM packs the weights of some heads for its products on a CPU, and leaves an empty one behind."""
+    unquantized = type("UnquantizedLinearMethod", (), {})()
+    head = SimpleNamespace(weight=torch.randn(5, 4), quant_method=unquantized, tp_size=1)
+    assert DraftingHead(head, torch.tensor([3, 1])).is_cut
+    head.weight = torch.empty(0)
+    assert not DraftingHead(head, torch.tensor([3, 1])).is_cut
 
 
 @pytest.fixture

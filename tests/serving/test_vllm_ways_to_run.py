@@ -17,8 +17,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 from vllm import SamplingParams
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
-from vllm_engine import DEMO_DRAFTER, DEMO_TARGET, demo_prompts, drafting_with, engine, metric, write_texts
+from vllm_engine import (
+    DEMO_DRAFTER,
+    DEMO_TARGET,
+    demo_prompts,
+    drafter_of,
+    drafting_with,
+    engine,
+    metric,
+    runner_of,
+    write_texts,
+)
 from vllm_pairs import FIELDS, make_gumiho, make_transitions_felt, write_target
 
 
@@ -124,6 +135,12 @@ def test_requests_for_an_adapter_of_the_target(tmp_path: Path) -> None:
             for request in (None, adapter):
                 outputs = llm.generate(prompts, sampling, lora_request=request, use_tqdm=False)
                 found.append([list(output.outputs[0].token_ids) for output in outputs])
+            if speculative_config is not None:
+                # Of the target's own, the drafter reads what is below the adapters.
+                wrapped, drafter = runner_of(llm).model.model.embed_tokens, drafter_of(llm).model
+                assert isinstance(wrapped, BaseLayerWithLoRA)
+                assert drafter.model.embed_tokens is wrapped.base_layer
+                assert not isinstance(drafter.lm_head, BaseLayerWithLoRA)
     plain, adapted, *with_drafter = found
     assert with_drafter == [plain, adapted]
     assert plain != adapted

@@ -25,10 +25,11 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.vllm.chain import Chain
 from transformers_gumiho.vllm.checkpoint import (
     EMBEDDING,
+    FUSION,
     HeadTensor,
     TransitionTensor,
     expected_names,
-    missing_names,
+    is_readable,
     plain_name,
 )
 
@@ -340,16 +341,25 @@ def test_the_log_says_what_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_parts_that_may_be_new_are_there_as_a_whole_or_not_at_all() -> None:
+def test_a_checkpoint_holds_what_its_config_has_a_place_for() -> None:
     drafter = GumihoModel.from_target(make_target(), transition_rank=4, target_layer_ids=[0, 1])
-    config = SimpleNamespace(**drafter.config.get_text_config().to_dict() | drafter.config.to_dict())
-    chain = Chain(2, 3)
+    fields = drafter.config.get_text_config().to_dict() | drafter.config.to_dict()
+    config, plainer = SimpleNamespace(**fields), SimpleNamespace(**fields | {"target_layer_ids": None})
     saved = set(drafter.state_dict())
-    new = {name for name in saved if name.startswith(("transition.", "layer_fusion."))}
-    assert missing_names(config, chain, saved) == missing_names(config, chain, saved - new) == []
-    # Of the five transitions, a chain with three heads reads three.
-    assert missing_names(config, chain, saved - {"transition.2.up", "transition.3.up"}) == ["transition.2.up"]
-    assert missing_names(config, chain, saved - {"fc.weight"}) == ["fc.weight"]
+    assert expected_names(config, Chain(2, 5)) == saved - {EMBEDDING}
+    # Of the five heads with transitions, a chain of five tokens reads three.
+    unread = {name for name in saved for head in (3, 4) if name.startswith((f"mlp.{head}.", f"transition.{head}."))}
+    assert expected_names(config, Chain(2, 3)) == saved - unread - {EMBEDDING}
+    for name in (*saved, "mlp.9.5.linear.weight", "d2t"):
+        assert is_readable(config, name)
+        assert is_readable(plainer, name) == (name != FUSION)
+    for name in (
+        "layers.0.self_attn.q_proj.bias",
+        "layers.2.mlp.up_proj.weight",
+        "mlp.0.6.linear.weight",
+        "norm.weight",
+    ):
+        assert not is_readable(config, name)
 
 
 def test_a_rank_without_requests_runs_the_passes_of_a_draft(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..model.checkpoint_conversion import IGNORED_KEYS
+from ..model.draft_vocabulary import is_vocabulary_entry
 from .chain import Chain
 
 
@@ -60,31 +61,30 @@ def expected_names(config: Any, chain: Chain) -> set[str]:
     Returns the plain names of the tensors that a checkpoint has to hold for a chain. The embedding is not among them:
     a drafter without one reads that of the target.
     """
-    return set(_serial_names(config)) | {
-        f"mlp.{head}.{block}.linear.{kind}"
-        for head in range(chain.num_heads)
-        for block in range(config.num_residual_blocks + 1)
-        for kind in ("weight", "bias")
+    heads = range(chain.num_heads)
+    return {
+        *_serial_names(config),
+        *(
+            f"mlp.{head}.{block}.linear.{kind}"
+            for head in heads
+            for block in range(config.num_residual_blocks + 1)
+            for kind in ("weight", "bias")
+        ),
+        *(f"transition.{head}.{kind}" for head in heads if config.transition_rank for kind in ("down", "up")),
+        *({FUSION} if getattr(config, "target_layer_ids", None) else ()),
     }
 
 
-def new_parts(config: Any, chain: Chain) -> tuple[set[str], ...]:
+def is_readable(config: Any, name: str) -> bool:
     """
-    Returns the plain names of the tensors of each part that a checkpoint may lack as a whole: then it is new, and
-    changes nothing.
+    Returns whether a checkpoint for this config may hold the tensor `name`, whatever of it a chain needs. As in
+    transformers, it may have more heads than the config, and transitions that the config leaves out.
     """
-    heads = range(chain.num_heads if config.transition_rank else 0)
-    transitions = {f"transition.{head}.{kind}" for head in heads for kind in ("down", "up")}
-    return transitions, {FUSION} if getattr(config, "target_layer_ids", None) else set()
-
-
-def missing_names(config: Any, chain: Chain, found: set[str]) -> list[str]:
-    """Returns the plain names of the tensors that a checkpoint should hold as well, if it holds those `found`."""
-    missing = expected_names(config, chain) - found
-    for part in new_parts(config, chain):
-        if part & found:
-            missing |= part - found
-    return sorted(missing)
+    if head := HeadTensor.named(name):
+        return head.block <= config.num_residual_blocks
+    if name == EMBEDDING or is_vocabulary_entry(name) or TransitionTensor.named(name):
+        return True
+    return name in expected_names(config, Chain(config.num_serial_tokens, 0))
 
 
 def _serial_names(config: Any) -> Iterator[str]:
@@ -103,4 +103,4 @@ def _serial_names(config: Any) -> Iterator[str]:
             yield f"layers.{layer}.input_layernorm.weight"
 
 
-__all__ = ["EMBEDDING", "FUSION", "HeadTensor", "TransitionTensor", "expected_names", "missing_names", "plain_name"]
+__all__ = ["EMBEDDING", "FUSION", "HeadTensor", "TransitionTensor", "expected_names", "is_readable", "plain_name"]

@@ -93,6 +93,8 @@ def _is_whole_matrix(lm_head: Any) -> bool:
         getattr(lm_head, "tp_size", 1) == 1
         and type(getattr(lm_head, "quant_method", None)).__name__.startswith("Unquantized")
         and isinstance(getattr(lm_head, "weight", None), torch.Tensor)
+        # Where vLLM has packed the weights for its own products, nothing is left here.
+        and lm_head.weight.dim() == 2
     )
 
 

@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, pr
 
 from ..model.draft_vocabulary import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
 from .chain import Chain
-from .checkpoint import FUSION, HeadTensor, TransitionTensor, missing_names, plain_name
+from .checkpoint import FUSION, HeadTensor, TransitionTensor, expected_names, is_readable, plain_name
 from .heads import BatchedHeads, DraftingHead
 from .layer_fusion import TargetLayers
 from .transitions import ChainTransitions
@@ -40,6 +40,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.config
         _check_method(vllm_config.speculative_config.method, config.target_layer_ids)
+        check_verification(vllm_config.speculative_config)
         self.chain = Chain.of_drafter(config, vllm_config.speculative_config.num_speculative_tokens)
         if config.gumiho_fc_bias:
             self.model.fc = ReplicatedLinear(
@@ -62,6 +63,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
             self.target_layers = TargetLayers(len(layer_ids), config.hidden_size, layer_ids[-1] == num_layers - 1)
         self.drafting_head: DraftingHead | None = None
+        self._has_target = False
         # What the target does to its logits.
         self._logit_scale, self._soft_cap = 1.0, None
 
@@ -99,6 +101,12 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         return logits if self.drafting_head is None else self.drafting_head.masked(logits)
 
     def _all_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self._has_target:
+            raise RuntimeError(
+                "This Gumiho drafter was never handed its target: on this platform vLLM drafts with a class of its "
+                "own in place of `EagleProposer` or `EagleSpeculator`, which the plug-in does not know. Serve without "
+                "`--speculative-config`."
+            )
         return self.logits_processor(self.lm_head, hidden_states, getattr(self.lm_head, "bias", None))
 
     def best_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -144,6 +152,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         Raises:
             ValueError: The final norm cannot be found.
         """
+        self._has_target = True
         is_whole = hasattr(target, "get_language_model")  # with the other modalities
         language_model = target.get_language_model() if is_whole else target
         if not hasattr(self, "lm_head"):  # a target whose output head is its embedding, as in Gemma 2
@@ -171,15 +180,19 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         Loads a checkpoint, under any of the names that this package reads.
 
         Raises:
-            ValueError: A tensor is missing, or is of the wrong shape.
+            ValueError: A tensor is missing, is of the wrong shape, or is none of this drafter's.
         """
         seen: set[str] = set()
         AutoWeightsLoader(self).load_weights(self._for_serial_head(weights, seen))
-        if missing := missing_names(self.config, self.chain, seen):
-            raise ValueError(
-                f"The checkpoint of the Gumiho drafter lacks {', '.join(missing)}. Check that its config belongs "
-                f"to it."
-            )
+        missing = expected_names(self.config, self.chain) - seen
+        # vLLM's loader leaves out a bias that a layer has no place for.
+        unexpected = {name for name in seen if not is_readable(self.config, name)}
+        for problem, names in (("lacks", missing), ("holds what its config has no place for:", unexpected)):
+            if names:
+                raise ValueError(
+                    f"The checkpoint of the Gumiho drafter {problem} {', '.join(sorted(names))}. Check that its "
+                    f"config belongs to it."
+                )
 
     def _for_serial_head(
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
@@ -190,15 +203,16 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             if name is None or is_vocabulary_mask(name):
                 continue
             seen.add(name)
+            if not is_readable(self.config, name):
+                continue
             if place := HeadTensor.named(name):
                 if place.head < self.chain.num_heads:
                     self.heads.load(place, tensor)
             elif transition := TransitionTensor.named(name):
                 if self.transitions is not None and transition.head < self.chain.num_heads:
                     self.transitions.load(transition, tensor)
-            elif name == FUSION:
-                if self.target_layers is not None:
-                    self.target_layers.load(tensor)
+            elif name == FUSION and self.target_layers is not None:
+                self.target_layers.load(tensor)
             elif is_vocabulary_entry(name):
                 self._adopt_vocabulary(name, tensor)
             else:
@@ -222,4 +236,13 @@ def _check_method(method: str | None, layer_ids: list[int] | None) -> None:
         )
 
 
-__all__ = ["GumihoForCausalLM"]
+def check_verification(speculative_config: Any) -> None:
+    """Raises `ValueError` where vLLM would choose what to verify by confidences, which these drafters do not tell."""
+    if speculative_config.enable_adaptive_verification:
+        raise ValueError(
+            "`enable_adaptive_verification` needs a drafter that tells how sure it is of each token, and a Gumiho "
+            "drafter does not. Leave it out."
+        )
+
+
+__all__ = ["GumihoForCausalLM", "check_verification"]
