@@ -9,7 +9,7 @@ By default for the demo pair; for another target, give it, a feature cache of it
 `--target_layer_ids` for the recipes that read several layers) and prompts that are not in the cache. The first rows of
 the cache are held out. Started again after it was stopped, the command goes on from the newest checkpoint, and leaves
 out what `--output` has a line for under the same settings. `recipes.py` says what each recipe changes. With `--times`
-it tells what drafting costs, for which nothing is trained, so that nothing else needs to run meanwhile.
+it only times drafting and a few steps of each training, which is quick, for a moment when nothing else runs.
 """
 
 import gc
@@ -23,9 +23,17 @@ from typing import Any
 
 import torch
 from recipe_table import table
-from recipe_training import TrainingClock
-from recipes import PARALLEL_CE_START, RECIPES, Recipe, fitted_config
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, logging, set_seed
+from recipe_training import StepClock, TrainingClock
+from recipes import PARALLEL_CE_START, RECIPES, fitted_config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    TrainerCallback,
+    logging,
+    set_seed,
+)
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
@@ -43,7 +51,7 @@ from transformers_gumiho.training import (
 PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0}
-NUM_TIMED = 4  # generations of each drafter
+NUM_TIMED = 6  # generations of each drafter, and steps of its training
 
 
 @dataclass
@@ -56,7 +64,7 @@ class ComparisonArguments:
     output: Path = field(default=Path("recipes.jsonl"), metadata={"help": "One line for each recipe and seed."})
     work_dir: Path = field(default=Path("recipes_work"), metadata={"help": "Checkpoints and drafters."})
     table: bool = field(default=False, metadata={"help": "Only print the table of what was measured."})
-    times: bool = field(default=False, metadata={"help": "Only time untrained drafters of these recipes, in turns."})
+    times: bool = field(default=False, metadata={"help": "Only time drafting and a few steps of training."})
 
     num_train_epochs: float = 20.0
     batch_size: int = 16
@@ -90,30 +98,41 @@ def train(
     args: ComparisonArguments, name: str, seed: int, target: PreTrainedModel, config: GumihoConfig
 ) -> tuple[GumihoModel, dict]:
     """Returns the drafter of a recipe and a seed, of this config, and what its training took."""
-    recipe, features = RECIPES[name], CachedFeatures(args.features_dir)
+    features = CachedFeatures(args.features_dir)
     folder = args.folder_of(name, seed)
-    rows = FeatureDataset(args.features_dir, target)
     set_seed(seed)
     drafter = make_drafter(config, features)
-    held_out = torch.utils.data.Subset(rows, range(args.num_eval_rows))
-    trained_on = torch.utils.data.Subset(rows, range(args.num_eval_rows, len(rows)))
     clock = TrainingClock(folder)
-    trainer = GumihoTrainer(
-        drafter,
-        training_arguments(args, folder, seed, recipe),
-        target=features,
-        train_dataset=trained_on,
-        eval_dataset=held_out,
-        callbacks=[clock],
-    )
+    trainer = make_trainer(args, drafter, features, target, training_arguments(args, folder, seed, name), clock)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
     metrics = trainer.evaluate()
     counts = {"steps": trainer.state.global_step, "seconds": round(clock.seconds, 1)}
-    num_tokens = sum(len(rows.tokens_of(index)["input_ids"]) for index in trained_on.indices)
+    rows = trainer.train_dataset
+    num_tokens = sum(len(rows.dataset.tokens_of(index)["input_ids"]) for index in rows.indices)
     agreements = [metrics[f"eval_agreement_{depth}"] for depth in range(1, config.max_draft_depth + 1)]
     calibrated = trainer.calibrate()
     drafter.generation_config.draft_temperature = None  # each way of ranking is measured
     return drafter, counts | {"tokens": num_tokens, "agreements": agreements, "draft_temperature": calibrated}
+
+
+def make_trainer(
+    args: ComparisonArguments,
+    drafter: GumihoModel,
+    features: CachedFeatures,
+    target: PreTrainedModel,
+    training_args: GumihoTrainingArguments,
+    callback: TrainerCallback,
+) -> GumihoTrainer:
+    """Returns a trainer on all rows of the cache but the first, which are for evaluation."""
+    rows = FeatureDataset(args.features_dir, target)
+    return GumihoTrainer(
+        drafter,
+        training_args,
+        target=features,
+        train_dataset=torch.utils.data.Subset(rows, range(args.num_eval_rows, len(rows))),
+        eval_dataset=torch.utils.data.Subset(rows, range(args.num_eval_rows)),
+        callbacks=[callback],
+    )
 
 
 def make_drafter(config: Any, features: CachedFeatures) -> GumihoModel:
@@ -123,7 +142,9 @@ def make_drafter(config: Any, features: CachedFeatures) -> GumihoModel:
     return drafter
 
 
-def training_arguments(args: ComparisonArguments, folder: Path, seed: int, recipe: Recipe) -> GumihoTrainingArguments:
+def training_arguments(
+    args: ComparisonArguments, folder: Path, seed: int, name: str, **changed: Any
+) -> GumihoTrainingArguments:
     defaults = {
         "num_train_epochs": args.num_train_epochs,
         "per_device_train_batch_size": args.batch_size,
@@ -141,7 +162,7 @@ def training_arguments(args: ComparisonArguments, folder: Path, seed: int, recip
         "dataloader_pin_memory": False,
         "logging_steps": 50,
     }
-    return GumihoTrainingArguments(output_dir=str(folder), seed=seed, **defaults | recipe.training)
+    return GumihoTrainingArguments(output_dir=str(folder), seed=seed, **defaults | RECIPES[name].training | changed)
 
 
 def measure(
@@ -195,26 +216,28 @@ def accepted_lengths(
     return target.generate(**batch, assistant_model=drafter, **settings, **kwargs).accepted_lengths
 
 
-def drafter_times(args: ComparisonArguments, target: PreTrainedModel) -> dict[str, float]:
+def time_recipes(args: ComparisonArguments, target: PreTrainedModel) -> dict[str, tuple[float, float]]:
     """
     Returns for each recipe the milliseconds in which its drafter computes a cycle of the largest tree, its output head
-    included: medians over generations that take turns.
+    included, and those of a step of its training: medians over generations that take turns, and over steps.
     """
     features = CachedFeatures(args.features_dir)
-    drafters = {}
+    drafters, steps = {}, {}
     for name in args.recipes:
         config, _ = fitted_config(RECIPES[name], target.config, features.layer_ids)
-        drafter = drafters[name] = make_drafter(config, features).to(target.dtype).eval()
-        drafter.generation_config.num_assistant_tokens = args.nodes[-1]
-        if args.draft_vocabulary_size is not None:
-            drafter.generation_config.draft_vocabulary = list(range(args.draft_vocabulary_size))
+        drafter = drafters[name] = make_drafter(config, features)
+        clock, folder = StepClock(), args.folder_of(name, -1)
+        training_args = training_arguments(args, folder, 0, name, max_steps=NUM_TIMED, save_strategy="no")
+        make_trainer(args, drafter, features, target, training_args, clock).train()
+        steps[name] = 1000 * statistics.median(clock.seconds)
+        drafter.to(target.dtype).eval().generation_config.num_assistant_tokens = args.nodes[-1]
     seconds: dict[str, list[float]] = {name: [] for name in drafters}
     for prompt in read_prompts(args, target.device, 1)[:NUM_TIMED]:
         for name, drafter in drafters.items():
             with stage_timer(target.device) as of_stages:
                 accepted_lengths(args, target, drafter, prompt, GREEDY)
             seconds[name].append(of_stages.draft / max(of_stages.num_cycles, 1))
-    return {name: 1000 * statistics.median(times) for name, times in seconds.items()}
+    return {name: (1000 * statistics.median(times), steps[name]) for name, times in seconds.items()}
 
 
 def read(args: ComparisonArguments) -> list[dict[str, Any]]:
@@ -235,7 +258,8 @@ def main() -> None:
         return
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
     if args.times:
-        print("\n".join(f"{name}: {time:.1f} ms" for name, time in drafter_times(args, target).items()))
+        for name, (drafting, step) in time_recipes(args, target).items():
+            print(f"{name}: drafting {drafting:.1f} ms, a step of training {step:.0f} ms")
         return
     known = {(record["recipe"], record["seed"]) for record in read(args)}
     for seed in args.seeds:

@@ -37,3 +37,21 @@ class TrainingClock(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._before, self._start = self.seconds, time.perf_counter()
+
+
+class StepClock(TrainerCallback):
+    """
+    Times each step of a training.
+
+    Attributes:
+        seconds: Of each.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._start)

@@ -90,9 +90,11 @@ def test_a_line_is_trained_and_measured_once(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", [*sys.argv, "--times", "--recipes", "all_serial", "all_parallel"])
         script.main()
-    # A drafter's time is mostly that of its passes: seven of five layers, and one of two with six heads.
-    serial, parallel = re.findall(r"all_\w+: ([\d.]+) ms", capsys.readouterr().out)
-    assert float(serial) > float(parallel) > 0
+    # Seven passes of many layers against one of two layers, with six heads.
+    times = re.findall(r"all_\w+: drafting ([\d.]+) ms, a step of training (\d+) ms", capsys.readouterr().out)
+    (serial, serial_step), (parallel, parallel_step) = ((float(a), float(b)) for a, b in times)
+    assert serial > parallel > 0
+    assert serial_step > parallel_step > 0
     # Under other settings the checkpoints of before are not gone on from.
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--learning_rate", "0.1", "--recipes", "published"])
     script.main()
