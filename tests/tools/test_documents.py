@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -96,6 +97,8 @@ def test_shown_imports_work(document: Path) -> None:
                 for alias in node.names:
                     importlib.import_module(alias.name)
             elif isinstance(node, ast.ImportFrom):
+                if node.module == "vllm" and importlib.util.find_spec("vllm") is None:  # in an environment of its own
+                    continue
                 module = importlib.import_module(node.module)
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
