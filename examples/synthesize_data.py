@@ -35,6 +35,9 @@ class SynthesisArguments:
     dtype: str = field(default="auto", metadata={"help": "The target's precision."})
     chat_template: Path | None = field(default=None, metadata={"help": "A file with a template for the tokenizer."})
     system_prompts: Path | None = field(default=None, metadata={"help": "A file with a system prompt in each line."})
+    openings: Path | None = field(
+        default=None, metadata={"help": "A file with a user's first words in each line; \\n stands for a line break."}
+    )
     questions: str | None = field(default=None, metadata={"help": "A JSONL file with prompts of your own."})
     num_questions: int | None = field(default=None, metadata={"help": "How many of them to answer. All by default."})
     batch_size: int = field(default=32, metadata={"help": "Prompts or answers to write at a time."})
@@ -64,9 +67,9 @@ def synthesize(args: SynthesisArguments) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target_model)
     if args.chat_template is not None:
         tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
-    systems = args.system_prompts.read_text(encoding="utf-8").splitlines() if args.system_prompts else []
+    openings = [line.replace("\\n", "\n") for line in read_lines(args.openings)]
     questions = read_questions(args.questions, args.num_questions) if args.questions else []
-    prompts = {"system_prompts": [line for line in systems if line.strip()], "questions": questions}
+    prompts = {"system_prompts": read_lines(args.system_prompts), "openings": openings, "questions": questions}
     if args.endpoint is not None:
         if args.feature_cache is not None:
             raise SystemExit("A server does not give its states: leave --feature_cache or --endpoint away.")
@@ -82,6 +85,11 @@ def synthesize(args: SynthesisArguments) -> None:
         args.target_model, dtype=args.dtype, device_map="auto" if torch.cuda.is_available() else None
     )
     synthesize_dataset(target, tokenizer, args.output_file, args.settings, feature_cache=args.feature_cache, **prompts)
+
+
+def read_lines(path: Path | None) -> list[str]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path else []
+    return [line.strip() for line in lines if line.strip()]
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from transformers_gumiho.training.synthesis.near_duplicates import NearDuplicate
 from transformers_gumiho.training.synthesis.nucleus import sample_nucleus
 from transformers_gumiho.training.synthesis.target_writer import TargetWriter
 from transformers_gumiho.training.synthesis.user_turn import find_user_turn
+from transformers_gumiho.training.synthesis.writing import Start
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "synthesize_data.py"
@@ -195,6 +196,27 @@ def test_system_prompts_take_turns(target: PreTrainedModel, tmp_path: Path) -> N
     assert all(row["messages"][0]["role"] == "system" for row in rows)
 
 
+def test_openings_take_turns_after_each_system_prompt(target: PreTrainedModel, tmp_path: Path) -> None:
+    systems, openings = ["You write Python.", "You are kind."], ["import ", "Write a class:\n\nclass", "def "]
+    synthesize(target, tmp_path / "a.jsonl", num_prompts=6, system_prompts=systems, openings=openings, batch_size=6)
+    rows = read(tmp_path / "a.prompts.jsonl")[:6]
+    assert [row["system"] for row in rows] == systems * 3
+    for row, opening in zip(rows, [words for words in openings for _ in systems], strict=True):
+        assert row["prompt"].startswith(opening.strip())
+        assert len(row["prompt"]) > len(opening)
+    with pytest.raises(ValueError, match="begun with another openings"):
+        synthesize(target, tmp_path / "a.jsonl", num_prompts=6, system_prompts=systems, openings=[], batch_size=6)
+
+
+def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel) -> None:
+    tokenizer = make_chat_tokenizer()
+    writer = TargetWriter(target, tokenizer, 12, 12, Sampling(temperature=0.01))
+    (text,) = writer.write_user_turns([Start(opening="import numpy as")], seed=0)
+    ids = tokenizer("<|im_start|>user\nimport numpy as", return_tensors="pt", add_special_tokens=False)
+    expected = target.generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    assert text.text == find_user_turn(tokenizer).cut(tokenizer.decode(expected).split("user\n", 1)[1])
+
+
 def test_a_full_disk_keeps_what_was_written(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,13 +371,16 @@ def test_settings_out_of_range_are_refused(
 def test_the_example_writes_answers_and_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "template.jinja").write_text(CHATML)
     questions = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "def f(x):"}, {"prompt": "import"}, {"prompt": "class"}])
+    (tmp_path / "openings.txt").write_text("import\n\nWrite:\\n\\ndef \n")
     options = {
         "target_model": DEMO_TARGET, "chat_template": tmp_path / "template.jinja", "num_prompts": 0,
         "dtype": "float32", "questions": questions, "num_questions": 2, "max_new_tokens": 6,
         "output_file": tmp_path / "a.jsonl", "feature_cache": tmp_path / "features",
+        "openings": tmp_path / "openings.txt",
     }  # fmt: skip
     _run_example(monkeypatch, options)
     assert len(read(tmp_path / "a.jsonl")) == len(FeatureDataset(tmp_path / "features")) == 2
+    assert json.loads((tmp_path / "a.jsonl.settings.json").read_text())["openings"] == ["import", "Write:\n\ndef"]
     with pytest.raises(SystemExit, match="A server does not give its states: leave --feature_cache"):
         _run_example(monkeypatch, options | {"endpoint": "http://localhost:1"})
     with pytest.raises(SystemExit, match="has no chat template"):

@@ -135,6 +135,17 @@ def test_both_steps_run_on_a_server(serve: Callable[..., Server], tmp_path: Path
     assert {row["ended"] for row in rows} == {True, False}
 
 
+def test_a_server_goes_on_after_an_opening(serve: Callable[..., Server], tmp_path: Path) -> None:
+    server, path = serve(well_behaved), tmp_path / "a.jsonl"
+    settings = SynthesisSettings(2, batch_size=2, max_prompt_tokens=30, max_new_tokens=8)
+    where = Endpoint(server.url, "tiny", concurrency=1)
+    synthesize_from_endpoint(where, make_chat_tokenizer(), path, settings, openings=["Summarize:\n\nThe", "Who"])
+    sent = {body["prompt"] for body in server.requests if "prompt" in body}
+    assert sent == {"<|im_start|>user\nSummarize:\n\nThe", "<|im_start|>user\nWho"}
+    prompts = [json.loads(line)["messages"][0]["content"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert sorted(prompt.split("Tell me")[0] for prompt in prompts) == ["Summarize:\n\nThe", "Who"]
+
+
 def test_the_users_own_token_is_not_sent(
     serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .continuation import Sampling
 from .user_turn import UserTurn, find_user_turn
-from .writing import Request, Text
+from .writing import Request, Start, Text
 
 
 NONSENSE = "the server answers nonsense"
@@ -88,9 +88,12 @@ class EndpointWriter:
         self.endpoint, self.tokenizer, self.sampling = endpoint, tokenizer, sampling
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
 
-    def write_user_turns(self, systems: Sequence[str | None], seed: int) -> list[Text]:
-        turns = {system: find_user_turn(self.tokenizer, system) for system in set(systems)}
-        sends = [partial(self._complete, turns[system], seed + index) for index, system in enumerate(systems)]
+    def write_user_turns(self, starts: Sequence[Start], seed: int) -> list[Text]:
+        turns = {system: find_user_turn(self.tokenizer, system) for system in {start.system for start in starts}}
+        sends = [
+            partial(self._complete, turns[start.system], start.opening, seed + index)
+            for index, start in enumerate(starts)
+        ]
         texts = asyncio.run(self._send_all(sends))
         written = [text.text for text in texts if not text.problem]
         if len(written) > 1 and len(set(written)) == 1:
@@ -104,10 +107,10 @@ class EndpointWriter:
         sends = [partial(self._chat, request, seed + index) for index, request in enumerate(requests)]
         return asyncio.run(self._send_all(sends))
 
-    async def _complete(self, turn: UserTurn, seed: int, client: "_Client") -> Text:
+    async def _complete(self, turn: UserTurn, opening: str, seed: int, client: "_Client") -> Text:
         closing = turn.closing.strip()
         body = {
-            "prompt": self._without_bos(turn.opening),
+            "prompt": self._without_bos(turn.opening) + opening,
             "max_tokens": self.max_prompt_tokens,
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
@@ -115,8 +118,9 @@ class EndpointWriter:
         } | ({"stop": [closing]} if closing else {})
         answer = await client.complete(body)
         choice = answer["choices"][0]
-        cut = turn.cut(choice["text"])
-        ended = choice["finish_reason"] == "stop" or cut != choice["text"].strip()
+        text = opening + choice["text"]
+        cut = turn.cut(text)
+        ended = choice["finish_reason"] == "stop" or cut != text.strip()
         return Text(cut, ended, int((answer.get("usage") or {}).get("completion_tokens") or 0))
 
     async def _chat(self, request: Request, seed: int, client: "_Client") -> Text:

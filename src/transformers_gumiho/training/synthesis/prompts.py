@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ..resumable_file import append_rows, cut_unfinished_batch, whole_lines
 from .degenerate import why_degenerate
 from .near_duplicates import NearDuplicates
-from .writing import Text, Writer
+from .writing import Start, Text, Writer
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class PromptFile:
         path: The file: JSONL, also of the prompts that were dropped.
         writer: Who writes them.
         systems: System prompts, which take turns; without any, the template's own.
+        openings: First words of users, which take turns after each system prompt; without any, the target's own.
         special_tokens: Texts that only templates write.
         batch_size: Prompts that are written at a time.
         seed: For sampling.
@@ -46,12 +47,14 @@ class PromptFile:
         path: Path,
         writer: Writer,
         systems: list[str],
+        openings: list[str],
         special_tokens: list[str],
         batch_size: int,
         seed: int,
     ):
         self.path, self.writer, self.batch_size, self.seed = path, writer, batch_size, seed
-        self.systems: list[str | None] = [*systems] or [None]
+        given: list[str | None] = [*systems]
+        self.starts = [Start(system, words) for words in openings or [""] for system in given or [None]]
         self.special_tokens = special_tokens
         self.prompts: list[Prompt] = []
         self.dropped: Counter[str] = Counter()
@@ -69,9 +72,9 @@ class PromptFile:
         """
         while len(self.prompts) < num_prompts:
             before = self._num_written
-            systems = [self.systems[index % len(self.systems)] for index in range(before, before + self.batch_size)]
-            texts = self.writer.write_user_turns(systems, self.seed + before)
-            rows = list(self._screen(texts, systems))
+            starts = [self.starts[index % len(self.starts)] for index in range(before, before + self.batch_size)]
+            texts = self.writer.write_user_turns(starts, self.seed + before)
+            rows = list(self._screen(texts, [start.system for start in starts]))
             append_rows(self.path, rows)
             self._num_written += len(rows)
             for row in rows:
@@ -102,5 +105,5 @@ class PromptFile:
             raise ValueError(
                 f"Of {num_written} prompts that the target wrote, {len(self.prompts)} are of use ({reasons}). It "
                 f"seems not to know its own users: give prompts of your own (`--questions FILE --num_prompts 0`), or "
-                f"system prompts (`--system_prompts FILE`)."
+                f"system prompts (`--system_prompts FILE`) or first words (`--openings FILE`)."
             )

@@ -78,6 +78,7 @@ def synthesize_dataset(
     settings: SynthesisSettings,
     *,
     system_prompts: Sequence[str] = (),
+    openings: Sequence[str] = (),
     questions: Sequence[Prompt] = (),
     feature_cache: str | Path | None = None,
     features_dtype: torch.dtype = torch.bfloat16,
@@ -95,6 +96,7 @@ def synthesize_dataset(
         output_file: The new dataset: `messages`, whether the answer is `sampled`, and whether it `ended` by itself.
         settings: What is written.
         system_prompts: System prompts, which take turns. By default, whatever the template says by itself.
+        openings: First words of users, which take turns. By default the target finds these, too.
         questions: Prompts of the user's own, which are answered, too.
         feature_cache: Where given, a folder for the states that the target computes as it answers: a feature cache, as
             [`write_feature_cache`] makes it, of the tokens that were written.
@@ -118,7 +120,7 @@ def synthesize_dataset(
         features_dtype if cache else None,
     )
     synthesis = Synthesis(
-        writer, tokenizer, Path(output_file), settings, system_prompts, questions, fingerprints, cache
+        writer, tokenizer, Path(output_file), settings, system_prompts, openings, questions, fingerprints, cache
     )
     num_batches = synthesis.run()
     if cache:
@@ -132,6 +134,7 @@ def synthesize_from_endpoint(
     settings: SynthesisSettings,
     *,
     system_prompts: Sequence[str] = (),
+    openings: Sequence[str] = (),
     questions: Sequence[Prompt] = (),
 ) -> None:
     """
@@ -144,6 +147,7 @@ def synthesize_from_endpoint(
         output_file: The new dataset.
         settings: What is written. A batch is waited for as a whole, so let it be several times the concurrency.
         system_prompts: System prompts, which take turns.
+        openings: First words of users, which take turns.
         questions: Prompts of the user's own.
 
     Raises:
@@ -155,7 +159,7 @@ def synthesize_from_endpoint(
     fingerprints = {"target": endpoint.model} | tokenizer_fingerprints(tokenizer)
     sampling = Sampling(settings.temperature, settings.top_p)
     writer = EndpointWriter(endpoint, tokenizer, settings.max_prompt_tokens, settings.max_new_tokens, sampling)
-    Synthesis(writer, tokenizer, Path(output_file), settings, system_prompts, questions, fingerprints).run()
+    Synthesis(writer, tokenizer, Path(output_file), settings, system_prompts, openings, questions, fingerprints).run()
 
 
 class Synthesis:
@@ -168,6 +172,7 @@ class Synthesis:
         path: The new dataset.
         settings: What is written.
         system_prompts: System prompts.
+        openings: First words of users.
         questions: Prompts of the user's own.
         fingerprints: Of what a file must have been begun with, besides the settings.
         cache: Where given, the answers' features go there.
@@ -180,6 +185,7 @@ class Synthesis:
         path: Path,
         settings: SynthesisSettings,
         system_prompts: Sequence[str],
+        openings: Sequence[str],
         questions: Sequence[Prompt],
         fingerprints: dict[str, str],
         cache: AnswerFeatureCache | None = None,
@@ -192,6 +198,8 @@ class Synthesis:
         path.parent.mkdir(parents=True, exist_ok=True)
         begun_with: dict[str, Any] = fingerprints | asdict(settings)
         begun_with |= {"system_prompts": list(system_prompts), "questions": _digest(questions)}
+        # None where there are none, as in files from before there were any.
+        begun_with["openings"] = list(openings) or None
         check_begun_with(path, begun_with)
         prompt_path = path.with_name(path.name.removesuffix(".jsonl") + ".prompts.jsonl")
         check_begun_with(prompt_path, {name: begun_with[name] for name in begun_with if name not in _ONLY_FOR_ANSWERS})
@@ -202,6 +210,7 @@ class Synthesis:
             prompt_path,
             writer,
             list(system_prompts),
+            list(openings),
             list(tokenizer.all_special_tokens),
             settings.batch_size,
             settings.seed,

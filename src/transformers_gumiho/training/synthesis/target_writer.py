@@ -9,7 +9,7 @@ from ..rendering import render_prompt
 from .answer_features import AnswerFeatures
 from .continuation import BatchContinuation, Continuation, Sampling
 from .user_turn import UserTurn, find_user_turn
-from .writing import Request, Text
+from .writing import Request, Start, Text
 
 
 class TargetWriter:
@@ -42,15 +42,16 @@ class TargetWriter:
         self.ends = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
         self._turns: dict[str | None, UserTurn] = {}
 
-    def write_user_turns(self, systems: Sequence[str | None], seed: int) -> list[Text]:
-        turns = [self._turn(system) for system in systems]
+    def write_user_turns(self, starts: Sequence[Start], seed: int) -> list[Text]:
+        turns = [self._turn(start.system) for start in starts]
         ends = self.ends.union(*(turn.ends(self.tokenizer) for turn in turns))
         write = BatchContinuation(self.target, ends, self.sampling)
-        prompts = [turn.opening_ids(self.tokenizer) for turn in turns]
+        openings = [turn.opening_ids(self.tokenizer) for turn in turns]
+        prompts = [ids + self._ids(start.opening) for ids, start in zip(openings, starts, strict=True)]
         results = write(prompts, self.max_prompt_tokens, [True] * len(prompts), seed)
         texts = []
-        for turn, result in zip(turns, results, strict=True):
-            text = self.tokenizer.decode(result.tokens[: -1 if result.ended else None])
+        for turn, start, result in zip(turns, starts, results, strict=True):
+            text = start.opening + self.tokenizer.decode(result.tokens[: -1 if result.ended else None])
             cut = turn.cut(text)
             texts.append(Text(cut, result.ended or cut != text.strip(), len(result.tokens)))
         return texts
@@ -66,6 +67,9 @@ class TargetWriter:
             for index, result in zip(fitting, results, strict=True):
                 texts[index] = self._read(prompts[index], result)
         return texts
+
+    def _ids(self, opening: str) -> list[int]:
+        return list(self.tokenizer(opening, add_special_tokens=False)["input_ids"]) if opening else []
 
     def _fits(self, prompt: list[int]) -> bool:
         return self.positions is None or len(prompt) + self.max_new_tokens <= self.positions

@@ -41,11 +41,25 @@ class Request:
     sampled: bool
 
 
+@dataclass(frozen=True)
+class Start:
+    """
+    What stands before the words that a target writes for a user.
+
+    Attributes:
+        system: What the system says. By default, whatever the template says by itself.
+        opening: The user's first words. By default, the target finds these, too.
+    """
+
+    system: str | None = None
+    opening: str = ""
+
+
 class Writer(Protocol):
     """Writes a batch of prompts, or of answers."""
 
-    def write_user_turns(self, systems: Sequence[str | None], seed: int) -> list[Text]:
-        """Returns what a user might say first after each system prompt."""
+    def write_user_turns(self, starts: Sequence[Start], seed: int) -> list[Text]:
+        """Returns what a user might say first after each start, the opening included."""
 
     def answer(self, requests: Sequence[Request], seed: int) -> list[Text]:
         """Returns the answer to each request."""
