@@ -48,7 +48,14 @@ def target() -> PreTrainedModel:
 def make_trainer(target: PreTrainedModel, folder: Path, drafter: Any = None, **settings: Any) -> GumihoTrainer:
     kwargs = {
         name: settings.pop(name)
-        for name in ("train_dataset", "eval_dataset", "acceptance_prompts", "callbacks", "processing_class")
+        for name in (
+            "train_dataset",
+            "eval_dataset",
+            "acceptance_prompts",
+            "callbacks",
+            "processing_class",
+            "data_collator",
+        )
         if name in settings
     }
     return GumihoTrainer(
@@ -103,6 +110,29 @@ def test_the_loss_is_the_eager_one_and_falls(
     assert {name: first[name] for name in terms} == pytest.approx({k: v.item() for k, v in terms.items()}, rel=1e-4)
     assert losses_of(trainer)[-1] < 0.5 * losses_of(trainer)[0]
     torch.testing.assert_close(weights_of(drafter.embed_tokens), embedding, rtol=0, atol=0)
+
+
+def test_prompts_count_where_that_is_asked_for(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"][:9], "loss_mask": [0] * 5 + [1] * 3 + [0]} for row in make_rows(3)]
+    rows += [{"input_ids": row["input_ids"][:7], "loss_mask": [0] * 5 + [1] + [0]} for row in make_rows(1)]
+    whole = [{"input_ids": row["input_ids"]} for row in rows]
+    trainers = [
+        make_trainer(target, tmp_path, make_drafter(target), train_dataset=data, eval_dataset=rows, **settings)
+        for data, settings in ((whole, {}), (rows, {"completion_only_loss": False}), (rows, {}))
+    ]
+    for trainer in trainers:
+        trainer.train()
+    with_prompts, asked_for, answers = map(losses_of, trainers)
+    assert asked_for == pytest.approx(with_prompts, rel=1e-5)
+    assert asked_for != pytest.approx(answers, rel=1e-2)
+    # Evaluations stay comparable.
+    for trainer in trainers:
+        trainer.model.load_state_dict(trainers[0].model.state_dict())
+    assert trainers[1].evaluate()["eval_loss"] == pytest.approx(trainers[2].evaluate()["eval_loss"], rel=1e-5)
+    with pytest.raises(ValueError, match="`completion_only_loss=False` is carried out by a GumihoDataCollator"):
+        make_trainer(
+            target, tmp_path, train_dataset=rows, data_collator=lambda rows: rows[0], completion_only_loss=False
+        )
 
 
 def test_a_second_training_measures_reach_anew(target: PreTrainedModel, tmp_path: Path) -> None:

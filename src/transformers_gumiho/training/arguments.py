@@ -79,6 +79,12 @@ class GumihoTrainingArguments(TrainingArguments):
             "`transition` the latter alone, with all loss weights of these from the start. All else stays as it is."
         },
     )
+    completion_only_loss: bool = field(
+        default=True,
+        metadata={
+            "help": "Train on the answers alone; otherwise on prompts, too, as is right where the target wrote them."
+        },
+    )
     draft_vocabulary_size: int | None = field(
         default=None,
         metadata={

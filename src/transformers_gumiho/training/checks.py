@@ -10,6 +10,7 @@ from transformers.utils import logging
 from ..internals import attention_implementation
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_widths import state_width
+from .collator import GumihoDataCollator
 from .feature_cache import CachedFeatures, FeatureDataset
 from .target_features import TargetFeatures
 
@@ -52,6 +53,15 @@ def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
         logger.warning(
             "The drafter's trained parameters are in half precision, in which small updates are lost. Train "
             "`drafter.float()`, with `bf16=True` for speed."
+        )
+
+
+def check_collator(collator: Any, completion_only_loss: bool) -> None:
+    """Raises `ValueError` where prompts shall count, and whoever makes the batches does not know of that."""
+    if not completion_only_loss and not isinstance(collator, GumihoDataCollator):
+        raise ValueError(
+            f"`completion_only_loss=False` is carried out by a GumihoDataCollator, and `data_collator` is a "
+            f"{type(collator).__name__}. Let it return a `loss_mask` of ones instead."
         )
 
 

@@ -25,11 +25,13 @@ class GumihoDataCollator:
         vocab_size: Where given, token ids from there on are refused.
         max_length: Where given, longer rows are refused.
         pad_to_multiple_of: Round the length of a batch up to a multiple of this.
+        completion_only_loss: Whether a row's `loss_mask` tells what counts; otherwise all of its states do.
     """
 
     vocab_size: int | None = None
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
+    completion_only_loss: bool = True
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Returns `input_ids` and `loss_mask` `(B, L)`, and the other columns where the rows have them."""
@@ -46,7 +48,9 @@ class GumihoDataCollator:
                     raise ValueError(
                         f"A row has {len(row['input_ids'])} tokens, but its `{name}` is for {len(row[name])}."
                     )
-        masks = [torch.as_tensor(row.get("loss_mask", [1] * len(row["input_ids"])), dtype=torch.long) for row in rows]
+        masks = [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows]
+        if self.completion_only_loss:
+            masks = [torch.as_tensor(row.get("loss_mask", mask)).long() for row, mask in zip(rows, masks, strict=True)]
         batch["loss_mask"] = self._pad(masks)
         if "position_ids" in rows[0]:
             positions = [torch.as_tensor(row["position_ids"], dtype=torch.long) for row in rows]

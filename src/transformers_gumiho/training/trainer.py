@@ -23,7 +23,7 @@ from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, NUM_ROWS, drop_cycle_costs, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
-from .checks import check_drafter, check_is_no_adapter, check_rows, count_broken, drafter_of
+from .checks import check_collator, check_drafter, check_is_no_adapter, check_rows, count_broken, drafter_of
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
 from .linear_start import start_linearly
@@ -62,6 +62,7 @@ class GumihoTrainer(Trainer):
     """
 
     args: GumihoTrainingArguments
+    data_collator: Any
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class GumihoTrainer(Trainer):
         self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
+        check_collator(self.data_collator, args.completion_only_loss)
         if args.acceptance_steps:
             if not acceptance_prompts:
                 raise ValueError(
@@ -120,6 +122,16 @@ class GumihoTrainer(Trainer):
                     "`acceptance_steps=0`, or add an `AcceptanceCallback` with the target."
                 )
             self.add_callback(AcceptanceCallback(self, target, acceptance_prompts))
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+        """As `Trainer.get_train_dataloader`; evaluations count the answers alone, whatever is trained on."""
+        collator = self.data_collator
+        if not self.args.completion_only_loss:
+            self.data_collator = replace(collator, completion_only_loss=False)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
 
     def compute_loss(
         self,
