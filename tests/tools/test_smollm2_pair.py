@@ -2,11 +2,24 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.pairs.known import find_pair
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"),
+    [({"avx512_bf16": True}, "bfloat16"), ({"amx_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")],
+)
+def test_a_large_pair_runs_in_16_bits_where_the_cpu_computes_in_them(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert find_pair("smollm2").cpu_dtype == dtype
+    assert find_pair("demo").cpu_dtype == "float32"
 
 
 def test_the_drafter_is_small_and_decodes_a_target_of_its_shape_exactly() -> None:

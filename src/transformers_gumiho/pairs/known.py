@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from . import smollm2
 
@@ -20,13 +23,18 @@ class Pair:
         drafter: The drafter's folder, in the folder `examples` of the repository.
         target: The same of the target, or what returns its folder where it comes from elsewhere. It is given what is
             to be told of what takes long.
-        cpu_dtype: The precision in which a CPU runs it. Elsewhere it runs in that of its files.
+        is_large: Whether reading its weights takes most of the time, so that a CPU runs it in 16 bits if it can.
     """
 
     name: str
     drafter: str
     target: str | Callable[[Callable[[str], None]], str]
-    cpu_dtype: str = "float32"
+    is_large: bool = False
+
+    @property
+    def cpu_dtype(self) -> str:
+        """The precision in which a CPU runs it. Elsewhere it runs in that of its files."""
+        return "bfloat16" if self.is_large and cpu_computes_bfloat16() else "float32"
 
     def find_drafter(self) -> str:
         """
@@ -61,9 +69,15 @@ class Pair:
         )
 
 
+def cpu_computes_bfloat16() -> bool:
+    """Whether this CPU multiplies in bfloat16, as far as PyTorch tells: older releases do not."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
+
+
 PAIRS = {
     "demo": Pair("demo", drafter="demo_pair/gumiho", target="demo_pair/target"),
-    "smollm2": Pair("smollm2", drafter="smollm2/gumiho", target=smollm2.find_target),
+    "smollm2": Pair("smollm2", drafter="smollm2/gumiho", target=smollm2.find_target, is_large=True),
 }
 
 
