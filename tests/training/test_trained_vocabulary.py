@@ -23,7 +23,7 @@ from transformers_gumiho.training import (
     gumiho_loss,
     write_feature_cache,
 )
-from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens
+from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens, ending_tokens
 
 
 @pytest.fixture
@@ -81,6 +81,23 @@ def test_the_most_frequent_tokens_are_chosen() -> None:
     assert choose_draft_vocabulary(counts, 4, kept=[7, 3]) == [3, 1, 2, 7]
     assert choose_draft_vocabulary(counts, 7) == [3, 1, 2, 4, 5, 0, 6]
     assert sorted(choose_draft_vocabulary(counts, 8)) == list(range(8))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_drafter_keeps_the_vocabulary_that_it_has_where_there_is_room(
+    target: PreTrainedModel, tmp_path: Path, size: int
+) -> None:
+    rows = make_rows()
+    counts = torch.tensor(counts_by_hand(rows))
+    own = counts.argsort(stable=True)[:3].tolist()  # the rarest
+    drafter = make_drafter(target)
+    drafter.generation_config.draft_vocabulary = own
+    trainer = make_trainer(target, tmp_path, drafter, size=size, train_dataset=rows, max_steps=1)
+    ends = ending_tokens([target.config, target.generation_config], VOCAB_SIZE)
+    trainer.train()
+    kept = ends.union(own) if len(ends.union(own)) <= size else ends
+    assert drafter.generation_config.draft_vocabulary == choose_draft_vocabulary(counts, size, kept)
+    assert set(own) <= set(drafter.generation_config.draft_vocabulary) or size == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits

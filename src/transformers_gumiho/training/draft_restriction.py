@@ -62,8 +62,8 @@ class DraftRestriction:
     def find(self, checkpoint: str | None) -> None:
         """
         Finds the vocabulary, makes it the drafter's setting, and restricts the features to it. It is that of the
-        checkpoint that training goes on from; else it is counted, or, where there is no training data, it is the
-        drafter's own.
+        checkpoint that training goes on from; else the drafter's own, with as many tokens as are missing from it
+        counted, or, where there is no training data, its own alone.
 
         Raises:
             ValueError: The checkpoint's or the drafter's vocabulary is of another size.
@@ -95,7 +95,10 @@ class DraftRestriction:
             step=accelerator.num_processes,
         )
         counts = accelerator.reduce(counts.to(trainer.args.device), "sum").cpu()
-        token_ids = choose_draft_vocabulary(counts, size, self._kept())
+        kept = self._kept()
+        own = kept.union(trainer.drafter.generation_config.draft_vocabulary or ())
+        # What was trained to be drafted stays where there is room for all of it.
+        token_ids = choose_draft_vocabulary(counts, size, own if len(own) <= size else kept)
         share = float(counts[token_ids].sum() / counts.sum().clamp(min=1))
         logger.info(f"The draft vocabulary of {size} tokens holds {share:.2%} of the training answers' tokens.")
         return token_ids
