@@ -59,8 +59,12 @@ class ScriptArguments:
     dataset_name: str | None = field(default=None, metadata={"help": "A file, a folder, or a name on the Hub."})
     dataset_split: str = "train"
     streaming: bool = field(default=False, metadata={"help": "Read the data while training; needs `--max_steps`."})
-    features_dir: str | None = field(
-        default=None, metadata={"help": "Train on features that `extract_features.py` wrote, instead of a dataset."}
+    features_dir: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Train on features that `extract_features.py` or `synthesize_data.py` wrote, instead of a dataset; "
+            "of several folders, rows of the first are held out."
+        },
     )
     chat_template: Path | None = field(default=None, metadata={"help": "A file with a template for the tokenizer."})
     max_length: int | None = field(default=None, metadata={"help": "Longest row in tokens (default: 2048)."})
@@ -139,13 +143,13 @@ def load_target(args: ScriptArguments) -> PreTrainedModel:
 
 def cached_data(args: ScriptArguments, target: PreTrainedModel | None) -> dict[str, object]:
     """Returns the trainer's arguments for training on cached features."""
-    rows = FeatureDataset(args.features_dir, target)
-    num_eval = min(args.num_eval_rows, len(rows) // 10)
+    rows = torch.utils.data.ConcatDataset([FeatureDataset(folder, target) for folder in args.features_dir])
+    num_eval = min(args.num_eval_rows, rows.cumulative_sizes[0] // 10)
     return {
-        "target": CachedFeatures(args.features_dir),
+        "target": CachedFeatures(args.features_dir[0]),
         "eval_dataset": torch.utils.data.Subset(rows, range(num_eval)) if num_eval else None,
         "train_dataset": torch.utils.data.Subset(rows, range(num_eval, len(rows))),
-        "processing_class": AutoTokenizer.from_pretrained(Path(args.features_dir) / "target"),
+        "processing_class": AutoTokenizer.from_pretrained(Path(args.features_dir[0]) / "target"),
     }
 
 

@@ -266,15 +266,18 @@ def test_another_precision_is_refused(target: PreTrainedModel, tmp_path: Path) -
         write(target, tmp_path, dtype=torch.bfloat16)
 
 
-def test_features_and_rows_of_two_caches_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     write(target, tmp_path / "a")
-    write(target, tmp_path / "b", make_rows(seed=1))
-    features = CachedFeatures(tmp_path / "a")
-    with pytest.raises(ValueError, match="`FeatureDataset` of the same folder"):
-        GumihoTrainer(
-            features.make_drafter(), GumihoTrainingArguments(output_dir=tmp_path, use_cpu=True), target=features,
-            train_dataset=torch.utils.data.Subset(FeatureDataset(tmp_path / "b"), range(3)),
-        )  # fmt: skip
+    write(make_target("llama", seed=1).float(), tmp_path / "b")
+    write(target, tmp_path / "c", target_layer_ids=[0, 1])
+    features, first = CachedFeatures(tmp_path / "a"), FeatureDataset(tmp_path / "a")
+    for folder, message in (("b", "/b' are of another target"), ("c", r"/c' holds the layers \[0, 1\], .* None \(")):
+        rows = torch.utils.data.ConcatDataset([first, FeatureDataset(tmp_path / folder)])
+        with pytest.raises(ValueError, match=message):
+            GumihoTrainer(
+                features.make_drafter(), GumihoTrainingArguments(output_dir=tmp_path, use_cpu=True), target=features,
+                train_dataset=torch.utils.data.Subset(rows, range(3)),
+            )  # fmt: skip
 
 
 def test_rows_can_be_walked(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import ConcatDataset, Subset
 from transformers.utils import logging
 
 from ..internals import attention_implementation
@@ -66,17 +67,24 @@ def check_collator(collator: Any, completion_only_loss: bool) -> None:
 
 
 def check_rows(dataset: Any, features: TargetFeatures) -> None:
-    """Raises `ValueError` where cached rows belong to another cache than the target's features."""
-    rows = getattr(dataset, "dataset", dataset)  # what a `Subset` is of
-    if (
-        isinstance(rows, FeatureDataset)
-        and isinstance(features, CachedFeatures)
-        and rows.manifest != features.manifest
-    ):
-        raise ValueError(
-            f"The rows come from the feature cache {str(rows.folder)!r}, and `target` from another one. Give the "
-            f"`CachedFeatures` and the `FeatureDataset` of the same folder."
-        )
+    """Raises `ValueError` where cached rows are of another target than the features, or of other layers of it."""
+    if isinstance(dataset, Subset):
+        check_rows(dataset.dataset, features)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            check_rows(part, features)
+    elif isinstance(dataset, FeatureDataset) and isinstance(features, CachedFeatures):
+        rows, other = dataset.manifest, features.manifest
+        if rows.fingerprints["target"] != other.fingerprints["target"]:
+            raise ValueError(
+                f"The rows in the feature cache {str(dataset.folder)!r} are of another target than `target`. Give the "
+                f"`CachedFeatures` of this folder, or of another one that was made from the same target."
+            )
+        if rows.target_layer_ids != other.target_layer_ids:
+            raise ValueError(
+                f"The feature cache {str(dataset.folder)!r} holds the layers {rows.target_layer_ids}, and that of "
+                f"`target` {other.target_layer_ids} (None: the last one alone). Extract the same from all texts."
+            )
 
 
 def check_is_no_adapter(model: nn.Module, option: str) -> None:

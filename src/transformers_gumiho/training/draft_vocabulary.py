@@ -1,11 +1,12 @@
 """The tokens that a drafter is trained to draft: those that the training answers hold most often."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -95,6 +96,11 @@ def ending_tokens(sources: Iterable[Any], vocab_size: int) -> set[int]:
 def _rows_without_states(dataset: Any, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
     if isinstance(dataset, Subset):
         return _rows_without_states(dataset.dataset, [dataset.indices[index] for index in indices])
+    if isinstance(dataset, ConcatDataset):
+        places = [(bisect_right(dataset.cumulative_sizes, index), index) for index in indices]
+        starts = [0, *dataset.cumulative_sizes]
+        pairs = ((dataset.datasets[part], index - starts[part]) for part, index in places)
+        return (row for part, index in pairs for row in _rows_without_states(part, [index]))
     read = dataset.tokens_of if isinstance(dataset, FeatureDataset) else dataset.__getitem__
     return (read(index) for index in indices)
 
