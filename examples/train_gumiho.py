@@ -62,7 +62,7 @@ class ScriptArguments:
     features_dir: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Train on features that `extract_features.py` or `synthesize_data.py` wrote, instead of a dataset; "
+            "help": "Train on features that `extract_features.py` or `synthesize_data.py` wrote and not on a dataset; "
             "of several folders, rows of the first are held out."
         },
     )
