@@ -23,12 +23,14 @@ class Recipe:
     Attributes:
         config: Fields of the drafter's config.
         training: Fields of `GumihoTrainingArguments`.
-        reads_layers: Whether the drafter reads all layers that the feature cache holds.
+        reads_layers: Whether the drafter reads all layers that the feature cache holds, where it holds several.
+        needs_layers: Whether it is of no interest where the cache does not.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     reads_layers: bool = False
+    needs_layers: bool = False
 
 
 _TRANSITION = {"transition_rank": TRANSITION_RANK}
@@ -43,7 +45,7 @@ _PARALLEL = {"num_serial_tokens": 1, "num_parallel_heads": 6}
 RECIPES: dict[str, Recipe] = {
     "published": Recipe(),
     "transition": Recipe(config=_TRANSITION),
-    "layers": Recipe(reads_layers=True),
+    "layers": Recipe(reads_layers=True, needs_layers=True),
     "cross_entropy": Recipe(training=_CROSS_ENTROPY | {"feature_weight": 0.0}),
     "more_cross_entropy": Recipe(training=_CROSS_ENTROPY),
     "own_features": Recipe(training={"unroll_serial_head": True}),
@@ -70,13 +72,14 @@ def fitted_config(
     What a recipe adds is taken from the serial layers' MLPs. A drafter without parallel heads has more serial layers.
 
     Raises:
-        ValueError: The recipe reads layers that the cache does not hold, or its drafter cannot be made as large.
+        ValueError: The recipe needs layers that the cache does not hold, or its drafter cannot be made as large.
     """
-    if recipe.reads_layers and layer_ids is None:
+    if recipe.needs_layers and layer_ids is None:
         raise ValueError(
             "it reads layers that the feature cache does not hold (`extract_features --target_layer_ids`)"
         )
-    config = recipe.config | ({"target_layer_ids": list(layer_ids or ())} if recipe.reads_layers else {})
+    reads_layers = recipe.reads_layers and layer_ids is not None
+    config = recipe.config | ({"target_layer_ids": list(layer_ids or ())} if reads_layers else {})
     aim = num_trained(GumihoConfig.from_target(target_config))
     depths = [2] if config.get("num_parallel_heads", 1) else range(1, 13)
     options = [option for depth in depths if (option := _widths(config, target_config, depth, aim))]
