@@ -67,7 +67,7 @@ def synthesize(args: SynthesisArguments) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target_model)
     if args.chat_template is not None:
         tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
-    openings = [line.replace("\\n", "\n") for line in read_lines(args.openings)]
+    openings = [line.strip().replace("\\n", "\n") for line in read_lines(args.openings)]
     questions = read_questions(args.questions, args.num_questions) if args.questions else []
     prompts = {"system_prompts": read_lines(args.system_prompts), "openings": openings, "questions": questions}
     if args.endpoint is not None:
@@ -89,7 +89,7 @@ def synthesize(args: SynthesisArguments) -> None:
 
 def read_lines(path: Path | None) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines() if path else []
-    return [line.strip() for line in lines if line.strip()]
+    return [line for line in lines if line.strip()]
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ class ScriptArguments:
     features_dir: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Train on features that `extract_features.py` or `synthesize_data.py` wrote and not on a dataset; "
-            "of several folders, rows of the first are held out."
+            "help": "Train on features that `extract_features.py` or `synthesize_data.py` wrote and not on a dataset: "
+            "one folder, or several of one target."
         },
     )
     chat_template: Path | None = field(default=None, metadata={"help": "A file with a template for the tokenizer."})
@@ -114,7 +114,7 @@ def check_options(args: ScriptArguments, training_args: GumihoTrainingArguments)
         raise SystemExit("Give the target with --target_model and the data with --dataset_name, or --features_dir.")
     if args.streaming and training_args.max_steps <= 0:
         raise SystemExit("--streaming needs --max_steps: a stream does not say how long it is.")
-    if args.streaming and training_args.draft_vocabulary_size is not None:
+    if args.streaming and training_args.draft_vocabulary_size is not None and args.drafter is None:
         raise SystemExit("--draft_vocabulary_size is counted before training, and --streaming reads while training.")
     if args.lora_rank and args.drafter is None:
         raise SystemExit("--lora_rank trains adapters of a drafter that is there: give it with --drafter.")
@@ -143,12 +143,22 @@ def load_target(args: ScriptArguments) -> PreTrainedModel:
 
 def cached_data(args: ScriptArguments, target: PreTrainedModel | None) -> dict[str, object]:
     """Returns the trainer's arguments for training on cached features."""
-    rows = torch.utils.data.ConcatDataset([FeatureDataset(folder, target) for folder in args.features_dir])
-    num_eval = min(args.num_eval_rows, rows.cumulative_sizes[0] // 10)
+    caches = [FeatureDataset(folder, target) for folder in args.features_dir]
+    if len({cache.manifest.fingerprints["data"] for cache in caches}) < len(caches):
+        raise SystemExit("--features_dir names caches of the same texts. Give each of them once.")
+    rows = torch.utils.data.ConcatDataset(caches)
+    # Of each cache its share, from its beginning.
+    num_eval = min(args.num_eval_rows, len(rows) // 10)
+    held_out = [
+        index
+        for start, cache in zip([0, *rows.cumulative_sizes], caches, strict=False)
+        for index in range(start, start + num_eval * len(cache) // len(rows))
+    ]
+    trained = sorted({*range(len(rows))} - {*held_out})
     return {
         "target": CachedFeatures(args.features_dir[0]),
-        "eval_dataset": torch.utils.data.Subset(rows, range(num_eval)) if num_eval else None,
-        "train_dataset": torch.utils.data.Subset(rows, range(num_eval, len(rows))),
+        "eval_dataset": torch.utils.data.Subset(rows, held_out) if held_out else None,
+        "train_dataset": torch.utils.data.Subset(rows, trained),
         "processing_class": AutoTokenizer.from_pretrained(Path(args.features_dir[0]) / "target"),
     }
 

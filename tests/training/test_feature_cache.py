@@ -270,8 +270,13 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
     write(target, tmp_path / "a")
     write(make_target("llama", seed=1).float(), tmp_path / "b")
     write(target, tmp_path / "c", target_layer_ids=[0, 1])
+    write(target, tmp_path / "d", dtype=torch.bfloat16)
     features, first = CachedFeatures(tmp_path / "a"), FeatureDataset(tmp_path / "a")
-    for folder, message in (("b", "/b' are of another target"), ("c", r"/c' holds the layers \[0, 1\], .* None \(")):
+    messages = {
+        "b": "/b' are of another target", "c": r"/c' holds the layers \[0, 1\], .* None \(",
+        "d": "/d' was made with another dtype than that of `target`: bfloat16 and float32",
+    }  # fmt: skip
+    for folder, message in messages.items():
         rows = torch.utils.data.ConcatDataset([first, FeatureDataset(tmp_path / folder)])
         with pytest.raises(ValueError, match=message):
             GumihoTrainer(

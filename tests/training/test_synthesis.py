@@ -14,9 +14,11 @@ import torch
 from chat_target import make_chat_target, make_chat_tokenizer
 from full_disk import disk_of
 from targets import make_target
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 from trainers import losses_of, make_args
 from training_data import CHATML, DEMO_TARGET, STRICT, write_jsonl
-from transformers import PreTrainedModel, TopPLogitsWarper
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TopPLogitsWarper
 
 from transformers_gumiho.training import (
     CachedFeatures,
@@ -32,7 +34,7 @@ from transformers_gumiho.training import (
     synthesize_dataset,
 )
 from transformers_gumiho.training.synthesis import Prompt
-from transformers_gumiho.training.synthesis.continuation import BatchContinuation, Sampling
+from transformers_gumiho.training.synthesis.continuation import BatchContinuation, Continuation, Sampling
 from transformers_gumiho.training.synthesis.degenerate import why_degenerate
 from transformers_gumiho.training.synthesis.near_duplicates import NearDuplicates
 from transformers_gumiho.training.synthesis.nucleus import sample_nucleus
@@ -217,6 +219,40 @@ def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel) -> None
     assert text.text == find_user_turn(tokenizer).cut(tokenizer.decode(expected).split("user\n", 1)[1])
 
 
+def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel) -> None:
+    """A tokenizer whose decoder takes the space in front of a text away, as Llama 2's does."""
+    words = ["<unk>", "<|im_end|>", "▁who", "▁wrote", "▁the", "▁book", "▁user", "▁"]
+    backend = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    template = "{% for m in messages %}user {{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template, unk_token="<unk>"
+    )
+    writer, prompts = TargetWriter(target, tokenizer, 3, 3, Sampling()), []
+
+    def written(self: BatchContinuation, rows: list[list[int]], *_: Any) -> list[Continuation]:
+        prompts.extend(rows)
+        return [Continuation([4, 5, 1], ended=True)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchContinuation, "__call__", written)
+        (text,) = writer.write_user_turns([Start(opening="who wrote")], seed=0)
+    assert text.text == "who wrote the book"
+    assert tokenizer.convert_ids_to_tokens(prompts[0]) == ["▁user", "▁who", "▁wrote"]
+
+
+def test_an_opening_that_nothing_follows_is_no_prompt(target: PreTrainedModel, tmp_path: Path) -> None:
+    writer = make_chat_target(mean_length=1.5)
+    synthesize(writer, tmp_path / "a.jsonl", num_prompts=3, openings=["Tell me how to sort a list of words"])
+    rows = read(tmp_path / "a.prompts.jsonl")
+    bare = [row for row in rows if row["prompt"] == "Tell me how to sort a list of words"]
+    assert bare
+    assert all(row["dropped"] == "nothing after its opening" for row in bare)
+    with pytest.raises(ValueError, match="`openings` begin prompts that the target writes"):
+        synthesize(target, tmp_path / "b.jsonl", num_prompts=0, openings=["Tell me"])
+
+
 def test_a_full_disk_keeps_what_was_written(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,13 +409,13 @@ def test_the_example_writes_answers_and_features(tmp_path: Path, monkeypatch: py
     questions = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "def f(x):"}, {"prompt": "import"}, {"prompt": "class"}])
     (tmp_path / "openings.txt").write_text("import\n\nWrite:\\n\\ndef \n")
     options = {
-        "target_model": DEMO_TARGET, "chat_template": tmp_path / "template.jinja", "num_prompts": 0,
+        "target_model": DEMO_TARGET, "chat_template": tmp_path / "template.jinja", "num_prompts": 1,
         "dtype": "float32", "questions": questions, "num_questions": 2, "max_new_tokens": 6,
         "output_file": tmp_path / "a.jsonl", "feature_cache": tmp_path / "features",
         "openings": tmp_path / "openings.txt",
     }  # fmt: skip
     _run_example(monkeypatch, options)
-    assert len(read(tmp_path / "a.jsonl")) == len(FeatureDataset(tmp_path / "features")) == 2
+    assert len(read(tmp_path / "a.jsonl")) == len(FeatureDataset(tmp_path / "features")) == 3
     assert json.loads((tmp_path / "a.jsonl.settings.json").read_text())["openings"] == ["import", "Write:\n\ndef"]
     with pytest.raises(SystemExit, match="A server does not give its states: leave --feature_cache"):
         _run_example(monkeypatch, options | {"endpoint": "http://localhost:1"})

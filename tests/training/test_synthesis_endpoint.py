@@ -201,6 +201,13 @@ def test_a_server_that_does_not_sample_is_told(serve: Callable[..., Server], tmp
     server = serve(lambda *_: completion_reply("Tell me what things are, please?"))
     with pytest.raises(EndpointError, match="writes the same prompt every time, so it does not sample"):
         synthesize(server.url, tmp_path / "a.jsonl", num_prompts=2)
+    # Other openings make other texts: what is told apart is what follows the same one.
+    settings = SynthesisSettings(6, batch_size=2, max_prompt_tokens=30, max_new_tokens=8)
+    with pytest.raises(EndpointError, match="writes the same prompt every time, so it does not sample"):
+        synthesize_from_endpoint(
+            Endpoint(server.url, "tiny"), make_chat_tokenizer(), tmp_path / "b.jsonl", settings,
+            openings=["Summarize the text of", "Who is the author of", "Translate what follows into"],
+        )  # fmt: skip
 
 
 def test_no_server_is_told_and_the_run_goes_on_with_one(serve: Callable[..., Server], tmp_path: Path) -> None:

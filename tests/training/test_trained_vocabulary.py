@@ -23,7 +23,7 @@ from transformers_gumiho.training import (
     gumiho_loss,
     write_feature_cache,
 )
-from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens, ending_tokens
+from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens
 
 
 @pytest.fixture
@@ -83,21 +83,34 @@ def test_the_most_frequent_tokens_are_chosen() -> None:
     assert sorted(choose_draft_vocabulary(counts, 8)) == list(range(8))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_drafter_keeps_the_vocabulary_that_it_has_where_there_is_room(
-    target: PreTrainedModel, tmp_path: Path, size: int
+@pytest.mark.parametrize(
+    ("own", "size", "expected"),
+    [
+        ([7, 3], 4, {0, 7, 3, 1}),  # the end, its own, and the most frequent one of the others
+        ([7, 3], 3, {0, 7, 3}),
+        ([7, 3], 2, {0, 3}),  # 3 is more frequent than 7
+        ([0, 7, 3], 3, {0, 7, 3}),
+    ],
+)
+def test_a_drafter_keeps_the_vocabulary_that_it_has(
+    target: PreTrainedModel, tmp_path: Path, own: list[int], size: int, expected: set[int]
 ) -> None:
-    rows = make_rows()
-    counts = torch.tensor(counts_by_hand(rows))
-    own = counts.argsort(stable=True)[:3].tolist()  # the rarest
+    target.generation_config.eos_token_id = 0
+    rows = [{"input_ids": [2, 2, 1, 1, 1, 5, 5, 3, 1]}] * 4
     drafter = make_drafter(target)
     drafter.generation_config.draft_vocabulary = own
-    trainer = make_trainer(target, tmp_path, drafter, size=size, train_dataset=rows, max_steps=1)
-    ends = ending_tokens([target.config, target.generation_config], VOCAB_SIZE)
-    trainer.train()
-    kept = ends.union(own) if len(ends.union(own)) <= size else ends
-    assert drafter.generation_config.draft_vocabulary == choose_draft_vocabulary(counts, size, kept)
-    assert set(own) <= set(drafter.generation_config.draft_vocabulary) or size == 2
+    make_trainer(target, tmp_path, drafter, size=size, train_dataset=rows, max_steps=1).train()
+    assert set(drafter.generation_config.draft_vocabulary) == expected
+
+
+def test_a_vocabulary_that_is_whole_needs_no_counting(target: PreTrainedModel, tmp_path: Path) -> None:
+    stream = IterableDataset.from_generator(lambda: iter(make_rows()))
+    drafter = make_drafter(target)
+    drafter.generation_config.draft_vocabulary = [5, 2, 7]
+    make_trainer(target, tmp_path, drafter, size=3, train_dataset=stream, max_steps=1).train()
+    assert drafter.generation_config.draft_vocabulary == [5, 2, 7]
+    with pytest.raises(ValueError, match="a stream can only be read while training"):
+        make_trainer(target, tmp_path, drafter, size=4, train_dataset=stream, max_steps=1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits

@@ -14,7 +14,7 @@ from accelerate import cpu_offload
 from datasets import IterableDataset
 from huggingface_hub import HfApi
 from safetensors import safe_open
-from targets import make_drafter, make_target
+from targets import VOCAB_SIZE, make_drafter, make_target
 from trainers import losses_of, make_args, make_rows
 from training_data import DEMO_TARGET
 from transformers import (
@@ -31,7 +31,7 @@ from transformers import (
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import adopt_attention_implementation
 from transformers_gumiho.losses.eager import gumiho_loss
-from transformers_gumiho.training import GumihoTrainer, measure_acceptance
+from transformers_gumiho.training import GumihoDataCollator, GumihoTrainer, measure_acceptance
 
 
 # Its name in newer releases of transformers, which warn of the other one.
@@ -115,10 +115,11 @@ def test_the_loss_is_the_eager_one_and_falls(
 def test_prompts_count_where_that_is_asked_for(target: PreTrainedModel, tmp_path: Path) -> None:
     rows = [{"input_ids": row["input_ids"][:9], "loss_mask": [0] * 5 + [1] * 3 + [0]} for row in make_rows(3)]
     rows += [{"input_ids": row["input_ids"][:7], "loss_mask": [0] * 5 + [1] + [0]} for row in make_rows(1)]
-    whole = [{"input_ids": row["input_ids"]} for row in rows]
+    # After the last token nothing is drafted.
+    whole = [{"input_ids": row["input_ids"], "loss_mask": [1] * (len(row["input_ids"]) - 1) + [0]} for row in rows]
     trainers = [
         make_trainer(target, tmp_path, make_drafter(target), train_dataset=data, eval_dataset=rows, **settings)
-        for data, settings in ((whole, {}), (rows, {"completion_only_loss": False}), (rows, {}))
+        for data, settings in ((whole, {}), (rows, {"assistant_only_loss": False}), (rows, {}))
     ]
     for trainer in trainers:
         trainer.train()
@@ -129,10 +130,39 @@ def test_prompts_count_where_that_is_asked_for(target: PreTrainedModel, tmp_path
     for trainer in trainers:
         trainer.model.load_state_dict(trainers[0].model.state_dict())
     assert trainers[1].evaluate()["eval_loss"] == pytest.approx(trainers[2].evaluate()["eval_loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="`completion_only_loss=False` is carried out by a GumihoDataCollator"):
-        make_trainer(
-            target, tmp_path, train_dataset=rows, data_collator=lambda rows: rows[0], completion_only_loss=False
-        )
+    collators = {
+        "`assistant_only_loss=False` is carried out by a GumihoDataCollator": (lambda rows: rows[0], False),
+        "counts the prompts, in evaluations, too": (GumihoDataCollator(assistant_only_loss=False), True),
+    }
+    for message, (collator, answers_only) in collators.items():
+        with pytest.raises(ValueError, match=message):
+            make_trainer(target, tmp_path, data_collator=collator, assistant_only_loss=answers_only)
+    with pytest.raises(ValueError, match="`weigh_by_reach` measures how often decoding reaches each position, on the"):
+        make_args(tmp_path, weigh_by_reach=True, assistant_only_loss=False)
+
+
+class CountingCollator(GumihoDataCollator):
+    """A collator of one's own, with what no field holds."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=VOCAB_SIZE)
+        self.num_counting: list[int] = []
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(rows)
+        self.num_counting.append(int(batch["loss_mask"].sum()))
+        return batch
+
+
+def test_a_collator_of_ones_own_counts_prompts_in_training_alone(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows, collator = [{"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 0, 1, 1, 0]}] * 2, CountingCollator()
+    trainer = make_trainer(
+        target, tmp_path, train_dataset=rows, eval_dataset=rows, data_collator=collator, assistant_only_loss=False,
+        max_steps=1, per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    assert (max(collator.num_counting), collator.num_counting[-1]) == (10, 4)
 
 
 def test_a_second_training_measures_reach_anew(target: PreTrainedModel, tmp_path: Path) -> None:

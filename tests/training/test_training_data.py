@@ -264,6 +264,16 @@ def test_batches_are_padded_on_the_right() -> None:
     assert GumihoDataCollator()([{"input_ids": [1, 2]}])["loss_mask"].tolist() == [[1, 1]]
 
 
+def test_packed_rows_and_others_share_a_batch() -> None:
+    packed = {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1], "position_ids": [0, 1, 0, 1]}
+    alone = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}
+    for rows in ([packed, alone], [alone, packed]):
+        batch = GumihoDataCollator()(rows)
+        assert batch["position_ids"].tolist() == [[0, 1, 0, 1] if row is packed else [0, 1, 2, 0] for row in rows]
+        everything = GumihoDataCollator(assistant_only_loss=False)(rows)
+        assert everything["loss_mask"].tolist() == [[1, 0, 1, 0] if row is packed else [1, 1, 0, 0] for row in rows]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -23,18 +23,19 @@ class Pair:
         drafter: The drafter's folder, in the folder `examples` of the repository.
         target: The same of the target, or what returns its folder where it comes from elsewhere. It is given what is
             to be told of what takes long.
-        is_large: Whether reading its weights takes most of the time, so that a CPU runs it in 16 bits if it can.
+        in_bfloat16: Whether a CPU that computes in bfloat16 runs it in that: whether reading weights takes most of its
+            time.
     """
 
     name: str
     drafter: str
     target: str | Callable[[Callable[[str], None]], str]
-    is_large: bool = False
+    in_bfloat16: bool = False
 
     @property
     def cpu_dtype(self) -> str:
         """The precision in which a CPU runs it. Elsewhere it runs in that of its files."""
-        return "bfloat16" if self.is_large and cpu_computes_bfloat16() else "float32"
+        return "bfloat16" if self.in_bfloat16 and cpu_computes_bfloat16() else "float32"
 
     def find_drafter(self) -> str:
         """
@@ -72,12 +73,12 @@ class Pair:
 def cpu_computes_bfloat16() -> bool:
     """Whether this CPU multiplies in bfloat16, as far as PyTorch tells: older releases do not."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 PAIRS = {
     "demo": Pair("demo", drafter="demo_pair/gumiho", target="demo_pair/target"),
-    "smollm2": Pair("smollm2", drafter="smollm2/gumiho", target=smollm2.find_target, is_large=True),
+    "smollm2": Pair("smollm2", drafter="smollm2/gumiho", target=smollm2.find_target, in_bfloat16=True),
 }
 
 

@@ -79,7 +79,7 @@ class GumihoTrainingArguments(TrainingArguments):
             "`transition` the latter alone, with all loss weights of these from the start. All else stays as it is."
         },
     )
-    completion_only_loss: bool = field(
+    assistant_only_loss: bool = field(
         default=True,
         metadata={
             "help": "Train on the answers alone; otherwise on prompts, too, as is right where the target wrote them."
@@ -88,7 +88,8 @@ class GumihoTrainingArguments(TrainingArguments):
     draft_vocabulary_size: int | None = field(
         default=None,
         metadata={
-            "help": "Draft only so many tokens, those that the training answers hold most often; by default all."
+            "help": "Draft only so many tokens: the drafter's own, then those that training answers hold most often. "
+            "By default all."
         },
     )
     loss_chunk_size: int = field(
@@ -113,6 +114,11 @@ class GumihoTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`linear_start` begins a serial head anew, which `train_only={self.train_only!r}` leaves as it is. "
                 f"Leave one of them out."
+            )
+        if self.weigh_by_reach and not self.assistant_only_loss:
+            raise ValueError(
+                "`weigh_by_reach` measures how often decoding reaches each position, on the answers; with "
+                "`assistant_only_loss=False` that would be on prompts, too. Leave one of them out."
             )
         self.loss_weights(epoch=None)  # refuses names that there are no terms of
         if self.draft_vocabulary_size is not None and self.draft_vocabulary_size < 1:

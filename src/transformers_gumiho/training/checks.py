@@ -57,11 +57,17 @@ def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
         )
 
 
-def check_collator(collator: Any, completion_only_loss: bool) -> None:
-    """Raises `ValueError` where prompts shall count, and whoever makes the batches does not know of that."""
-    if not completion_only_loss and not isinstance(collator, GumihoDataCollator):
+def check_collator(collator: Any, assistant_only_loss: bool) -> None:
+    """Raises `ValueError` where prompts shall count and `collator` does not know of that, or the other way round."""
+    if isinstance(collator, GumihoDataCollator):
+        if not collator.assistant_only_loss:
+            raise ValueError(
+                "`data_collator` counts the prompts, in evaluations, too. Leave that to the training argument "
+                "`assistant_only_loss=False`, which is about training alone."
+            )
+    elif not assistant_only_loss:
         raise ValueError(
-            f"`completion_only_loss=False` is carried out by a GumihoDataCollator, and `data_collator` is a "
+            f"`assistant_only_loss=False` is carried out by a GumihoDataCollator, and `data_collator` is a "
             f"{type(collator).__name__}. Let it return a `loss_mask` of ones instead."
         )
 
@@ -77,9 +83,16 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
         rows, other = dataset.manifest, features.manifest
         if rows.fingerprints["target"] != other.fingerprints["target"]:
             raise ValueError(
-                f"The rows in the feature cache {str(dataset.folder)!r} are of another target than `target`. Give the "
-                f"`CachedFeatures` of this folder, or of another one that was made from the same target."
+                f"The rows in the feature cache {str(dataset.folder)!r} are of another target than `target`, or of "
+                f"it in another precision. Give caches that were made from one target."
             )
+        for name in ("tokenizer", "dtype"):
+            ours, theirs = (getattr(cache, name, cache.fingerprints.get(name)) for cache in (rows, other))
+            if ours != theirs:
+                raise ValueError(
+                    f"The feature cache {str(dataset.folder)!r} was made with another {name} than that of `target`: "
+                    f"{ours} and {theirs}. Give caches that were made alike."
+                )
         if rows.target_layer_ids != other.target_layer_ids:
             raise ValueError(
                 f"The feature cache {str(dataset.folder)!r} holds the layers {rows.target_layer_ids}, and that of "

@@ -25,13 +25,14 @@ class GumihoDataCollator:
         vocab_size: Where given, token ids from there on are refused.
         max_length: Where given, longer rows are refused.
         pad_to_multiple_of: Round the length of a batch up to a multiple of this.
-        completion_only_loss: Whether a row's `loss_mask` tells what counts; otherwise all of its states do.
+        assistant_only_loss: Whether a row's `loss_mask` tells what counts; otherwise all of its states do, but for the
+            last one of each text, after which nothing is drafted. [`GumihoTrainer`] sets it, for training alone.
     """
 
     vocab_size: int | None = None
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
-    completion_only_loss: bool = True
+    assistant_only_loss: bool = True
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Returns `input_ids` and `loss_mask` `(B, L)`, and the other columns where the rows have them."""
@@ -48,12 +49,13 @@ class GumihoDataCollator:
                     raise ValueError(
                         f"A row has {len(row['input_ids'])} tokens, but its `{name}` is for {len(row[name])}."
                     )
-        masks = [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows]
-        if self.completion_only_loss:
-            masks = [torch.as_tensor(row.get("loss_mask", mask)).long() for row, mask in zip(rows, masks, strict=True)]
+        # Rows from several sources: packed ones next to others.
+        positions = [torch.as_tensor(row.get("position_ids", range(len(row["input_ids"])))).long() for row in rows]
+        masks = [torch.as_tensor(row.get("loss_mask", [1] * len(row["input_ids"]))).long() for row in rows]
+        if not self.assistant_only_loss:
+            masks = [_counts_all(of_row) for of_row in positions]
         batch["loss_mask"] = self._pad(masks)
-        if "position_ids" in rows[0]:
-            positions = [torch.as_tensor(row["position_ids"], dtype=torch.long) for row in rows]
+        if any("position_ids" in row for row in rows):
             length = batch["input_ids"].shape[1]
             batch["position_ids"] = torch.stack([torch.cat((p, torch.arange(length - len(p)))) for p in positions])
         for name in _STATES:
@@ -81,3 +83,10 @@ class GumihoDataCollator:
                 f"A row has {input_ids.shape[1]} tokens, but target and drafter have positions for {self.max_length}. "
                 f"Prepare the dataset with `max_length={self.max_length}` or less."
             )
+
+
+def _counts_all(position_ids: torch.Tensor) -> torch.Tensor:
+    """Returns `(L,)`: 1 at each state of texts at these positions that another token of the same text follows."""
+    mask = torch.zeros_like(position_ids)
+    mask[:-1] = position_ids[1:] > position_ids[:-1]
+    return mask

@@ -44,7 +44,7 @@ class DraftRestriction:
         self._vocab_size = trainer.drafter.config.get_text_config().vocab_size
         if self._size is not None:
             check_size(self._size, self._vocab_size, len(self._kept()))
-            if trainer.train_dataset is not None:
+            if trainer.train_dataset is not None and not self._has_own:
                 check_countable(trainer.train_dataset)
 
     @property
@@ -75,10 +75,12 @@ class DraftRestriction:
             return  # in an earlier training or evaluation
         if token_ids is not None:
             self._check_found(token_ids, f"the checkpoint {checkpoint!r}")
+        elif self._has_own:
+            token_ids = self._own()
         elif self._trainer.train_dataset is not None:
             token_ids = self._count(self._size)
         else:
-            token_ids = self._trainer.drafter.generation_config.draft_vocabulary or []
+            token_ids = self._own()
             self._check_found(token_ids, "the drafter, which has no training data to count in,")
         self._trainer.drafter.generation_config.draft_vocabulary = list(token_ids)
         self._token_ids = torch.tensor(token_ids, device=self._trainer.args.device)
@@ -95,13 +97,20 @@ class DraftRestriction:
             step=accelerator.num_processes,
         )
         counts = accelerator.reduce(counts.to(trainer.args.device), "sum").cpu()
-        kept = self._kept()
-        own = kept.union(trainer.drafter.generation_config.draft_vocabulary or ())
-        # What was trained to be drafted stays where there is room for all of it.
-        token_ids = choose_draft_vocabulary(counts, size, own if len(own) <= size else kept)
+        token_ids = choose_draft_vocabulary(counts, size, self._kept(), own=self._own())
         share = float(counts[token_ids].sum() / counts.sum().clamp(min=1))
         logger.info(f"The draft vocabulary of {size} tokens holds {share:.2%} of the training answers' tokens.")
         return token_ids
+
+    def _own(self) -> list[int]:
+        """Returns the tokens that the drafter was trained to draft, if they are not all."""
+        return list(self._trainer.drafter.generation_config.draft_vocabulary or ())
+
+    @property
+    def _has_own(self) -> bool:
+        """Whether the drafter has a whole vocabulary of this size, so that there is nothing to count."""
+        own = self._own()
+        return len(own) == self._size and self._kept() <= set(own)
 
     def _kept(self) -> set[int]:
         """Returns the tokens that end a text, by what is known of the target."""
@@ -114,5 +123,5 @@ class DraftRestriction:
         if len(token_ids) != self._size:
             raise ValueError(
                 f"`draft_vocabulary_size` is {self._size}, but {owner} has a draft vocabulary of {len(token_ids)} "
-                f"tokens. Set the size to that, or train from the start."
+                f"tokens. Set the size to that, or begin another training with that drafter."
             )

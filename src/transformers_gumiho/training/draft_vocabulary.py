@@ -42,10 +42,13 @@ def count_answer_tokens(
     return counts
 
 
-def choose_draft_vocabulary(counts: torch.Tensor, size: int, kept: Iterable[int] = ()) -> list[int]:
+def choose_draft_vocabulary(
+    counts: torch.Tensor, size: int, kept: Iterable[int] = (), own: Iterable[int] = ()
+) -> list[int]:
     """
     Returns the `size` tokens of the highest counts `(V,)`, the most frequent first. Those in `kept` are always among
-    them; equally frequent ones, such as all that do not occur, go by their ids.
+    them, and those in `own` come before all others; equally frequent ones, such as all that do not occur, go by their
+    ids.
 
     Raises:
         ValueError: There are fewer than `size` tokens, or more than that to be kept.
@@ -53,8 +56,9 @@ def choose_draft_vocabulary(counts: torch.Tensor, size: int, kept: Iterable[int]
     always = set(kept)
     check_size(size, len(counts), len(always))
     ranking = counts.argsort(descending=True, stable=True).tolist()
-    others = [token for token in ranking if token not in always][: size - len(always)]
-    chosen = always.union(others)
+    first = set(own)
+    others = sorted((token for token in ranking if token not in always), key=lambda token: token not in first)
+    chosen = always.union(others[: size - len(always)])
     return [token for token in ranking if token in chosen]
 
 

@@ -1,5 +1,6 @@
 """The `Trainer` of a drafter."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,9 +57,9 @@ class GumihoTrainer(Trainer):
 
     Raises:
         TypeError: `args` or `model` is of another type.
-        ValueError: The drafter was not made for the target, the rows come from another cache than the target's
-            features, an adapter cannot hold what is to be trained, or tau is to be measured without prompts or without
-            the target itself.
+        ValueError: The drafter was not made for the target, the rows are of another target than the features, an
+            adapter cannot hold what is to be trained, or tau is to be measured without prompts or without the target
+            itself.
     """
 
     args: GumihoTrainingArguments
@@ -110,7 +111,7 @@ class GumihoTrainer(Trainer):
         self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
-        check_collator(self.data_collator, args.completion_only_loss)
+        check_collator(self.data_collator, args.assistant_only_loss)
         if args.acceptance_steps:
             if not acceptance_prompts:
                 raise ValueError(
@@ -126,8 +127,9 @@ class GumihoTrainer(Trainer):
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """As `Trainer.get_train_dataloader`; evaluations count the answers alone, whatever is trained on."""
         collator = self.data_collator
-        if not self.args.completion_only_loss:
-            self.data_collator = replace(collator, completion_only_loss=False)
+        if not self.args.assistant_only_loss:
+            self.data_collator = copy.copy(collator)
+            self.data_collator.assistant_only_loss = False
         try:
             return super().get_train_dataloader()
         finally:

@@ -87,6 +87,7 @@ class EndpointWriter:
     ):
         self.endpoint, self.tokenizer, self.sampling = endpoint, tokenizer, sampling
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
+        self._first: dict[Start, list[str]] = {}  # what was written first after each
 
     def write_user_turns(self, starts: Sequence[Start], seed: int) -> list[Text]:
         turns = {system: find_user_turn(self.tokenizer, system) for system in {start.system for start in starts}}
@@ -95,8 +96,13 @@ class EndpointWriter:
             for index, start in enumerate(starts)
         ]
         texts = asyncio.run(self._send_all(sends))
-        written = [text.text for text in texts if not text.problem]
-        if len(written) > 1 and len(set(written)) == 1:
+        repeats = []
+        for start, text in zip(starts, texts, strict=True):
+            if not text.problem:
+                first = self._first.setdefault(start, [])
+                repeats += [text.text == other for other in first]
+                first += [] if first else [text.text]
+        if repeats and all(repeats):
             raise EndpointError(
                 f"{self.endpoint.url} writes the same prompt every time, so it does not sample. `transformers serve` "
                 f'samples where the model\'s generation_config.json has `"do_sample": true`.'

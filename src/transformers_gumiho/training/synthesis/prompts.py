@@ -74,7 +74,7 @@ class PromptFile:
             before = self._num_written
             starts = [self.starts[index % len(self.starts)] for index in range(before, before + self.batch_size)]
             texts = self.writer.write_user_turns(starts, self.seed + before)
-            rows = list(self._screen(texts, [start.system for start in starts]))
+            rows = list(self._screen(texts, starts))
             append_rows(self.path, rows)
             self._num_written += len(rows)
             for row in rows:
@@ -83,12 +83,14 @@ class PromptFile:
             progress.update(sum(text.num_tokens for text in texts))
             self._check_yield()
 
-    def _screen(self, texts: list[Text], systems: list[str | None]) -> Iterator[dict[str, str]]:
-        for text, system in zip(texts, systems, strict=True):
+    def _screen(self, texts: list[Text], starts: list[Start]) -> Iterator[dict[str, str]]:
+        for text, start in zip(texts, starts, strict=True):
             reason = text.problem or why_degenerate(text.text, text.ended, self.special_tokens)
+            if start.opening and text.text == start.opening.strip():
+                reason = "nothing after its opening"
             if reason is None and not self._seen.add(text.text):
                 reason = "near-duplicate"
-            row = {"prompt": text.text} | ({} if system is None else {"system": system})
+            row = {"prompt": text.text} | ({} if start.system is None else {"system": start.system})
             yield row | ({} if reason is None else {"dropped": reason})
 
     def _count(self, row: dict[str, str]) -> None:

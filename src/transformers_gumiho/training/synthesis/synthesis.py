@@ -40,7 +40,7 @@ class SynthesisSettings:
     Attributes:
         num_prompts: Prompts that the target writes.
         batch_size: Prompts or answers that are written at a time.
-        max_prompt_tokens: Tokens of a self-written prompt, at most; a longer one is dropped.
+        max_prompt_tokens: Tokens of a self-written prompt after its opening, at most; a longer one is dropped.
         max_new_tokens: Tokens of an answer, at most; a longer one is cut.
         sampled_share: Share of the answers that are sampled; the others are greedy.
         temperature: For prompts and sampled answers.
@@ -107,7 +107,8 @@ def synthesize_dataset(
         ValueError: The tokenizer does not belong to the target, or the file was begun with other settings.
         OSError: The disk is full. What was written stays.
     """
-    check_settings(tokenizer, target.config, settings.max_prompt_tokens + settings.max_new_tokens)
+    longest = max((len(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in openings), default=0)
+    check_settings(tokenizer, target.config, longest + settings.max_prompt_tokens + settings.max_new_tokens)
     fingerprints = {"target": target_fingerprint(target)} | tokenizer_fingerprints(tokenizer)
     cache = AnswerFeatureCache(Path(feature_cache), features_dtype) if feature_cache is not None else None
     fingerprints["feature_cache"] = str(features_dtype) if cache else "none"
@@ -193,6 +194,10 @@ class Synthesis:
         if settings.num_prompts:
             for system in list[str | None](system_prompts) or [None]:
                 find_user_turn(tokenizer, system)
+        if openings and not settings.num_prompts:
+            raise ValueError(
+                "`openings` begin prompts that the target writes. Give `num_prompts` above 0, or no openings."
+            )
         if not settings.num_prompts and not questions:
             raise ValueError("There is nothing to answer. Give `num_prompts` above 0, or `questions`.")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -46,12 +46,12 @@ class TargetWriter:
         turns = [self._turn(start.system) for start in starts]
         ends = self.ends.union(*(turn.ends(self.tokenizer) for turn in turns))
         write = BatchContinuation(self.target, ends, self.sampling)
-        openings = [turn.opening_ids(self.tokenizer) for turn in turns]
-        prompts = [ids + self._ids(start.opening) for ids, start in zip(openings, starts, strict=True)]
+        prompts = [turn.opening_ids(self.tokenizer, start.opening) for turn, start in zip(turns, starts, strict=True)]
         results = write(prompts, self.max_prompt_tokens, [True] * len(prompts), seed)
         texts = []
-        for turn, start, result in zip(turns, starts, results, strict=True):
-            text = start.opening + self.tokenizer.decode(result.tokens[: -1 if result.ended else None])
+        for turn, start, prompt, result in zip(turns, starts, prompts, results, strict=True):
+            written = result.tokens[: -1 if result.ended else None]
+            text = start.opening + self._decode_after(prompt if start.opening else [], written)
             cut = turn.cut(text)
             texts.append(Text(cut, result.ended or cut != text.strip(), len(result.tokens)))
         return texts
@@ -68,8 +68,9 @@ class TargetWriter:
                 texts[index] = self._read(prompts[index], result)
         return texts
 
-    def _ids(self, opening: str) -> list[int]:
-        return list(self.tokenizer(opening, add_special_tokens=False)["input_ids"]) if opening else []
+    def _decode_after(self, before: list[int], tokens: list[int]) -> str:
+        """Returns the text of tokens as it goes on from others: alone it may lack a space in front."""
+        return self.tokenizer.decode(before + tokens)[len(self.tokenizer.decode(before)) :]
 
     def _fits(self, prompt: list[int]) -> bool:
         return self.positions is None or len(prompt) + self.max_new_tokens <= self.positions

@@ -27,9 +27,9 @@ class UserTurn:
     opening: str
     closing: str
 
-    def opening_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Returns the token ids of the opening."""
-        return list(tokenizer(self.opening, add_special_tokens=False)["input_ids"])
+    def opening_ids(self, tokenizer: PreTrainedTokenizerBase, words: str = "") -> list[int]:
+        """Returns the token ids of the opening, and of the user's first words after it."""
+        return list(tokenizer(self.opening + words, add_special_tokens=False)["input_ids"])
 
     def ends(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
         """Returns the tokens that end a user's turn: the tokenizer's end, and special ones that begin the closing."""
