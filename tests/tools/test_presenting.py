@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from transformers_gumiho.presenting import (
     stream_answer,
     watch_cycles,
 )
-from transformers_gumiho.presenting.answering import describe_comparison
+from transformers_gumiho.presenting.answering import describe_comparison, logit_gap
 from transformers_gumiho.presenting.colours import wants_colours
 
 
@@ -265,7 +266,20 @@ def test_comparison_names_the_first_token_that_differs() -> None:
     told = describe_comparison(answer(1, 2, 3, seconds=0.5), answer(1, 2, 4))
     assert told.endswith("[with the drafter 2.00 times as fast | other tokens from number 3 on]")
     assert describe_comparison(answer(1, 2), answer(1, 2, 3)).endswith("other tokens from number 3 on]")
+    assert describe_comparison(answer(1, 2), answer(1, 3), gap=0.125).endswith(
+        "other tokens from number 2 on, where the logits of the two are 0.12 apart]"
+    )
     assert describe_comparison(answer(1, 2), answer(1, is_whole=False)).endswith("| interrupted, so not compared]")
+
+
+def test_the_gap_of_two_answers_is_that_of_their_first_different_tokens(target: PreTrainedModel) -> None:
+    prompt = TOKENIZER(PROMPT)["input_ids"]
+    logits = target(torch.tensor([[*prompt, 7]])).logits[0, -1]
+    ours, theirs = (Answer((7, token, 9), (), 1.0, True) for token in (3, 5))
+    assert logit_gap(target, prompt, ours, theirs) == pytest.approx(abs(float(logits[3] - logits[5])), rel=1e-4)
+    assert logit_gap(target, prompt, ours, ours) is None
+    # One ends where the other goes on.
+    assert logit_gap(target, prompt, ours, replace(ours, tokens=(7,))) is None
 
 
 def test_ctrl_c_ends_an_answer_and_nothing_else(

@@ -109,12 +109,36 @@ def describe_answer(answer: Answer, colours: bool) -> str:
     return f"[{' | '.join(parts)}]"
 
 
-def describe_comparison(answer: Answer, plain: Answer) -> str:
-    """Returns the lines below plain decoding's answer to the same prompt: its speed, and how the two compare."""
+def first_difference(answer: Answer, plain: Answer) -> int | None:
+    """Returns the index of the first token in which two answers differ, `None` where they do not."""
+    pairs = itertools.zip_longest(answer.tokens, plain.tokens)
+    return next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+
+
+@torch.inference_mode()
+def logit_gap(target: PreTrainedModel, prompt: Sequence[int], answer: Answer, plain: Answer) -> float | None:
+    """
+    Returns how far apart the target's logits are for the two tokens in which answers to a prompt first differ, `None`
+    where there are no two.
+    """
+    place = first_difference(answer, plain)
+    if place is None or place >= min(len(answer.tokens), len(plain.tokens)):
+        return None
+    text = torch.tensor([[*prompt, *plain.tokens[:place]]], device=target.device)
+    logits = target(text, use_cache=False).logits[0, -1].float()
+    return abs(float(logits[answer.tokens[place]] - logits[plain.tokens[place]]))
+
+
+def describe_comparison(answer: Answer, plain: Answer, gap: float | None = None) -> str:
+    """
+    Returns the lines below plain decoding's answer to the same prompt: its speed, and how the two compare. `gap` is
+    the [`logit_gap`] of greedy answers, which tells why they differ.
+    """
     speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
     if not plain.is_whole:
         return f"{speed} | interrupted, so not compared]"
-    pairs = itertools.zip_longest(answer.tokens, plain.tokens)
-    other = next((number for number, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs), None)
-    tokens = "the same tokens" if other is None else f"other tokens from number {other} on"
+    place = first_difference(answer, plain)
+    tokens = "the same tokens" if place is None else f"other tokens from number {place + 1} on"
+    if gap is not None:
+        tokens += f", where the logits of the two are {gap:.2g} apart"
     return f"{speed}]\n[with the drafter {answer.speed / plain.speed:.2f} times as fast | {tokens}]"

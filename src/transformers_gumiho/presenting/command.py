@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..measuring.prompts import encode_turn
 from ..model.modeling_gumiho import GumihoModel
-from .answering import Answer, describe_answer, describe_comparison, stream_answer
+from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
 from .arguments import GenerateArguments, ShowArguments
 from .colours import wants_colours
 from .cycles import Cycle, watch_cycles
@@ -106,7 +106,8 @@ def _answer(
     if args.compare and answer.is_whole:
         sys.stdout.write("\n")
         plain = answer_with(None, sys.stdout, args.max_new_tokens)
-        sys.stdout.write(f"\n\n{describe_comparison(answer, plain)}\n")
+        gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
+        sys.stdout.write(f"\n\n{describe_comparison(answer, plain, gap)}\n")
     return answer
 
 
