@@ -7,8 +7,10 @@ import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import cached_assets_path, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import is_gguf_available
@@ -149,7 +151,9 @@ def convert(gguf: Path, folder: Path) -> None:
     """
     check_gguf_is_installed()
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_dequantising()
+        )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # a reader of damaged bytes may raise anything
         raise ValueError(_damaged(gguf, f"{type(error).__name__}: {error}")) from error
@@ -163,6 +167,12 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _dequantising() -> dict[str, Any]:
+    """Returns the argument by which releases of transformers that can keep weights packed make them plain."""
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _damaged(gguf: Path, reason: str) -> str:
