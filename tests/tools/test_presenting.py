@@ -8,6 +8,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from PIL import Image
 from targets import make_drafter, make_prompts, make_target
 from tokenizers import Tokenizer, decoders, models
 from training_data import DEMO_TARGET, make_tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, PreTrainedTokenizerFast
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
 from transformers_gumiho.presenting import (
@@ -272,9 +273,26 @@ def test_comparison_names_the_first_token_that_differs() -> None:
     assert describe_comparison(answer(1, 2), answer(1, is_whole=False)).endswith("| interrupted, so not compared]")
 
 
+def test_drafts_from_the_context_are_the_drafters_alone(
+    target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[bool, int | None]] = []
+    generate_text = GenerationMixin.generate
+
+    def listening(self: GenerationMixin, *args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append((kwargs["assistant_model"] is not None, kwargs.get("prompt_lookup_num_tokens")))
+        return generate_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", listening)
+    options = {"prompt": PROMPT, "max_new_tokens": 24, "compare": True, "prompt_lookup_num_tokens": 4}
+    (answer,) = generate(GenerateArguments(**PAIR, **options))
+    assert {*asked} == {(True, 4), (False, None)}
+    assert list(answer.tokens) == new_tokens(decode(target, drafter, PROMPT, max_new_tokens=24))
+
+
 def test_the_gap_of_two_answers_is_that_of_their_first_different_tokens(target: PreTrainedModel) -> None:
     prompt = TOKENIZER(PROMPT)["input_ids"]
-    logits = target(torch.tensor([[*prompt, 7]])).logits[0, -1]
+    logits = target(torch.tensor([[*prompt, 7]])).logits[0, -1].detach()
     ours, theirs = (Answer((7, token, 9), (), 1.0, True) for token in (3, 5))
     assert logit_gap(target, prompt, ours, theirs) == pytest.approx(abs(float(logits[3] - logits[5])), rel=1e-4)
     assert logit_gap(target, prompt, ours, ours) is None

@@ -28,7 +28,7 @@ def test_the_drafter_is_small_and_decodes_a_target_of_its_shape_exactly() -> Non
     drafter = GumihoModel.from_pretrained(folder, dtype="auto")
     assert drafter.dtype == torch.bfloat16
     assert not drafter.config.has_embedding
-    assert len(drafter.generation_config.draft_vocabulary) == 8192
+    assert len(drafter.generation_config.draft_vocabulary) == 10240
     torch.manual_seed(0)
     # SmolLM2-135M-Instruct's, but for the number of layers.
     config = LlamaConfig(

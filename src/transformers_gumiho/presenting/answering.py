@@ -51,6 +51,7 @@ def stream_answer(
     colours: bool,
     max_new_tokens: int,
     temperature: float,
+    prompt_lookup_num_tokens: int | None = None,
 ) -> Answer:
     """
     Writes the answer to a prompt as it is decoded. Ctrl-C ends it.
@@ -64,6 +65,7 @@ def stream_answer(
         colours: Whether to colour accepted drafts.
         max_new_tokens: The most to generate.
         temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
+        prompt_lookup_num_tokens: Tokens that are drafted from the context, at most, next to the drafter's.
     """
     cycles: list[Cycle] = []
     streamer = CycleStreamer(tokenizer, stream, colours, has_cycles=drafter is not None)
@@ -72,13 +74,14 @@ def stream_answer(
         cycles.append(cycle)
         streamer.expect(cycle)
 
+    lookup = {} if drafter is None else {"prompt_lookup_num_tokens": prompt_lookup_num_tokens}
     input_ids = torch.tensor([list(prompt)], device=target.device)
     is_whole, start = True, time.perf_counter()
     with watch_cycles(on_cycle):
         try:
             target.generate(
                 input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, streamer=streamer,
-                max_new_tokens=max_new_tokens, **sampling_settings(temperature),
+                max_new_tokens=max_new_tokens, **lookup, **sampling_settings(temperature),
             )  # fmt: skip
         except KeyboardInterrupt:
             is_whole = False

@@ -39,6 +39,10 @@ class GenerateArguments(TerminalArguments):
     max_new_tokens: int = field(default=256, metadata={"help": "Tokens of each answer, at most."})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy."})
     seed: int = field(default=0, metadata={"help": "For sampling."})
+    prompt_lookup_num_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Also draft so many tokens that followed the same words before."},
+    )
     compare: bool = field(
         default=False, metadata={"help": "Then answer by plain decoding, too, and tell how the two compare."}
     )

@@ -95,7 +95,7 @@ def _answer(
         torch.manual_seed(seed)
         return stream_answer(
             target, tokenizer, assistant, prompt, stream, colours=colours, max_new_tokens=max_new_tokens,
-            temperature=args.temperature,
+            temperature=args.temperature, prompt_lookup_num_tokens=args.prompt_lookup_num_tokens,
         )  # fmt: skip
 
     if args.compare:
