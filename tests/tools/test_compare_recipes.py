@@ -43,7 +43,10 @@ def test_all_drafters_are_of_one_size(script: ModuleType) -> None:
             sizes.append(size)
         assert max(sizes) / min(sizes) < 1.05
     with pytest.raises(ValueError, match="layers that the feature cache does not hold"):
-        recipes.fitted_config(recipes.RECIPES["all"], demo, None)
+        recipes.fitted_config(recipes.RECIPES["layers"], demo, None)
+    for name in ("all", "all_on_serial", "all_on_parallel"):
+        config, _ = recipes.fitted_config(recipes.RECIPES[name], demo, None)
+        assert config.target_layer_ids is None
 
 
 def test_a_line_is_trained_and_measured_once(
@@ -112,8 +115,8 @@ def test_only_recipes_that_do_not_fit_are_left_out(
 
     target, args = make_target(), script.ComparisonArguments(features_dir=tmp_path, output=tmp_path / "out.jsonl")
     monkeypatch.setattr(script, "CachedFeatures", lambda _: SimpleNamespace(layer_ids=None))
-    script.add_row(args, "all", 0, target)
-    assert "all is left out: it reads layers" in capsys.readouterr().err
+    script.add_row(args, "layers", 0, target)
+    assert "layers is left out: it reads layers" in capsys.readouterr().err
     monkeypatch.setattr(script, "train", refuse)
     monkeypatch.setattr(script, "fitted_config", lambda *_: (None, 0))
     with pytest.raises(ValueError, match="rows are of another cache"):
