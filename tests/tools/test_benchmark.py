@@ -21,6 +21,7 @@ from transformers_gumiho.benchmarking import (
     DecodingMode,
     Question,
     Sample,
+    SampleFile,
     benchmark,
     decoding_modes,
     read_questions,
@@ -236,7 +237,7 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     assert "| plain |" in process.stdout
     names = {path.name for path in (tmp_path / "out").iterdir()}
     pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance", "cycle", "trees")}
-    assert names == pictures | {"samples.jsonl", "summary.json", "summary.md"}
+    assert names == pictures | {"samples.jsonl", "samples.settings.json", "summary.json", "summary.md"}
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}
     overall = [row for row in summary["rows"] if row["category"] == "overall"]
@@ -265,20 +266,46 @@ def test_only_the_chosen_modes_decode_the_first_prompts_of_each_category(tmp_pat
         benchmark(replace(args, modes=["chain of 4"]))
 
 
-def test_an_interrupted_benchmark_keeps_what_it_has(
+def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     target: PreTrainedModel, drafter: GumihoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate, calls = target.generate, []
 
     def interrupted(**kwargs: object) -> object:
-        calls.append(1)
-        if len(calls) > 6:  # two for warm-up, three for the first prompt
+        calls.append(kwargs)
+        if len(calls) > limit:
             raise KeyboardInterrupt
         return generate(**kwargs)
 
     monkeypatch.setattr(target, "generate", interrupted)
     modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": drafter})]
     path = tmp_path / "samples.jsonl"
-    samples = run_benchmark(target, make_tokenizer(None), QUESTIONS, modes, BenchmarkSettings(max_new_tokens=4), path)
-    assert [sample.mode for sample in samples] == ["plain", "gumiho"]
+
+    def run(resume: bool) -> list[Sample]:
+        calls.clear()
+        settings = BenchmarkSettings(max_new_tokens=4)
+        return run_benchmark(
+            target, make_tokenizer(None), QUESTIONS, modes, settings, SampleFile(path, {"dtype": "float32"}, resume)
+        )
+
+    limit = 5  # two for warm-up, two for the first turn of the first prompt, one for the second
+    assert [sample.mode for sample in run(resume=False)] == ["plain", "gumiho"]
     assert len(path.read_text().splitlines()) == 2
+    limit = 8  # both turns again, as the second one needs the answer to the first
+    assert [(s.questions, s.turn) for s in run(resume=True)[::2]] == [(["0"], 0), (["0"], 1), (["1"], 0)]
+    with path.open("a") as file:
+        file.write('{"batch": 3, "mode": "pla')  # killed while it wrote
+    samples = run(resume=True)
+    assert len(calls) == 4  # two for warm-up, two for the last prompt
+    assert [(s.questions, s.turn, s.mode) for s in samples] == [
+        (questions, turn, mode)
+        for questions, turn in [(["0"], 0), (["0"], 1), (["1"], 0), (["2"], 0)]
+        for mode in ("plain", "gumiho")
+    ]
+    limit = 2
+    assert run(resume=True) == samples
+    with pytest.raises(ValueError, match=r"dtype 'float32' instead of 'bfloat16'.*another --output_dir"):
+        SampleFile(path, {"dtype": "bfloat16"}, resume=True)
+    assert len(path.read_text().splitlines()) >= len(samples)
+    SampleFile(path, {"dtype": "bfloat16"})
+    assert path.read_text() == ""

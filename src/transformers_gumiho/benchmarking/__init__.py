@@ -3,7 +3,9 @@
 from ..measuring.prompts import Question, read_questions
 from .command import BenchmarkArguments, benchmark
 from .modes import DecodingMode, decoding_modes
-from .runner import BenchmarkSettings, Sample, run_benchmark
+from .runner import BenchmarkSettings, run_benchmark
+from .sample import Sample
+from .sample_file import SampleFile
 from .summary import SummaryRow, summarize
 
 
@@ -13,6 +15,7 @@ __all__ = [
     "DecodingMode",
     "Question",
     "Sample",
+    "SampleFile",
     "SummaryRow",
     "benchmark",
     "decoding_modes",

@@ -2,14 +2,16 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM
 
 from ..measuring.loading import load_pair
 from ..measuring.prompts import first_of_each_category, read_questions
-from .modes import choose_modes, decoding_modes
-from .report import markdown, write_json
+from .modes import DecodingMode, choose_modes, decoding_modes
+from .report import environment, markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
+from .sample_file import SampleFile
 from .summary import SummaryRow, summarize
 
 
@@ -46,19 +48,24 @@ class BenchmarkArguments:
     dtype: str = field(default="auto", metadata={"help": "Precision of all models."})
     device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})
     seed: int = field(default=0, metadata={"help": "For sampling."})
+    resume: bool = field(
+        default=False,
+        metadata={"help": "Keep what an earlier run of the same settings measured; more prompts may be asked for."},
+    )
 
 
 def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     """
     Decodes the prompts in every mode in turns, and writes `samples.jsonl` (as it goes), `summary.json`, `summary.md`
-    and pictures into `args.output_dir`. Interrupted, it reports what it has.
+    and pictures into `args.output_dir`. Interrupted, it reports what it has, and with `args.resume` goes on.
 
     Returns:
         The rows of the summary.
 
     Raises:
         SystemExit: It was interrupted before anything was measured.
-        ValueError: There is no way of decoding of a name in `args.modes`.
+        ValueError: There is no way of decoding of a name in `args.modes`, or it is to resume what was measured with
+            other settings.
     """
     # Not needed by those who only tune.
     from .plots import plot_summary
@@ -86,7 +93,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         questions,
         modes,
         BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed),
-        folder / "samples.jsonl",
+        SampleFile(folder / "samples.jsonl", _settings_of_samples(args, modes), args.resume),
     )
     if not samples:
         raise SystemExit("Stopped before anything was measured.")
@@ -95,3 +102,10 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
     plot_summary(rows, folder)
     return rows
+
+
+def _settings_of_samples(args: BenchmarkArguments, modes: list[DecodingMode]) -> dict[str, Any]:
+    """Returns what a sample depends on, besides its question."""
+    others = {"output_dir", "num_prompts", "prompts_per_category", "batch_sizes", "temperatures", "modes", "resume"}
+    settings = {name: value for name, value in asdict(args).items() if name not in others}
+    return settings | {"modes": [mode.name for mode in modes]} | environment()

@@ -1,12 +1,10 @@
 """Running a benchmark: every mode decodes every prompt, in turns, so that a machine that drifts hurts all alike."""
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,44 +16,8 @@ from ..measuring.prompts import Question, encode_turn
 from ..measuring.stages import stage_timer, synchronize
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
-
-
-@dataclass(frozen=True)
-class Sample:
-    """
-    One batch of prompts, decoded in one mode.
-
-    Attributes:
-        mode: The name of the mode.
-        temperature: 0 is greedy.
-        batch_size: Prompts decoded at once; the last batch of a category may have fewer.
-        category: Of the questions.
-        questions: Their names.
-        turn: Which turn of theirs, from 0.
-        seconds: For decoding the batch, prompt included.
-        num_tokens: New tokens of all prompts, without padding.
-        equal: Whether every text is that of plain decoding.
-        peak_bytes: The most memory at one time, beyond what there was before; `None` where it cannot be told.
-        accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
-        stages: Seconds of each stage, of a run of its own; see [`StageSeconds`].
-        num_compiled: Graphs that were compiled while it was measured.
-        tree_sizes: The drafted tokens that each verification cycle verified, if there are cycles.
-    """
-
-    mode: str
-    temperature: float
-    batch_size: int
-    category: str
-    questions: list[str]
-    turn: int
-    seconds: float
-    num_tokens: int
-    equal: bool
-    peak_bytes: int | None
-    accepted_lengths: list[list[int]] | None
-    stages: dict[str, float] | None
-    num_compiled: int = 0
-    tree_sizes: list[int] | None = None
+from .sample import Sample
+from .sample_file import SampleFile
 
 
 @dataclass(frozen=True)
@@ -92,7 +54,7 @@ def run_benchmark(
     questions: Sequence[Question],
     modes: Sequence[DecodingMode],
     settings: BenchmarkSettings,
-    output_file: str | Path | None = None,
+    output_file: SampleFile | None = None,
 ) -> list[Sample]:
     """
     Decodes every question in every mode.
@@ -103,28 +65,23 @@ def run_benchmark(
         questions: What to answer.
         modes: Ways of decoding, the first of them plain.
         settings: See [`BenchmarkSettings`].
-        output_file: JSONL that receives each sample as soon as it is measured, so that a run that is stopped keeps
-            what it has.
+        output_file: Receives each sample as soon as it is measured, so that a run that is stopped keeps what it has.
+            What it holds already is not measured again.
 
     Returns:
         The samples.
     """
-    runner = _Runner(target, tokenizer, modes, settings)
+    runner = _Runner(target, tokenizer, modes, settings, output_file)
     samples: list[Sample] = []
     total = len(settings.temperatures) * sum(
         -(-len(group) // size) * max(len(q.turns) for q in group)
         for size in settings.batch_sizes
         for group in _by_category(questions)
     )
-    with ExitStack() as stack:
-        file = stack.enter_context(Path(output_file).open("w", encoding="utf-8")) if output_file is not None else None
-        # Interrupted, it reports what it has measured.
-        stack.enter_context(suppress(KeyboardInterrupt))
-        for index, measured in enumerate(tqdm(runner.run(questions), total=total, desc="decoding", unit="batch")):
+    # Interrupted, it reports what it has measured.
+    with suppress(KeyboardInterrupt):
+        for measured in tqdm(runner.run(questions), total=total, desc="decoding", unit="batch"):
             samples += measured
-            if file is not None:
-                file.writelines(json.dumps({"batch": index} | asdict(sample)) + "\n" for sample in measured)
-                file.flush()
     return samples
 
 
@@ -135,6 +92,7 @@ class _Runner:
         tokenizer: PreTrainedTokenizerBase,
         modes: Sequence[DecodingMode],
         settings: BenchmarkSettings,
+        file: SampleFile | None,
     ):
         if not modes or modes[0].name != PLAIN:
             raise ValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
@@ -142,6 +100,7 @@ class _Runner:
         self.tokenizer = tokenizer
         self.modes = modes
         self.settings = settings
+        self.file = file
         self.num_batches = 0
 
     def run(self, questions: Sequence[Question]) -> Iterator[list[Sample]]:
@@ -152,15 +111,33 @@ class _Runner:
                 for group in _by_category(questions):
                     for start in range(0, len(group), batch_size):
                         chosen = group[start : start + batch_size]
-                        yield from self._run_conversations(chosen, temperature, batch_size)
+                        known = self._find_conversations(chosen, temperature, batch_size)
+                        self.num_batches += len(known)
+                        yield from known or self._run_conversations(chosen, temperature, batch_size)
 
     def _warm_up(self, questions: Sequence[Question], temperature: float, batch_size: int) -> None:
         """Decodes the longest of the first turns in every mode: what is compiled for them has room for the others."""
         prompts = [encode_turn(self.tokenizer, question.turns[:1], []) for question in questions]
         longest = sorted(prompts, key=len, reverse=True)[:batch_size]
         batch = _Batch(temperature, batch_size, list(questions[: len(longest)]), self._pad(longest), 0)
-        for mode in self._modes_for(batch):
+        for mode in self._modes_for(batch_size):
             self._decode(mode, batch)
+
+    def _find_conversations(
+        self, questions: list[Question], temperature: float, batch_size: int
+    ) -> list[list[Sample]]:
+        """Returns the samples of every turn that the file holds, none unless it holds all: turns need answers."""
+        if self.file is None:
+            return []
+        modes = [mode.name for mode in self._modes_for(batch_size)]
+        turns = []
+        for turn in range(max(len(question.turns) for question in questions)):
+            names = [question.name for question in questions if turn < len(question.turns)]
+            samples = self.file.find(modes, temperature, batch_size, names, turn)
+            if samples is None:
+                return []
+            turns.append(samples)
+        return turns
 
     def _run_conversations(
         self, questions: list[Question], temperature: float, batch_size: int
@@ -171,13 +148,15 @@ class _Runner:
             prompts = [encode_turn(self.tokenizer, questions[i].turns[: turn + 1], answers[i]) for i in asked]
             batch = _Batch(temperature, batch_size, [questions[i] for i in asked], self._pad(prompts), turn)
             samples, texts = self._compare(batch)
+            if self.file is not None:
+                self.file.append(samples)
             yield samples
             for index, text in zip(asked, texts, strict=True):
                 answers[index].append(text)
 
     def _compare(self, batch: _Batch) -> tuple[list[Sample], list[str]]:
         """Decodes a batch in every mode; returns the samples and plain decoding's answers."""
-        modes = self._modes_for(batch)
+        modes = self._modes_for(batch.batch_size)
         # Each mode comes first in its turn: whoever follows a long pause or a hot processor is not always the same.
         shift = self.num_batches % len(modes)
         self.num_batches += 1
@@ -185,7 +164,7 @@ class _Runner:
         plain = results[PLAIN][0]
         samples = []
         for mode in modes:
-            output, seconds, peak, num_compiled = results[mode.name]
+            output, seconds, peak, num_compiled, stages = results[mode.name]
             samples.append(
                 Sample(
                     mode=mode.name,
@@ -199,25 +178,31 @@ class _Runner:
                     equal=torch.equal(output.sequences, plain.sequences),
                     peak_bytes=peak,
                     accepted_lengths=getattr(output, "accepted_lengths", None),
-                    stages=self._profile(mode, batch),
+                    stages=stages or self._profile(mode, batch),
                     num_compiled=num_compiled,
                     tree_sizes=getattr(output, "tree_sizes", None),
                 )
             )
         return samples, self.tokenizer.batch_decode(self._answers(plain, batch), skip_special_tokens=True)
 
-    def _measure(self, mode: DecodingMode, batch: _Batch) -> tuple[Any, float, int | None, int]:
+    def _measure(
+        self, mode: DecodingMode, batch: _Batch
+    ) -> tuple[Any, float, int | None, int, dict[str, float] | None]:
         device = self.target.device
         num_graphs = num_compiled_graphs()
-        with peak_memory(device) as peak:
+        # Where nobody has to wait for a device, the stages of this run can be told without holding it up.
+        timed = device.type == "cpu" and mode.drafter is not None
+        with peak_memory(device) as peak, stage_timer(device) if timed else nullcontext() as stages:
             synchronize(device)
             begin = time.perf_counter()
             output = self._decode(mode, batch)
             synchronize(device)
             seconds = time.perf_counter() - begin
-        return output, seconds, peak.num_bytes, num_compiled_graphs() - num_graphs
+        of_stages = None if stages is None else asdict(stages) | {"rest": stages.rest}
+        return output, seconds, peak.num_bytes, num_compiled_graphs() - num_graphs, of_stages
 
     def _profile(self, mode: DecodingMode, batch: _Batch) -> dict[str, float] | None:
+        """Returns the seconds of the stages, of a run of its own."""
         if mode.drafter is None:
             return None
         with stage_timer(self.target.device) as seconds:
@@ -238,9 +223,9 @@ class _Runner:
                 **mode.generate_kwargs,
             )
 
-    def _modes_for(self, batch: _Batch) -> list[DecodingMode]:
+    def _modes_for(self, batch_size: int) -> list[DecodingMode]:
         limits = ((mode, mode.max_batch_size) for mode in self.modes)
-        return [mode for mode, limit in limits if limit is None or batch.batch_size <= limit]
+        return [mode for mode, limit in limits if limit is None or batch_size <= limit]
 
     def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
         longest = max(map(len, prompts))

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..metrics import acceptance_statistics
 from .modes import COMPILED, PLAIN, PLAIN_COMPILED
-from .runner import Sample
+from .sample import Sample
 
 
 OVERALL = "overall"
