@@ -131,3 +131,28 @@ def test_what_is_not_equal_is_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["num_tokens"] > 3
     monkeypatch.setattr(session, "_tree_masks", lambda tree, cache, dtype, windows: dict.fromkeys(windows))
     assert script.compare(script.build("llama"), settings)["verdict"] == "differs"
+
+
+def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the token that ends them, in batches of answers of different lengths."""
+    script = load("measure_agreement", monkeypatch)
+    folder = ROOT / "examples" / "demo_pair" / "target"
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = ["def read(self):", "import os", "class Path:\n    def"]
+    alone = []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        alone.append((ids.shape[1], target.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()))
+    # One of the texts ends early.
+    length, tokens = alone[0]
+    target.generation_config.eos_token_id = end = tokens[length + 4]
+    expected = []
+    for length, tokens in alone:
+        stop = next((i + 1 for i in range(length, len(tokens)) if tokens[i] == end), len(tokens))
+        expected.append((tokens[:stop], [0] * length + [1] * (stop - length - 1) + [0]))
+    args = script.AgreementArguments(str(folder), [], "", max_new_tokens=12, batch_size=2)
+    questions = [script.Question(str(i), "all", (text,)) for i, text in enumerate(texts)]
+    rows = script.answer(args, target, questions)
+    assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected
+    assert len({len(tokens) - length for (length, _), (tokens, _) in zip(alone, expected, strict=True)}) > 1

@@ -1,5 +1,10 @@
 """The drafter of the pair smollm2, with a target of the same shape: the real one is not part of the repository."""
 
+import json
+import random
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.pairs.known import find_pair
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -44,3 +52,25 @@ def test_the_drafter_is_small_and_decodes_a_target_of_its_shape_exactly() -> Non
             torch.manual_seed(1)
             texts.append(target.generate(prompt, max_new_tokens=24, assistant_model=assistant, **sampling))
         assert torch.equal(*texts)
+
+
+def test_long_prompts_quote_the_answers(tmp_path: Path) -> None:
+    """Half of them ask one of the questions; no answer that goes round in circles is quoted."""
+    source = random.Random(0)
+    answers = [" ".join(f"w{source.randrange(900)}" for _ in range(60)) for _ in range(6)]
+    rows = [(f"Question {i}?", answer) for i, answer in enumerate([*answers, "again and " * 60, "short"])]
+    messages = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in rows]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in messages))
+    command = [
+        sys.executable, ROOT / "examples" / "smollm2" / "long_prompts.py", "--answers", tmp_path / "answers.jsonl",
+        "--output_file", tmp_path / "prompts.jsonl", "--num_prompts", "40", "--min_words", "100", "--max_words", "150",
+    ]  # fmt: skip
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert "40 prompts from 6 answers" in process.stdout
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    quoted = [[word for word in prompt.split() if re.fullmatch(r"w\d+", word)] for prompt in prompts]
+    assert all(100 <= len(words) <= 150 for words in quoted)
+    assert all(any(" ".join(words).startswith(answer) for answer in answers) for words in quoted)
+    assert not any("again" in prompt for prompt in prompts)
+    assert sum("Question" in prompt and "?" in prompt for prompt in prompts) == 20

@@ -1,0 +1,96 @@
+"""Measures how often each draft of a drafter is the target's own choice, on the target's answers to questions.
+
+    python benchmarks/measure_agreement.py --target target --assistants examples/smollm2/gumiho \
+        --prompts examples/smollm2/prompts.jsonl --dtype bfloat16
+
+The target answers the first turns greedily, by plain decoding. Then every drafter drafts after each token of each
+answer, given that the text so far is the target's: what `eval_agreement_k` is in training, by category. No tree, no
+clock, so drafters can be compared while a machine is busy.
+"""
+
+import tempfile
+from dataclasses import dataclass, field
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PrinterCallback,
+    logging,
+)
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.measuring.prompts import (
+    Question,
+    encode_turn,
+    first_of_each_category,
+    padded_batches,
+    read_questions,
+)
+from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
+
+
+@dataclass
+class AgreementArguments:
+    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
+    assistants: list[str] = field(metadata={"help": "Drafters for it."})
+    prompts: str = field(metadata={"help": "A JSONL file with `turns`, `prompt` or `text`, or a dataset."})
+    prompts_per_category: int = 12
+    max_new_tokens: int = 128
+    batch_size: int = 12
+    dtype: str = "auto"
+
+
+@torch.inference_mode()
+def answer(args: AgreementArguments, target: PreTrainedModel, questions: list[Question]) -> Dataset:
+    """Returns a row for each question: its tokens and those of the target's answer, which count."""
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    ends = target.generation_config.eos_token_id
+    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=target.device)
+    prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
+    rows: list[dict[str, list[int]]] = []
+    for batch in padded_batches(tokenizer, prompts, args.batch_size, target.device):
+        length = batch["input_ids"].shape[1]
+        new_tokens = target.generate(**batch, max_new_tokens=args.max_new_tokens, do_sample=False)[:, length:]
+        is_end = torch.isin(new_tokens, ends)
+        # The token that ends a text belongs to it; what follows is padding.
+        lengths = (is_end.cumsum(-1) - is_end.long() == 0).sum(-1)
+        for row, num_new in zip(new_tokens.tolist(), lengths.tolist(), strict=True):
+            prompt = prompts[len(rows)]
+            # A state counts where the token that it predicts is the answer's, too.
+            mask = [0] * len(prompt) + [1] * (num_new - 1) + [0]
+            rows.append({"input_ids": prompt + row[:num_new], "loss_mask": mask})
+    return Dataset.from_list([row for row in rows if sum(row["loss_mask"])])
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(AgreementArguments, description=__doc__).parse_args_into_dataclasses()
+    logging.set_verbosity_error()
+    disable_progress_bars()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).eval()
+    questions = first_of_each_category(read_questions(args.prompts), args.prompts_per_category)
+    categories = dict.fromkeys(question.category for question in questions)
+    answers = {name: answer(args, target, [q for q in questions if q.category == name]) for name in categories}
+    for name in args.assistants:
+        drafter = GumihoModel.from_pretrained(name, dtype=torch.float32)
+        with tempfile.TemporaryDirectory() as folder:
+            settings = GumihoTrainingArguments(
+                output_dir=folder, per_device_eval_batch_size=args.batch_size, report_to="none", disable_tqdm=True,
+                bf16=target.dtype is torch.bfloat16, use_cpu=target.device.type == "cpu",
+                draft_vocabulary_size=len(drafter.generation_config.draft_vocabulary or []) or None,
+            )  # fmt: skip
+            trainer = GumihoTrainer(drafter, settings, target=target)
+            trainer.remove_callback(PrinterCallback)
+            depths = range(1, drafter.config.max_draft_depth + 1)
+            print(f"\n{name}\n\n| category | tokens | {' | '.join(map(str, depths))} |\n|{'---|' * (len(depths) + 2)}")
+            for category, rows in answers.items():
+                found = trainer.evaluate(rows)
+                shares = " | ".join(f"{found[f'eval_agreement_{depth}']:.3f}" for depth in depths)
+                print(f"| {category} | {sum(map(sum, rows['loss_mask']))} | {shares} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
