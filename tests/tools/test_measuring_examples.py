@@ -156,3 +156,52 @@ def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPa
     rows = script.answer(args, target, questions)
     assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected
     assert len({len(tokens) - length for (length, _), (tokens, _) in zip(alone, expected, strict=True)}) > 1
+
+
+def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On texts of eight places with random drafts, against every sequence of sizes."""
+    script = load("bound_sizes", monkeypatch)
+    torch.manual_seed(0)
+    costs = script.BatchCosts((0, 1, 3), (1.2, 1.3, 2.0), 0.4, 1.0)
+
+    def place() -> Any:
+        scores = torch.cat((torch.zeros(1, 1), -torch.rand(1, 3).sort().values), dim=1)
+        empty = torch.zeros(1, 4, dtype=torch.long)
+        tree = script.DraftTree(empty, empty, empty, scores, torch.eye(4, dtype=torch.bool)[None], 3)
+        return script.Place(tree, sorted(torch.randperm(3)[: int(torch.randint(4, ()))].add(1).tolist()))
+
+    def best_ms(places: list[Any]) -> float:
+        """The least time from the first place on."""
+        if not places:
+            return 0.0
+        cycles = [(costs.cycle_ms(size), 1 + sum(n <= size for n in places[0].accepted)) for size in range(4)]
+        return min(float(ms) + best_ms(places[tokens:]) for ms, tokens in [(costs.plain_ms, 1), *cycles])
+
+    texts = [[place() for _ in range(8)] for _ in range(5)]
+    rows = dict(script.rows_of(texts, costs, None, 3))
+    assert rows["knowing what will be accepted"].ms == pytest.approx(sum(map(best_ms, texts)))
+    assert rows["plain decoding"].ms == pytest.approx(40)
+    fixed = {size: script.play(texts, costs, lambda _, size=size: size) for size in (1, 2, 3)}
+    speeds = {size: one.num_tokens / one.ms for size, one in fixed.items()}
+    best = max(speeds, key=speeds.get)
+    assert rows[f"the best fixed size, {best}"] == fixed[best]
+
+
+def test_the_trees_after_every_token_are_those_that_decoding_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("bound_sizes", monkeypatch)
+    pair = ROOT / "examples" / "demo_pair"
+    target, tokenizer, drafter = script.load_pair(str(pair / "target"), str(pair / "gumiho"), "float32")
+    tokenizer.pad_token = tokenizer.eos_token
+    prompt = tokenizer("def read(self):").input_ids
+    args = script.BoundArguments("", max_size=8, max_new_tokens=24, batch_size=7)
+    with script.decoding_settings(drafter, {"num_assistant_tokens": 8, "cycle_costs": None}):
+        places = script.read_text(args, target, tokenizer, drafter, prompt)
+        ids = torch.tensor([prompt])
+        output = target.generate(ids, assistant_model=drafter, max_new_tokens=24, return_dict_in_generate=True)
+    assert len(places) == 23
+    lengths, at = [], 0
+    while at < len(places):
+        lengths.append(places[at].advance(8))
+        at += lengths[-1]
+    assert lengths[:-1] == output.accepted_lengths[0][: len(lengths) - 1]
+    assert max(lengths) > 2
