@@ -55,10 +55,12 @@ class Place:
     Attributes:
         tree: Of one row.
         accepted: The drafted tokens that the target accepts, as their numbers in the tree, increasing.
+        num_left: Tokens of the text that come after its last one.
     """
 
     tree: DraftTree
     accepted: list[int]
+    num_left: int = 1
 
     @property
     def scores(self) -> np.ndarray:
@@ -66,7 +68,7 @@ class Place:
 
     def advance(self, size: int) -> int:
         """Returns the tokens that a cycle commits here which verifies the first `size` drafted tokens."""
-        return 1 + sum(number <= size for number in self.accepted)
+        return min(1 + sum(number <= size for number in self.accepted), self.num_left)
 
 
 class _Stop(Exception):
@@ -104,8 +106,12 @@ def read_text(
                 target.generate(**batch, assistant_model=drafter, max_new_tokens=64, do_sample=False)
         except _Stop:
             places += first.places
+    # In low precision a batch may choose another token at a near-tie: the text is played up to there.
     parted = [i for i, place in enumerate(places) if int(place.tree.tokens[0, 0]) != text[i]]
-    return places[: parted[0]] if parted else places
+    places = places[: parted[0]] if parted else places
+    for index, place in enumerate(places):
+        place.num_left = len(places) - index
+    return places
 
 
 @dataclass
@@ -146,7 +152,8 @@ def play_sizing(texts: list[list[Place]], costs: BatchCosts, curve: AcceptanceCu
             size = sizing.cut(places[at].tree, [True]).tokens.shape[1] - 1
             tokens = places[at].advance(size)
             sizing.observe([tokens])
-            played.add(float(costs.cycle_ms(size)) if size else costs.plain_ms, tokens)
+            # A tree that is cut to nothing was drafted, too.
+            played.add(float(costs.cycle_ms(size)), tokens)
             at += tokens
     return played
 
@@ -154,7 +161,8 @@ def play_sizing(texts: list[list[Place]], costs: BatchCosts, curve: AcceptanceCu
 def play_by_rate(texts: list[list[Place]], costs: BatchCosts, curve: AcceptanceCurve | None) -> Play:
     """
     Plays all texts through with the sizes that are best by expectation: a token more must not take longer than
-    tokens take on the whole (Dinkelbach's method), which is found by trying.
+    tokens take on the whole (Dinkelbach's method), which is found by trying. It looks at trees before it decides not
+    to draft them, so decoding cannot do quite as well.
     """
     rate, played = 1 / costs.plain_ms, Play()
     for _ in range(6):
@@ -177,7 +185,7 @@ def play_knowing_all(texts: list[list[Place]], costs: BatchCosts, max_size: int)
     cycle_ms = costs.cycle_ms(sizes)
     played = Play()
     for places in texts:
-        left = np.zeros(len(places) + 64)
+        left = np.zeros(len(places) + 1)
         chosen: list[tuple[float, int]] = []
         for at in reversed(range(len(places))):
             options = [(costs.plain_ms, 1), *((float(cycle_ms[s]), places[at].advance(s)) for s in sizes)]
@@ -219,7 +227,8 @@ def main() -> None:
             read_text(args, target, tokenizer, drafter, encode_turn(tokenizer, question.turns[:1], []))
             for question in questions[args.first_prompt :]
         ]
-    played = dict(rows_of(texts, costs, curve, args.max_size))
+    print(f"{sum(map(len, texts))} places of {len(texts)} texts")
+    played = dict(rows_of([text for text in texts if text], costs, curve, args.max_size))
     best = next(one for name, one in played.items() if name.startswith("the best fixed size,"))
     plain = played["plain decoding"]
     print("| way | speed-up by the table | against the best fixed size | tau |\n|---|---|---|---|")

@@ -3,9 +3,9 @@
     python benchmarks/measure_agreement.py --target target --assistants examples/smollm2/gumiho \
         --prompts examples/smollm2/prompts.jsonl --dtype bfloat16
 
-The target answers the first turns greedily, by plain decoding. Then every drafter drafts after each token of each
-answer, given that the text so far is the target's: what `eval_agreement_k` is in training, by category. No tree, no
-clock, so drafters can be compared while a machine is busy.
+The target answers the first turns greedily, by plain decoding. For each token of an answer but the first, the draft of
+depth k is what a drafter says k tokens before it, given that the text up to there is the target's: what
+`eval_agreement_k` is in training, by category. No tree, no clock, so drafters can be compared while a machine is busy.
 """
 
 import tempfile
@@ -48,8 +48,9 @@ class AgreementArguments:
 def answer(args: AgreementArguments, target: PreTrainedModel, questions: list[Question]) -> Dataset:
     """Returns a row for each question: its tokens and those of the target's answer, which count."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     ends = target.generation_config.eos_token_id
-    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=target.device)
+    ends = torch.tensor(ends if isinstance(ends, list) else [] if ends is None else [ends], device=target.device)
     prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     rows: list[dict[str, list[int]]] = []
     for batch in padded_batches(tokenizer, prompts, args.batch_size, target.device):
@@ -70,7 +71,8 @@ def main() -> None:
     (args,) = HfArgumentParser(AgreementArguments, description=__doc__).parse_args_into_dataclasses()
     logging.set_verbosity_error()
     disable_progress_bars()
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).eval()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype, device_map=device).eval()
     questions = first_of_each_category(read_questions(args.prompts), args.prompts_per_category)
     categories = dict.fromkeys(question.category for question in questions)
     answers = {name: answer(args, target, [q for q in questions if q.category == name]) for name in categories}

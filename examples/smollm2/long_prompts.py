@@ -48,8 +48,10 @@ class LongPromptArguments:
 def read_passages(args: LongPromptArguments) -> list[tuple[str, str]]:
     """Returns the prompts and answers that are fit to be quoted."""
     passages = []
-    for line in args.answers.read_text(encoding="utf-8").splitlines():
-        prompt, answer = (message["content"] for message in json.loads(line)["messages"][-2:])
+    # Not `splitlines`, which also splits at characters that stand in JSON strings (U+2028).
+    rows = [json.loads(line) for line in args.answers.read_text(encoding="utf-8").split("\n") if line.strip()]
+    for messages in (row["messages"] for row in rows if "messages" in row):  # others are answers that failed
+        prompt, answer = (message["content"] for message in messages[-2:])
         zipped = zlib.compress(answer.encode(), 9)
         if len(answer.split()) >= 40 and len(answer.encode()) <= args.max_repetition * len(zipped):
             passages.append((prompt, answer))

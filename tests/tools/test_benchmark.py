@@ -1,6 +1,7 @@
 """The benchmark: what it reads, that it compares fairly, and that its numbers are what they are called."""
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from transformers_gumiho.benchmarking import (
     summarize,
 )
 from transformers_gumiho.benchmarking.report import markdown
+from transformers_gumiho.benchmarking.sample_file import conversation_key
 from transformers_gumiho.benchmarking.summary import bootstrap_interval
 from transformers_gumiho.measuring.prompts import encode_turn
 
@@ -237,7 +239,7 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     assert "| plain |" in process.stdout
     names = {path.name for path in (tmp_path / "out").iterdir()}
     pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance", "cycle", "trees")}
-    assert names == pictures | {"samples.jsonl", "samples.settings.json", "summary.json", "summary.md"}
+    assert names == pictures | {"samples.jsonl", "samples.jsonl.settings.json", "summary.json", "summary.md"}
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}
     overall = [row for row in summary["rows"] if row["category"] == "overall"]
@@ -294,7 +296,10 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     limit = 8  # both turns again, as the second one needs the answer to the first
     assert [(s.questions, s.turn) for s in run(resume=True)[::2]] == [(["0"], 0), (["0"], 1), (["1"], 0)]
     with path.open("a") as file:
-        file.write('{"batch": 3, "mode": "pla')  # killed while it wrote
+        file.write('{"conversation": "1", "mode": "pla')  # killed while it wrote
+    limit = 0
+    assert len(run(resume=True)) == 6  # stopped as it begins to warm up, it has what it had
+    limit = 8
     samples = run(resume=True)
     assert len(calls) == 4  # two for warm-up, two for the last prompt
     assert [(s.questions, s.turn, s.mode) for s in samples] == [
@@ -302,10 +307,31 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
         for questions, turn in [(["0"], 0), (["0"], 1), (["1"], 0), (["2"], 0)]
         for mode in ("plain", "gumiho")
     ]
-    limit = 2
+    assert len(path.read_text().splitlines()) == len(samples)
+    limit = 0
     assert run(resume=True) == samples
-    with pytest.raises(ValueError, match=r"dtype 'float32' instead of 'bfloat16'.*another --output_dir"):
+    assert not calls
+    with pytest.raises(ValueError, match=r"begun with another dtype"):
         SampleFile(path, {"dtype": "bfloat16"}, resume=True)
-    assert len(path.read_text().splitlines()) >= len(samples)
-    SampleFile(path, {"dtype": "bfloat16"})
-    assert path.read_text() == ""
+    assert len(path.read_text().splitlines()) == len(samples)
+    assert not SampleFile(path, {"dtype": "bfloat16"}).find(conversation_key(0.0, 1, QUESTIONS[1:2]))
+
+
+def test_samples_of_another_drafter_or_prompt_are_not_gone_on_with(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_PAIR / "gumiho", tmp_path / "gumiho")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "import os"}\n')
+    args = BenchmarkArguments(
+        target=str(DEMO_TARGET), assistant=str(tmp_path / "gumiho"), prompts=str(prompts), dtype="float32",
+        modes=["gumiho"], max_new_tokens=4, output_dir=str(tmp_path / "out"), resume=True,
+    )  # fmt: skip
+    assert [row.num_samples for row in benchmark(args)] == [1, 1]
+    prompts.write_text('{"text": "import re"}\n{"text": "import os"}\n')  # the same text under another name
+    assert [row.num_samples for row in benchmark(args)] == [2, 2]
+    lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 6
+    config = json.loads((tmp_path / "gumiho" / "generation_config.json").read_text())
+    (tmp_path / "gumiho" / "generation_config.json").write_text(json.dumps(config | {"num_assistant_tokens": 5}))
+    with pytest.raises(ValueError, match="begun with another settings of the assistant"):
+        benchmark(args)
+    assert (tmp_path / "out" / "samples.jsonl").read_text().splitlines() == lines

@@ -164,11 +164,11 @@ def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.Mo
     torch.manual_seed(0)
     costs = script.BatchCosts((0, 1, 3), (1.2, 1.3, 2.0), 0.4, 1.0)
 
-    def place() -> Any:
+    def place(num_left: int) -> Any:
         scores = torch.cat((torch.zeros(1, 1), -torch.rand(1, 3).sort().values), dim=1)
         empty = torch.zeros(1, 4, dtype=torch.long)
         tree = script.DraftTree(empty, empty, empty, scores, torch.eye(4, dtype=torch.bool)[None], 3)
-        return script.Place(tree, sorted(torch.randperm(3)[: int(torch.randint(4, ()))].add(1).tolist()))
+        return script.Place(tree, sorted(torch.randperm(3)[: int(torch.randint(4, ()))].add(1).tolist()), num_left)
 
     def best_ms(places: list[Any]) -> float:
         """The least time from the first place on."""
@@ -177,7 +177,7 @@ def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.Mo
         cycles = [(costs.cycle_ms(size), 1 + sum(n <= size for n in places[0].accepted)) for size in range(4)]
         return min(float(ms) + best_ms(places[tokens:]) for ms, tokens in [(costs.plain_ms, 1), *cycles])
 
-    texts = [[place() for _ in range(8)] for _ in range(5)]
+    texts = [[place(8 - index) for index in range(8)] for _ in range(5)]
     rows = dict(script.rows_of(texts, costs, None, 3))
     assert rows["knowing what will be accepted"].ms == pytest.approx(sum(map(best_ms, texts)))
     assert rows["plain decoding"].ms == pytest.approx(40)
@@ -185,6 +185,14 @@ def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.Mo
     speeds = {size: one.num_tokens / one.ms for size, one in fixed.items()}
     best = max(speeds, key=speeds.get)
     assert rows[f"the best fixed size, {best}"] == fixed[best]
+    assert {one.num_tokens for one in rows.values()} == {40}
+    assert min(rows.values(), key=lambda one: one.ms) == rows["knowing what will be accepted"]
+    assert rows["the best fixed size of each text"].ms <= fixed[best].ms
+    # Where no draft is ever right, drafting is tried now and then.
+    for text in texts:
+        for one in text:
+            one.accepted = []
+    assert 40 < script.play_sizing(texts, costs, None).ms < 40 * float(costs.cycle_ms(0))
 
 
 def test_the_trees_after_every_token_are_those_that_decoding_meets(monkeypatch: pytest.MonkeyPatch) -> None:

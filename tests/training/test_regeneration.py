@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training_data import CHATML, DEMO_TARGET, MESSAGES, make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from transformers_gumiho.resumable_file import check_begun_with
 from transformers_gumiho.training import regenerate_dataset, regeneration
-from transformers_gumiho.training.resumable_file import check_begun_with
 
 
 @pytest.fixture(scope="module")

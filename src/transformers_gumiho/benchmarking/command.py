@@ -4,10 +4,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..measuring.loading import load_pair
 from ..measuring.prompts import first_of_each_category, read_questions
+from ..model.modeling_gumiho import GumihoModel
+from ..target.fingerprint import model_fingerprint
+from ..target.machine import machine_name
 from .modes import DecodingMode, choose_modes, decoding_modes
 from .report import environment, markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
@@ -93,7 +96,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         questions,
         modes,
         BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed),
-        SampleFile(folder / "samples.jsonl", _settings_of_samples(args, modes), args.resume),
+        SampleFile(folder / "samples.jsonl", _settings_of_samples(args, modes, target, drafter), args.resume),
     )
     if not samples:
         raise SystemExit("Stopped before anything was measured.")
@@ -104,8 +107,18 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     return rows
 
 
-def _settings_of_samples(args: BenchmarkArguments, modes: list[DecodingMode]) -> dict[str, Any]:
-    """Returns what a sample depends on, besides its question."""
-    others = {"output_dir", "num_prompts", "prompts_per_category", "batch_sizes", "temperatures", "modes", "resume"}
-    settings = {name: value for name, value in asdict(args).items() if name not in others}
-    return settings | {"modes": [mode.name for mode in modes]} | environment()
+def _settings_of_samples(
+    args: BenchmarkArguments, modes: list[DecodingMode], target: PreTrainedModel, drafter: GumihoModel
+) -> dict[str, Any]:
+    """Returns what a sample depends on, besides its question, its temperature and the size of its batch."""
+    return {
+        "machine": machine_name(target.device),
+        "environment": environment(),
+        "target": model_fingerprint(target),
+        "assistant": model_fingerprint(drafter),
+        "settings of the assistant": drafter.generation_config.to_diff_dict(),
+        "modes": [mode.name for mode in modes],
+        "draft_model": args.draft_model,
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+    }

@@ -17,7 +17,7 @@ from ..measuring.stages import stage_timer, synchronize
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
 from .sample import Sample
-from .sample_file import SampleFile
+from .sample_file import SampleFile, conversation_key
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,25 @@ class _Runner:
         self.num_batches = 0
 
     def run(self, questions: Sequence[Question]) -> Iterator[list[Sample]]:
-        """Yields the samples of all modes for one batch after the other."""
+        """Yields the samples of all modes for one batch after the other, what is known already before all others."""
+        missing: dict[tuple[float, int], list[list[Question]]] = {}
         for temperature in self.settings.temperatures:
             for batch_size in self.settings.batch_sizes:
-                self._warm_up(questions, temperature, batch_size)
                 for group in _by_category(questions):
                     for start in range(0, len(group), batch_size):
                         chosen = group[start : start + batch_size]
-                        known = self._find_conversations(chosen, temperature, batch_size)
+                        known = self._find(chosen, temperature, batch_size)
+                        yield from known
                         self.num_batches += len(known)
-                        yield from known or self._run_conversations(chosen, temperature, batch_size)
+                        if not known:
+                            missing.setdefault((temperature, batch_size), []).append(chosen)
+        for (temperature, batch_size), conversations in missing.items():
+            self._warm_up(questions, temperature, batch_size)
+            for chosen in conversations:
+                yield from self._run_conversations(chosen, temperature, batch_size)
+
+    def _find(self, questions: list[Question], temperature: float, batch_size: int) -> list[list[Sample]]:
+        return self.file.find(conversation_key(temperature, batch_size, questions)) if self.file is not None else []
 
     def _warm_up(self, questions: Sequence[Question], temperature: float, batch_size: int) -> None:
         """Decodes the longest of the first turns in every mode: what is compiled for them has room for the others."""
@@ -123,33 +132,19 @@ class _Runner:
         for mode in self._modes_for(batch_size):
             self._decode(mode, batch)
 
-    def _find_conversations(
-        self, questions: list[Question], temperature: float, batch_size: int
-    ) -> list[list[Sample]]:
-        """Returns the samples of every turn that the file holds, none unless it holds all: turns need answers."""
-        if self.file is None:
-            return []
-        modes = [mode.name for mode in self._modes_for(batch_size)]
-        turns = []
-        for turn in range(max(len(question.turns) for question in questions)):
-            names = [question.name for question in questions if turn < len(question.turns)]
-            samples = self.file.find(modes, temperature, batch_size, names, turn)
-            if samples is None:
-                return []
-            turns.append(samples)
-        return turns
-
     def _run_conversations(
         self, questions: list[Question], temperature: float, batch_size: int
     ) -> Iterator[list[Sample]]:
         answers: list[list[str]] = [[] for _ in questions]
-        for turn in range(max(len(question.turns) for question in questions)):
+        num_turns = max(len(question.turns) for question in questions)
+        for turn in range(num_turns):
             asked = [index for index, question in enumerate(questions) if turn < len(question.turns)]
             prompts = [encode_turn(self.tokenizer, questions[i].turns[: turn + 1], answers[i]) for i in asked]
             batch = _Batch(temperature, batch_size, [questions[i] for i in asked], self._pad(prompts), turn)
             samples, texts = self._compare(batch)
             if self.file is not None:
-                self.file.append(samples)
+                key = conversation_key(temperature, batch_size, questions)
+                self.file.append(key, samples, num_turns * len(samples))
             yield samples
             for index, text in zip(asked, texts, strict=True):
                 answers[index].append(text)

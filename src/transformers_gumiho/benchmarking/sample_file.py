@@ -1,11 +1,16 @@
 """What a benchmark has measured, in a file that a later run goes on with."""
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..measuring.prompts import Question
+from ..resumable_file import append_rows, check_begun_with, cut_after, whole_lines
 from .sample import Sample
 
 
@@ -15,61 +20,57 @@ class SampleFile:
 
     Args:
         path: The file.
-        settings: What the samples depend on, besides the questions. It is kept beside the file.
+        settings: What the samples depend on, besides the questions. They are kept beside the file.
         resume: Keep what the file holds instead of beginning anew.
 
     Raises:
         ValueError: What the file holds was measured with other settings.
+        OSError: The disk is full.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], resume: bool = False):
         self.path = path
-        self._known: dict[tuple, Sample] = {}
-        self._num_turns = 0
-        settings_file = path.with_suffix(".settings.json")
-        if resume and path.exists():
-            _check_settings(settings_file, settings)
-            self._read()
-        else:
-            path.write_text("", encoding="utf-8")
-            settings_file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        self._known: dict[str, list[list[Sample]]] = {}
+        if not resume:
+            path.unlink(missing_ok=True)
+        check_begun_with(path, json.loads(json.dumps(settings)))
+        self._read()
 
-    def find(
-        self, modes: Iterable[str], temperature: float, batch_size: int, questions: Sequence[str], turn: int
-    ) -> list[Sample] | None:
-        """Returns the samples of a turn in these modes, `None` where one of them is missing."""
-        found = [self._known.get((mode, temperature, batch_size, tuple(questions), turn)) for mode in modes]
-        return [sample for sample in found if sample is not None] if None not in found else None
+    def find(self, key: str) -> list[list[Sample]]:
+        """Returns the samples of each turn of a conversation, none unless all are there: turns need answers."""
+        return self._known.get(key, [])
 
-    def append(self, samples: Sequence[Sample]) -> None:
-        """Writes the samples of a turn."""
-        lines = [json.dumps({"batch": self._num_turns} | asdict(sample)) + "\n" for sample in samples]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
-        self._num_turns += 1
+    def append(self, key: str, samples: Sequence[Sample], num_samples: int) -> None:
+        """
+        Writes the samples of a turn.
+
+        Args:
+            key: The conversation's.
+            samples: What was measured.
+            num_samples: Of all turns of the conversation.
+
+        Raises:
+            OSError: The disk is full. What was written before stays.
+        """
+        append_rows(self.path, ({"conversation": key, "of": num_samples} | asdict(sample) for sample in samples))
 
     def _read(self) -> None:
-        content = self.path.read_bytes()
-        # A run that was killed may have left half a line.
-        content = content[: content.rfind(b"\n") + 1]
-        self.path.write_bytes(content)
-        for line in content.decode().splitlines():
-            fields = json.loads(line)
-            self._num_turns = max(self._num_turns, fields.pop("batch") + 1)
-            sample = Sample(**fields)
-            key = (sample.mode, sample.temperature, sample.batch_size, tuple(sample.questions), sample.turn)
-            self._known[key] = sample
+        rows = [json.loads(line) for line in whole_lines(self.path)]
+        num_kept = 0
+        for key, group in groupby(rows, key=lambda row: row["conversation"]):
+            of_conversation = list(group)
+            if len(of_conversation) < of_conversation[0]["of"]:
+                break  # the run was stopped in it
+            num_kept += len(of_conversation)
+            turns = defaultdict(list)
+            for row in of_conversation:
+                sample = Sample(**{name: value for name, value in row.items() if name not in ("conversation", "of")})
+                turns[sample.turn].append(sample)
+            self._known[key] = list(turns.values())
+        cut_after(self.path, num_kept)
 
 
-def _check_settings(path: Path, settings: dict[str, Any]) -> None:
-    if not path.exists():
-        raise ValueError(f"{path} is missing, so nobody can tell what the samples beside it are of. Begin anew.")
-    # As they look when they are read.
-    settings, known = json.loads(json.dumps(settings)), json.loads(path.read_text(encoding="utf-8"))
-    differing = [name for name in settings | known if settings.get(name) != known.get(name)]
-    if differing:
-        found = ", ".join(f"{name} {known.get(name)!r} instead of {settings.get(name)!r}" for name in differing)
-        raise ValueError(
-            f"The samples in {path.parent} were measured with {found}: they cannot be gone on with. Give another "
-            "--output_dir, or leave out --resume to measure anew."
-        )
+def conversation_key(temperature: float, batch_size: int, questions: Sequence[Question]) -> str:
+    """Returns what stands for questions that are asked together in a way of decoding."""
+    asked = [(question.category, question.name, question.turns) for question in questions]
+    return hashlib.sha256(json.dumps([temperature, batch_size, asked]).encode()).hexdigest()[:16]

@@ -22,8 +22,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from ..model.modeling_gumiho import GumihoModel
 from ..target.feature_reader import TargetStates
+from ..target.fingerprint import model_fingerprint
 from ..target.output_head import cut_head, scaled_head
-from .fingerprint import target_fingerprint, tokenizer_fingerprints
+from .fingerprint import tokenizer_fingerprints
 
 
 MANIFEST, TARGET_FOLDER, WEIGHTS = "cache.json", "target", "target.safetensors"
@@ -126,7 +127,7 @@ class FeatureDataset(torch.utils.data.Dataset):
     ):
         self.folder = Path(folder)
         self.manifest = CacheManifest.load(self.folder)
-        fingerprints = {"target": target_fingerprint(target)} if target is not None else {}
+        fingerprints = {"target": model_fingerprint(target)} if target is not None else {}
         fingerprints |= tokenizer_fingerprints(tokenizer) if tokenizer is not None else {}
         self.manifest.check(fingerprints, self.folder)
         found = sum(shard_path(self.folder, index).exists() for index in range(self.manifest.num_shards))

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_widths import state_width
+from ..target.fingerprint import model_fingerprint
 from .collator import GumihoDataCollator
 from .feature_cache import (
     MANIFEST,
@@ -29,7 +30,7 @@ from .feature_cache import (
     shard_path,
     split_layers,
 )
-from .fingerprint import rows_fingerprint, target_fingerprint, tokenizer_fingerprints
+from .fingerprint import rows_fingerprint, tokenizer_fingerprints
 from .target_features import OnlineFeatures
 
 
@@ -132,7 +133,7 @@ def _make_manifest(
     lengths, columns = _row_lengths(dataset), _columns(dataset)
     row_bytes = cache_size(dataset, target.config, dtype, layer_ids) / sum(lengths) * max(lengths)
     data = rows_fingerprint(dataset.select_columns(columns).with_format("numpy"), columns)
-    fingerprints = {"target": target_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer)
+    fingerprints = {"target": model_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer)
     if layer_ids is not None:
         fingerprints["layers"] = ",".join(map(str, layer_ids))
     return CacheManifest(

@@ -13,11 +13,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import dataset_fingerprint
+from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch
+from ..target.fingerprint import model_fingerprint
 from .conversations import Conversation, MalformedRowError, RawText, read_row
-from .fingerprint import target_fingerprint, tokenizer_fingerprints
+from .fingerprint import tokenizer_fingerprints
 from .preparation import check_settings
 from .rendering import encode_prompt, render_prompt
-from .resumable_file import append_rows, check_begun_with, cut_unfinished_batch
 
 
 def regenerate_dataset(
@@ -63,7 +64,7 @@ def regenerate_dataset(
     path.parent.mkdir(parents=True, exist_ok=True)
     check_begun_with(
         path,
-        {"target": target_fingerprint(target)}
+        {"target": model_fingerprint(target)}
         | tokenizer_fingerprints(tokenizer)
         | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
         | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},

@@ -9,9 +9,10 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...target.fingerprint import model_fingerprint
 from ..feature_cache import MANIFEST, CacheManifest, shard_path
 from ..feature_extraction import begin_cache, save_whole
-from ..fingerprint import rows_fingerprint, target_fingerprint, tokenizer_fingerprints
+from ..fingerprint import rows_fingerprint, tokenizer_fingerprints
 
 
 _COLUMNS = ["input_ids", "loss_mask"]
@@ -86,7 +87,7 @@ class AnswerFeatureCache:
         shard_rows = [len(values) - 1 for values in offsets]
         data = rows_fingerprint(self._rows(offsets), _COLUMNS)
         manifest = CacheManifest(
-            fingerprints={"target": target_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer),
+            fingerprints={"target": model_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer),
             columns=_COLUMNS,
             dtype=str(self.dtype).removeprefix("torch."),
             target_name=target.config.name_or_path,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ..resumable_file import append_rows, cut_unfinished_batch, whole_lines
+from ...resumable_file import append_rows, cut_unfinished_batch, whole_lines
 from .degenerate import why_degenerate
 from .near_duplicates import NearDuplicates
 from .writing import Start, Text, Writer

@@ -13,9 +13,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..fingerprint import target_fingerprint, tokenizer_fingerprints
+from ...resumable_file import append_rows, check_begun_with, cut_after, whole_lines
+from ...target.fingerprint import model_fingerprint
+from ..fingerprint import tokenizer_fingerprints
 from ..preparation import check_settings
-from ..resumable_file import append_rows, check_begun_with, cut_after, whole_lines
 from .answer_features import AnswerFeatureCache
 from .continuation import Sampling
 from .endpoint import Endpoint, EndpointWriter
@@ -109,7 +110,7 @@ def synthesize_dataset(
     """
     longest = max((len(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in openings), default=0)
     check_settings(tokenizer, target.config, longest + settings.max_prompt_tokens + settings.max_new_tokens)
-    fingerprints = {"target": target_fingerprint(target)} | tokenizer_fingerprints(tokenizer)
+    fingerprints = {"target": model_fingerprint(target)} | tokenizer_fingerprints(tokenizer)
     cache = AnswerFeatureCache(Path(feature_cache), features_dtype) if feature_cache is not None else None
     fingerprints["feature_cache"] = str(features_dtype) if cache else "none"
     writer = TargetWriter(

@@ -1,0 +1,34 @@
+"""Telling whether a model is the one that something was made with."""
+
+import hashlib
+import json
+
+import torch
+from transformers import PreTrainedModel
+
+
+# Values of each weight that go into a fingerprint, evenly spaced.
+_SAMPLES = 64
+# Fields of a config that say nothing about what the model computes.
+_VOLATILE = ("transformers_version", "use_cache")
+
+
+@torch.no_grad()
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """
+    Returns a fingerprint of a model's architecture and weights.
+
+    Of each parameter it reads some dozens of values: training changes them all, and reading all takes minutes. Of
+    offloaded ones it reads none.
+    """
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in _VOLATILE}
+    adapters = getattr(model, "active_adapters", None) if hasattr(model, "peft_config") else None
+    digest = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
+    digest.update(str(adapters).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if parameter.device.type != "meta":
+            values = parameter.detach().flatten()
+            values = values[:: max(values.numel() // _SAMPLES, 1)].cpu()
+            digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
