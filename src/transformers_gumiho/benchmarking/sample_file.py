@@ -37,7 +37,12 @@ class SampleFile:
         self._read()
 
     def find(self, key: str) -> list[list[Sample]]:
-        """Returns the samples of each turn of a conversation, none unless all are there: turns need answers."""
+        """
+        Returns the samples of each turn of a conversation, none unless all are there: turns need answers.
+
+        Args:
+            key: The conversation's; see [`conversation_key`].
+        """
         return self._known.get(key, [])
 
     def append(self, key: str, samples: Sequence[Sample], num_samples: int) -> None:
