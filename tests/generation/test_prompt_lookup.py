@@ -1,5 +1,6 @@
 """`prompt_lookup_num_tokens` with a Gumiho assistant: the same texts, in fewer passes where they repeat themselves."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from targets import make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
 from transformers import StoppingCriteria
 
+from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.drafting.drafter import GumihoDrafter
@@ -130,7 +132,7 @@ def test_chains_of_targets_that_verify_no_tree(family: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompt_lookup_num_tokens": 0}, "`prompt_lookup_num_tokens` must be an integer of at least 1, got 0"),
+        ({"prompt_lookup_num_tokens": -1}, "`prompt_lookup_num_tokens` must be an integer of at least 0, got -1"),
         (
             {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1},
             "`max_matching_ngram_size` must .* got -1",
@@ -139,5 +141,30 @@ def test_chains_of_targets_that_verify_no_tree(family: str) -> None:
 )
 def test_what_is_no_number_of_tokens_is_refused(settings: dict[str, int], message: str) -> None:
     target = make_target()
-    with pytest.raises(ValueError, match=message):
-        target.generate(**make_prompts([3]), assistant_model=make_drafter(target), max_new_tokens=4, **settings)
+    arguments = {**make_prompts([3]), "assistant_model": (drafter := make_drafter(target)), "max_new_tokens": 4}
+    with pytest.raises(ValueError, match=f"{message}. It was given to `generate"):
+        target.generate(**arguments, **settings)
+    drafter.generation_config.update(**settings)
+    with pytest.raises(ValueError, match=f"{message}. Set it in the drafter's `generation_config`"):
+        target.generate(**arguments)
+
+
+def test_a_drafter_looks_up_by_its_own_settings_unless_a_call_says_otherwise(tmp_path: Path) -> None:
+    target = make_target("llama", seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    arguments = {**make_prompts([9]), "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+
+    def accepted(drafter: GumihoModel, **options: int) -> list[list[int]]:
+        return target.generate(**arguments, assistant_model=drafter, **options).accepted_lengths
+
+    alone, looking_up = accepted(drafter), accepted(drafter, **LOOKUP)
+    assert len(looking_up[0]) < len(alone[0])
+    drafter.generation_config.update(**LOOKUP)
+    drafter.save_pretrained(tmp_path)
+    loaded = GumihoModel.from_pretrained(tmp_path)
+    assert accepted(loaded) == looking_up
+    assert accepted(loaded, prompt_lookup_num_tokens=0) == alone
+    # A call may say one of the two alone.
+    longer = accepted(loaded, max_matching_ngram_size=5)
+    assert longer != looking_up
+    assert longer == accepted(loaded, **LOOKUP | {"max_matching_ngram_size": 5})

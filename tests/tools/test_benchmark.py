@@ -32,6 +32,7 @@ from transformers_gumiho.benchmarking import (
 from transformers_gumiho.benchmarking.report import markdown
 from transformers_gumiho.benchmarking.sample_file import conversation_key
 from transformers_gumiho.benchmarking.summary import bootstrap_interval
+from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.prompts import encode_turn
 
 
@@ -87,6 +88,16 @@ def test_every_mode_decodes_every_prompt_to_plain_decodings_text(samples: list[S
         lengths = [n for s in samples if s.mode == mode for row in s.accepted_lengths for n in row]
         assert max(lengths) <= longest
     assert drafter.generation_config.branching_factor == 2  # as it was before
+
+
+def test_a_drafter_that_looks_up_by_itself_is_measured_without_it_too(drafter: GumihoModel) -> None:
+    with decoding_settings(drafter, {"prompt_lookup_num_tokens": 7}):
+        modes = {mode.name: mode for mode in decoding_modes(drafter)}
+        assert "gumiho with prompt lookup" not in modes
+        with modes["gumiho without prompt lookup"].active():
+            assert drafter.generation_config.prompt_lookup_num_tokens is None
+        with modes["gumiho"].active():
+            assert drafter.generation_config.prompt_lookup_num_tokens == 7
 
 
 def test_stages_add_up_to_the_time_of_the_run(samples: list[Sample]) -> None:

@@ -132,8 +132,7 @@ def test_settings_have_the_defaults_that_are_shown() -> None:
     )
     shown = {name: ast.literal_eval(default.strip("`")) for name, default in rows}
     settings = DraftingSettings.from_generation_config(GenerationConfig(), GumihoConfig(), None)
-    of_the_call = {"sampling_temperature", "prompt_lookup_num_tokens", "max_matching_ngram_size"}
-    assert shown.keys() == {field.name for field in dataclasses.fields(settings)} - of_the_call
+    assert shown.keys() == {field.name for field in dataclasses.fields(settings)} - {"sampling_temperature"}
     # What is not set by default is described in words.
     set_by_default = {name: default for name, default in shown.items() if default is not None}
     assert set_by_default == {name: getattr(settings, name) for name in set_by_default}

@@ -76,7 +76,10 @@ def decoding_modes(
     if draft_model is not None:
         modes.append(DecodingMode("assisted generation", {"assistant_model": draft_model}, max_batch_size=1))
     modes.append(DecodingMode("gumiho", gumiho))
-    modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
+    if drafter.generation_config.prompt_lookup_num_tokens:
+        modes.append(DecodingMode("gumiho without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None}))
+    else:
+        modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
     # Trees of another shape have other costs than the drafter's `cycle_costs` hold: their sizes are fixed.
     modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False, "cycle_costs": None}))
     for length in (3, 5, 7):

@@ -18,6 +18,7 @@ from ..model.draft_vocabulary import find_fault
 DRAFT_TEMPERATURE = 2 / 3
 
 _WHERE = "Set it in the drafter's `generation_config`."
+_LEAST_OF_LOOKUP = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class DraftingSettings:
             most `num_assistant_tokens`, or none. By default (`None`) all of them.
         sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
         prompt_lookup_num_tokens: The most tokens that are drafted from the context, by how it went on where its newest
-            tokens stood before; 0 for none. Of the call of `generate()`, no setting of the drafter's.
-        max_matching_ngram_size: How many of the newest tokens are looked up, at most 8; fewer where those stood
-            nowhere. Of the call, too.
+            tokens stood before; 0 (the default) for none. A call of `generate()` may say otherwise.
+        max_matching_ngram_size: How many of the newest tokens are looked up (default 2), at most 8; fewer where those
+            stood nowhere. A call may say otherwise, too.
     """
 
     num_assistant_tokens: int
@@ -84,6 +85,8 @@ class DraftingSettings:
             draft_vocabulary=read("draft_vocabulary", DECODING_DEFAULTS["draft_vocabulary"]),
             cycle_costs=_parse_costs(read("cycle_costs", DECODING_DEFAULTS["cycle_costs"])),
             sampling_temperature=sampling_temperature,
+            prompt_lookup_num_tokens=read("prompt_lookup_num_tokens", 0),
+            max_matching_ngram_size=read("max_matching_ngram_size", 2),
         )
         settings._validate(config)
         # No path is longer than the tree has nodes; what would be drafted below is not drafted at all.
@@ -95,7 +98,7 @@ class DraftingSettings:
 
     def looking_up(self, generation_config: GenerationConfig) -> "DraftingSettings":
         """
-        Returns the settings with those for drafts from the context that a call of `generate()` was given.
+        Returns the settings with those for drafts from the context that a call of `generate()` was given, if any.
 
         Args:
             generation_config: Of the call.
@@ -103,18 +106,10 @@ class DraftingSettings:
         Raises:
             ValueError: One of them is no number of tokens.
         """
-        num_tokens = generation_config.prompt_lookup_num_tokens
-        if num_tokens is None:
-            return self
-        size = generation_config.max_matching_ngram_size
-        given = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": 2 if size is None else size}
-        for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"`{name}` must be an integer of at least 1, got {value!r}. Leave `prompt_lookup_num_tokens` out "
-                    f"where nothing is to be drafted from the context."
-                )
-        return replace(self, **given)
+        given = {name: getattr(generation_config, name) for name in _LEAST_OF_LOOKUP}
+        settings = replace(self, **{name: value for name, value in given.items() if value is not None})
+        _check_lookup(settings, "It was given to `generate()`.")
+        return settings
 
     @property
     def longest_path(self) -> int:
@@ -138,6 +133,7 @@ class DraftingSettings:
                 f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
             )
         self._validate_temperature()
+        _check_lookup(self, _WHERE)
         vocab_size = config.get_text_config().vocab_size
         if self.draft_vocabulary is not None and (fault := find_fault(self.draft_vocabulary, vocab_size)):
             raise ValueError(
@@ -184,6 +180,16 @@ def _parse_costs(value: Any) -> CycleCostTable | None:
         raise ValueError(
             f"`cycle_costs` must be None or a table as `gumiho tune` writes it, but {error}. {_WHERE}"
         ) from None
+
+
+def _check_lookup(settings: DraftingSettings, where: str) -> None:
+    for name, least in _LEAST_OF_LOOKUP.items():
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"`{name}` must be an integer of at least {least}, got {value!r}. {where} With "
+                f"`prompt_lookup_num_tokens` 0 nothing is drafted from the context."
+            )
 
 
 def _as_tuple(value: Any) -> Any:

@@ -65,7 +65,8 @@ def stream_answer(
         colours: Whether to colour accepted drafts.
         max_new_tokens: The most to generate.
         temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
-        prompt_lookup_num_tokens: Tokens that are drafted from the context, at most, next to the drafter's.
+        prompt_lookup_num_tokens: Tokens that are drafted from the context, at most, next to the drafter's; 0 for none.
+            By default the drafter's setting.
     """
     cycles: list[Cycle] = []
     streamer = CycleStreamer(tokenizer, stream, colours, has_cycles=drafter is not None)

@@ -41,7 +41,10 @@ class GenerateArguments(TerminalArguments):
     seed: int = field(default=0, metadata={"help": "For sampling."})
     prompt_lookup_num_tokens: int | None = field(
         default=None,
-        metadata={"help": "Also draft so many tokens that followed the same words before."},
+        metadata={
+            "help": "Also draft so many tokens that followed the same words before; 0 for none (default: the "
+            "drafter's setting)."
+        },
     )
     compare: bool = field(
         default=False, metadata={"help": "Then answer by plain decoding, too, and tell how the two compare."}
