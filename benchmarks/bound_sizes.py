@@ -2,32 +2,36 @@
 
     python benchmarks/bound_sizes.py --cost_table costs.json
 
-Every text is decoded plainly once. Then the drafter drafts the largest tree after each of its tokens, and the target
-tells which of the drafted tokens it would accept. As the drafter reads nothing but committed tokens, these are the
-trees that any way of decoding meets at that place; so all ways can be played through with the times of a table
-(`measure_sizes.py --cost_table`), and one that knows the future is the bound. Nothing is timed.
+Every text is decoded in cycles that verify the root of a tree alone, so that the drafter drafts after each of its
+tokens. As it reads nothing but committed tokens, these are the trees that any way of decoding meets at that place, and
+which of the drafted tokens are accepted is in the text. So all ways can be played through with the times of a table
+(`measure_sizes.py --cost_table`), and one that knows the future is the bound. With `--prompt_lookup_num_tokens` the
+trees hold what the context drafts, too. Nothing is timed.
 """
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import HfArgumentParser, PreTrainedModel, logging
 
-from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.drafting.tree_size import choose_size, path_probabilities, sizes_up_to
+from transformers_gumiho import GumihoCandidateGenerator, GumihoModel
+from transformers_gumiho.drafting.committed_tokens import CommittedTokens
+from transformers_gumiho.drafting.context_branch import ContextBranch
+from transformers_gumiho.drafting.context_drafts import ContextDrafts
+from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.drafting.tree_size import TREE_SIZES, choose_size, path_probabilities, sizes_up_to
 from transformers_gumiho.drafting.tree_sizing import TreeSizing
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
-from transformers_gumiho.measuring.prompts import encode_turn, padded_batches, read_questions
+from transformers_gumiho.measuring.prompts import encode_turn, read_questions
 from transformers_gumiho.model.cycle_costs import AcceptanceCurve, BatchCosts, CycleCostTable
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.tree.verification import AcceptedPath
+from transformers_gumiho.tree.draft_tree import DraftTree, bare_root
 
 
 DEMO_PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
@@ -41,77 +45,173 @@ class BoundArguments:
     prompts: str = field(default=str(DEMO_PAIR / "prompts.jsonl"), metadata={"help": "Prompts, one a line."})
     dtype: str = "float32"
     max_size: int = field(default=24, metadata={"help": "Drafted tokens of the largest tree."})
+    prompt_lookup_num_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Also draft so many tokens from the context; 0 for none (default: the drafter's setting)."},
+    )
     first_prompt: int = 8
     num_prompts: int = 12
     max_new_tokens: int = 128
-    batch_size: int = field(default=32, metadata={"help": "Places of a text that are drafted after together."})
 
 
 @dataclass
-class Place:
+class Text:
     """
-    A place of a text: its last token is the root of a tree.
+    A text with the drafter's trees.
 
     Attributes:
-        tree: Of one row.
-        accepted: The drafted tokens that the target accepts, as their numbers in the tree, increasing.
-        num_left: Tokens of the text that come after its last one.
+        prompt: Its tokens.
+        tokens: Those of the answer.
+        trees: Of one row, after each token of the answer but the last.
     """
 
-    tree: DraftTree
-    accepted: list[int]
-    num_left: int = 1
+    prompt: list[int]
+    tokens: list[int]
+    trees: list[DraftTree]
 
-    @property
-    def scores(self) -> np.ndarray:
-        return self.tree.scores[:, 1:].numpy(force=True).astype(np.float64)
+    def accepted(self, place: int, tree: DraftTree) -> list[int]:
+        """Returns the drafted tokens of a tree after a token that are the text's, as their numbers, increasing."""
+        children = {
+            pair: node
+            for node, pair in enumerate(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
+            if node
+        }
+        numbers, node = [], 0
+        for token in self.tokens[place + 1 :]:
+            if (node := children.get((node, token), 0)) == 0:
+                break
+            numbers.append(node)
+        return numbers
 
-    def advance(self, size: int) -> int:
-        """Returns the tokens that a cycle commits here which verifies the first `size` drafted tokens."""
-        return min(1 + sum(number <= size for number in self.accepted), self.num_left)
-
-
-class _Stop(Exception):
-    """Ends a generation after its first cycle."""
-
-
-class _FirstCycle(GenerationObserver):
-    def __init__(self) -> None:
-        self.places: list[Place] = []
-
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
-        for row, length in enumerate(path.accepted_lengths):
-            part = {name: getattr(tree, name)[row : row + 1].clone() for name in _TENSORS}
-            self.places.append(Place(DraftTree(**part, max_depth=tree.max_depth), path.nodes[row, 1:length].tolist()))
-        raise _Stop
+    def advance(self, place: int, tree: DraftTree) -> int:
+        """Returns the tokens that a cycle commits there which verifies this tree."""
+        return min(1 + len(self.accepted(place, tree)), len(self.trees) - place)
 
 
-_TENSORS = ("tokens", "parents", "depths", "scores", "ancestors")
+@contextmanager
+def recording(trees: list[DraftTree]) -> Iterator[None]:
+    """Keeps the trees that are drafted within it; what is verified is their roots."""
+    draft = GumihoCandidateGenerator.draft_tree
+
+    def draft_and_keep(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
+        trees.append(draft(self, committed))
+        return bare_root(trees[-1].tokens[:, 0])
+
+    GumihoCandidateGenerator.draft_tree = draft_and_keep  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GumihoCandidateGenerator.draft_tree = draft  # type: ignore[method-assign]
 
 
 @torch.inference_mode()
-def read_text(
-    args: BoundArguments, target: PreTrainedModel, tokenizer: Any, drafter: GumihoModel, prompt: list[int]
-) -> list[Place]:
-    """Returns the places of a text: after its first token, its second, and so on to the last but one."""
-    ids = torch.tensor([prompt], device=target.device)
-    text = target.generate(ids, max_new_tokens=args.max_new_tokens, do_sample=False)[0, len(prompt) :].tolist()
-    # Each generation chooses the next token by itself and drafts after it.
-    begins = [prompt + text[:place] for place in range(len(text) - 1)]
-    places: list[Place] = []
-    for batch in padded_batches(tokenizer, begins, args.batch_size, target.device):
-        first = _FirstCycle()
-        try:
-            with observing(first):
-                target.generate(**batch, assistant_model=drafter, max_new_tokens=64, do_sample=False)
-        except _Stop:
-            places += first.places
-    # In low precision a batch may choose another token at a near-tie: the text is played up to there.
-    parted = [i for i, place in enumerate(places) if int(place.tree.tokens[0, 0]) != text[i]]
-    places = places[: parted[0]] if parted else places
-    for index, place in enumerate(places):
-        place.num_left = len(places) - index
-    return places
+def read_text(args: BoundArguments, target: PreTrainedModel, drafter: GumihoModel, prompt: list[int]) -> Text:
+    """Decodes after a prompt."""
+    trees: list[DraftTree] = []
+    own = {"num_assistant_tokens": args.max_size, "cycle_costs": None, "prompt_lookup_num_tokens": None}
+    with decoding_settings(drafter, own), recording(trees):
+        ids = target.generate(
+            torch.tensor([prompt], device=target.device), assistant_model=drafter,
+            max_new_tokens=args.max_new_tokens, do_sample=False,
+        )  # fmt: skip
+    tokens = ids[0, len(prompt) :].tolist()
+    return Text(prompt, tokens, trees[: len(tokens) - 1])
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Drafts from the context: how many tokens at most, after how many newest ones."""
+
+    num_tokens: int
+    max_ngram_size: int = 2
+
+
+def lookup_of(drafter: GumihoModel) -> Lookup | None:
+    """Returns how the context drafts by the drafter's settings, `None` where it does not."""
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+    if settings.branching_factor == 1:
+        raise SystemExit("Chains are not played through: give a drafter whose `branching_factor` is 2 or more.")
+    if not settings.prompt_lookup_num_tokens:
+        return None
+    return Lookup(settings.prompt_lookup_num_tokens, settings.max_matching_ngram_size)
+
+
+class Way:
+    """
+    A way of decoding a text: in each cycle a tree of fixed size.
+
+    Args:
+        size: The drafted tokens.
+
+    Attributes:
+        most_from_context: The most tokens of a path that the context drafts.
+    """
+
+    def __init__(self, size: int):
+        self.size = self.most_from_context = size
+
+    def size_at_rest(self, branch: ContextBranch | None) -> int | None:
+        """Returns how many tokens of the context's branch are verified if the drafter rests; `None` if it drafts."""
+        return None
+
+    def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
+        """Returns what is verified of a drafter's tree and the context's branch."""
+        tree = drafted.first(self.size)
+        return tree if branch is None else branch.added_to(tree, is_chain=False)
+
+    def observe(self, num_tokens: int, num_right: int) -> None:
+        """Takes in what came of a cycle: its tokens, and how many of the branch were right."""
+
+
+class ContextAlone(Way):
+    """The drafter always rests: plain decoding, with what the context drafts as far as it is worth its time."""
+
+    def __init__(self, costs: BatchCosts, max_size: int):
+        self.costs, self.most_from_context = costs, max_size
+
+    def size_at_rest(self, branch: ContextBranch | None) -> int | None:
+        if branch is None:
+            return 0
+        probabilities = path_probabilities(branch.scores)
+        sizes = [size for size in TREE_SIZES if size <= probabilities.shape[1]]
+        return choose_size(probabilities, sizes, self.costs, drafter_rests=True).size
+
+
+class SizesThatFit(Way):
+    """What decoding does with `cycle_costs`."""
+
+    def __init__(self, costs: BatchCosts, curve: AcceptanceCurve | None, max_size: int):
+        self.sizing, self.most_from_context = TreeSizing(costs, curve), max_size
+
+    def size_at_rest(self, branch: ContextBranch | None) -> int | None:
+        return self.sizing.size_at_rest([True], branch) if self.sizing.pauses() else None
+
+    def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
+        tree = self.sizing.weigh(drafted)
+        if branch is not None:
+            tree = branch.added_to(tree, is_chain=False)
+        return self.sizing.cut(tree, [True], branch)
+
+    def observe(self, num_tokens: int, num_right: int) -> None:
+        self.sizing.observe([num_tokens], [num_right])
+
+
+class AtRate(Way):
+    """
+    Sizes by expectation: a token more must not take longer than tokens take on the whole (Dinkelbach's method). It
+    looks at trees before it decides not to draft them, so decoding cannot do quite as well.
+    """
+
+    def __init__(self, costs: BatchCosts, curve: AcceptanceCurve | None, rate: float):
+        self.costs, self.rate, self.sizing = costs, rate, TreeSizing(costs, curve)
+
+    def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
+        scores = self.sizing.weigh(drafted).scores[:, 1:].numpy(force=True)
+        found = choose_size(path_probabilities(scores), sizes_up_to(scores.shape[1]), self.costs)
+        gains = 1 + np.array(found.expected) - self.rate * np.array(found.cycle_ms)
+        best = int(gains.argmax())
+        # A tree of nothing stands for a step without the drafter.
+        return drafted.first(found.sizes[best] if gains[best] > 1 - self.rate * self.costs.plain_ms else 0)
 
 
 @dataclass
@@ -122,96 +222,119 @@ class Play:
     num_tokens: int = 0
     num_cycles: int = 0
 
-    def add(self, ms: float, num_tokens: int) -> None:
-        self.ms, self.num_tokens, self.num_cycles = self.ms + ms, self.num_tokens + num_tokens, self.num_cycles + 1
+    def add(self, other: "Play") -> None:
+        self.ms, self.num_tokens = self.ms + other.ms, self.num_tokens + other.num_tokens
+        self.num_cycles += other.num_cycles
+
+    @property
+    def speed(self) -> float:
+        """Tokens per millisecond."""
+        return self.num_tokens / self.ms
 
 
-def play(texts: list[list[Place]], costs: BatchCosts, choose: Callable[[Place], int | None]) -> Play:
-    """Plays all texts through; `choose` gives the size of a tree, `None` for a step without a draft."""
-    played = Play()
-    for places in texts:
-        at = 0
-        while at < len(places):
-            size = choose(places[at])
-            tokens = 1 if size is None else places[at].advance(size)
-            played.add(costs.plain_ms if size is None else float(costs.cycle_ms(size)), tokens)
-            at += tokens
+def play_text(text: Text, costs: BatchCosts, way: Way, lookup: Lookup | None, nothing_is_rest: bool) -> Play:
+    place, played, num_tokens = 0, Play(), 0
+
+    def read(starts: list[int]) -> list[list[int]]:
+        return [[*text.prompt, *text.tokens[: place + 1]][starts[0] :]]
+
+    context = None
+    if lookup is not None:
+        # As decoding does: no path is longer than a tree has tokens.
+        most = min(lookup.num_tokens, way.most_from_context)
+        context = ContextDrafts(read, [0], most, lookup.max_ngram_size, vocab_size=1 << 62)
+    while place < len(text.trees):
+        branch = None if context is None else context.draft(torch.device("cpu"))
+        if num_tokens:
+            way.observe(num_tokens, 0 if context is None else context.num_right[0])
+        root, size = text.trees[place].tokens[:, 0], way.size_at_rest(branch)
+        if size is None:
+            tree = way.tree(place, text.trees[place], branch)
+            num_drafted = tree.tokens.shape[1] - 1
+            is_rest = nothing_is_rest and num_drafted == 0
+            ms = costs.plain_ms if is_rest else float(costs.cycle_ms(num_drafted))
+        else:
+            tree = bare_root(root) if branch is None or size == 0 else branch.alone(root, size, way.most_from_context)
+            ms = float(costs.undrafted_ms(size))
+        num_tokens = text.advance(place, tree)
+        played.add(Play(ms, num_tokens, 1))
+        place += num_tokens
     return played
 
 
-def play_sizing(texts: list[list[Place]], costs: BatchCosts, curve: AcceptanceCurve | None) -> Play:
-    """Plays all texts through with the sizes that decoding chooses."""
-    played = Play()
-    for places in texts:
-        sizing, at = TreeSizing(costs, curve), 0
-        while at < len(places):
-            if sizing.pauses():
-                played.add(costs.plain_ms, 1)
-                at += 1
-                continue
-            size = sizing.cut(places[at].tree, [True]).tokens.shape[1] - 1
-            tokens = places[at].advance(size)
-            sizing.observe([tokens])
-            # A tree that is cut to nothing was drafted, too.
-            played.add(float(costs.cycle_ms(size)), tokens)
-            at += tokens
-    return played
+def play(
+    texts: list[Text],
+    costs: BatchCosts,
+    make_way: Callable[[], Way],
+    lookup: Lookup | None = None,
+    nothing_is_rest: bool = False,
+) -> Play:
+    """
+    Plays all texts through.
+
+    Args:
+        texts: The texts.
+        costs: What cycles cost.
+        make_way: Makes the way of decoding, anew for each text.
+        lookup: How the context drafts, if it does.
+        nothing_is_rest: A drafted tree that is cut to nothing costs no more than a step of plain decoding.
+    """
+    whole = Play()
+    for text in texts:
+        whole.add(play_text(text, costs, make_way(), lookup, nothing_is_rest))
+    return whole
 
 
-def play_by_rate(texts: list[list[Place]], costs: BatchCosts, curve: AcceptanceCurve | None) -> Play:
-    """
-    Plays all texts through with the sizes that are best by expectation: a token more must not take longer than
-    tokens take on the whole (Dinkelbach's method), which is found by trying. It looks at trees before it decides not
-    to draft them, so decoding cannot do quite as well.
-    """
+def play_by_rate(texts: list[Text], costs: BatchCosts, curve: AcceptanceCurve | None) -> Play:
+    """Plays all texts through with the sizes that are best by expectation; the rate is found by trying."""
     rate, played = 1 / costs.plain_ms, Play()
     for _ in range(6):
-
-        def choose(place: Place, rate: float = rate) -> int | None:
-            sizes = sizes_up_to(place.scores.shape[1])
-            found = choose_size(path_probabilities(place.scores, curve), sizes, costs)
-            gains = 1 + np.array(found.expected) - rate * np.array(found.cycle_ms)
-            best = int(gains.argmax())
-            return sizes[best] if gains[best] > 1 - rate * costs.plain_ms else None
-
-        played = play(texts, costs, choose)
-        rate = played.num_tokens / played.ms
+        played = play(texts, costs, partial(AtRate, costs, curve, rate), nothing_is_rest=True)
+        rate = played.speed
     return played
 
 
-def play_knowing_all(texts: list[list[Place]], costs: BatchCosts, max_size: int) -> Play:
+def play_knowing_all(texts: list[Text], costs: BatchCosts, max_size: int) -> Play:
     """Plays all texts through with the sizes that are best, as one knows who knows what will be accepted."""
-    sizes = range(max_size + 1)
-    cycle_ms = costs.cycle_ms(sizes)
+    cycle_ms = costs.cycle_ms(range(max_size + 1)).tolist()
     played = Play()
-    for places in texts:
-        left = np.zeros(len(places) + 1)
-        chosen: list[tuple[float, int]] = []
-        for at in reversed(range(len(places))):
-            options = [(costs.plain_ms, 1), *((float(cycle_ms[s]), places[at].advance(s)) for s in sizes)]
-            best = min(options, key=lambda option: option[0] + left[at + option[1]])
-            left[at] = best[0] + left[at + best[1]]
-            chosen.insert(0, best)
-        at = 0
-        while at < len(places):
-            played.add(*chosen[at])
-            at += chosen[at][1]
+    for text in texts:
+        # From each place on to the end: the least milliseconds, and the cycles that take them.
+        best = [Play(0.0, 0, 0)]
+        for place in reversed(range(len(text.trees))):
+            accepted, left = text.accepted(place, text.trees[place]), len(best)
+            steps = [(costs.plain_ms, 1)]
+            steps += [(ms, min(1 + sum(n <= size for n in accepted), left)) for size, ms in enumerate(cycle_ms)]
+            options = [(ms + best[-tokens].ms, ms, tokens) for ms, tokens in steps]
+            _, ms, tokens = min(options)
+            rest = best[-tokens]
+            best.append(Play(ms + rest.ms, tokens + rest.num_tokens, 1 + rest.num_cycles))
+        played.add(best[-1])
     return played
 
 
 def rows_of(
-    texts: list[list[Place]], costs: BatchCosts, curve: AcceptanceCurve | None, max_size: int
+    texts: list[Text],
+    costs: BatchCosts,
+    curve: AcceptanceCurve | None,
+    max_size: int,
+    lookup: Lookup | None = None,
 ) -> Iterator[tuple[str, Play]]:
-    yield "plain decoding", play(texts, costs, lambda place: None)
-    fixed = {size: play(texts, costs, lambda place, size=size: size) for size in sizes_up_to(max_size) if size}
-    best = min(fixed, key=lambda size: fixed[size].ms / fixed[size].num_tokens)
+    yield "plain decoding", play(texts, costs, partial(ContextAlone, costs, max_size))
+    if lookup is not None:
+        yield "the context alone", play(texts, costs, partial(ContextAlone, costs, max_size), lookup)
+    sizes = [size for size in sizes_up_to(max_size) if size]
+    fixed = {size: play(texts, costs, partial(Way, size), lookup) for size in sizes}
+    best = max(fixed, key=lambda size: fixed[size].speed)
     yield f"the best fixed size, {best}", fixed[best]
-    own = [[play([text], costs, lambda place, size=size: size) for size in fixed] for text in texts]
-    each = [min(plays, key=lambda one: one.ms / one.num_tokens) for plays in own]
-    yield "the best fixed size of each text", Play(*(sum(getattr(one, n) for one in each) for n in vars(each[0])))
-    yield "sizes that fit", play_sizing(texts, costs, curve)
-    yield "best by expectation", play_by_rate(texts, costs, curve)
-    yield "knowing what will be accepted", play_knowing_all(texts, costs, max_size)
+    each = Play()
+    for text in texts:
+        each.add(max((play([text], costs, partial(Way, size), lookup) for size in sizes), key=lambda one: one.speed))
+    yield "the best fixed size of each text", each
+    yield "sizes that fit", play(texts, costs, partial(SizesThatFit, costs, curve, max_size), lookup)
+    if lookup is None:
+        yield "best by expectation", play_by_rate(texts, costs, curve)
+        yield "knowing what will be accepted", play_knowing_all(texts, costs, max_size)
 
 
 def main() -> None:
@@ -220,24 +343,20 @@ def main() -> None:
     table = CycleCostTable.parse(json.loads(Path(args.cost_table).read_text(encoding="utf-8")))
     costs, curve = table.for_batch(1), table.curve(is_sampling=False)
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    questions = read_questions(args.prompts, num_questions=args.first_prompt + args.num_prompts)
-    with decoding_settings(drafter, {"num_assistant_tokens": args.max_size, "cycle_costs": None}):
-        texts = [
-            read_text(args, target, tokenizer, drafter, encode_turn(tokenizer, question.turns[:1], []))
-            for question in questions[args.first_prompt :]
-        ]
-    print(f"{sum(map(len, texts))} places of {len(texts)} texts")
-    played = dict(rows_of([text for text in texts if text], costs, curve, args.max_size))
+    if args.prompt_lookup_num_tokens is not None:
+        drafter.generation_config.prompt_lookup_num_tokens = args.prompt_lookup_num_tokens
+    lookup = lookup_of(drafter)
+    questions = read_questions(args.prompts, num_questions=args.first_prompt + args.num_prompts)[args.first_prompt :]
+    prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
+    texts = [read_text(args, target, drafter, prompt) for prompt in prompts]
+    print(f"{sum(len(text.trees) for text in texts)} places of {len(texts)} texts")
+    played = dict(rows_of([text for text in texts if text.trees], costs, curve, args.max_size, lookup))
     best = next(one for name, one in played.items() if name.startswith("the best fixed size,"))
     plain = played["plain decoding"]
     print("| way | speed-up by the table | against the best fixed size | tau |\n|---|---|---|---|")
     for name, one in played.items():
-        speed, tau = one.num_tokens / one.ms, one.num_tokens / one.num_cycles
-        print(
-            f"| {name} | {speed / (plain.num_tokens / plain.ms):.2f} | {speed / (best.num_tokens / best.ms) - 1:+.1%} "
-            f"| {tau:.2f} |"
-        )
+        gain, tau = one.speed / best.speed - 1, one.num_tokens / one.num_cycles
+        print(f"| {name} | {one.speed / plain.speed:.2f} | {gain:+.1%} | {tau:.2f} |")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, logging
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting.tree_size import DraftingPause, SizeChoice
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.measuring.prompts import encode_turn, padded_batches, read_questions
@@ -49,6 +51,10 @@ class SizesArguments:
     num_prompts: int = field(default=24, metadata={"help": "Prompts of the comparison."})
     num_tuning_prompts: int = field(default=8, metadata={"help": "Prompts before them, to measure costs on."})
     max_new_tokens: int = 128
+    prompt_lookup_num_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Also draft so many tokens from the context; 0 for none (default: the drafter's setting)."},
+    )
     clock: Literal["wall", "processor"] = "wall"
     threads: int | None = field(default=None, metadata={"help": "Threads of PyTorch (default: its own choice)."})
     cost_table: str | None = field(
@@ -68,22 +74,40 @@ class Way:
 
 @dataclass
 class Record:
-    """What a way of decoding did: seconds of each batch, its cycles by size, their lengths, texts equal to plain."""
+    """
+    What a way of decoding did: seconds of each batch, its cycles by size, those in which the drafter rested,
+    lengths, texts equal to plain.
+    """
 
     seconds: list[float] = field(default_factory=list)
     sizes: Counter[int] = field(default_factory=Counter)
+    sizes_at_rest: Counter[int] = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)
     num_equal: int = 0
 
-    def add(self, seconds: float, output: Any, is_equal: bool) -> None:
+    def add(self, seconds: float, output: Any, sizes_at_rest: list[int], is_equal: bool) -> None:
         self.seconds.append(seconds)
         self.sizes.update(getattr(output, "tree_sizes", None) or [])
+        self.sizes_at_rest.update(sizes_at_rest)
         self.lengths += [length for row in getattr(output, "accepted_lengths", None) or [] for length in row]
         self.num_equal += is_equal
 
     def expected_ms(self, costs: BatchCosts) -> float:
-        """Returns what the cycles should have taken; those without a draft as steps of plain decoding."""
-        return sum(n * (float(costs.cycle_ms(size)) if size else costs.plain_ms) for size, n in self.sizes.items())
+        """Returns what the cycles should have taken, by their sizes and whether the drafter rested."""
+        drafted = self.sizes - self.sizes_at_rest
+        drafted_ms = sum(n * float(costs.cycle_ms(size)) for size, n in drafted.items())
+        return drafted_ms + sum(n * float(costs.undrafted_ms(size)) for size, n in self.sizes_at_rest.items())
+
+
+class SizesAtRest(GenerationObserver):
+    """Keeps the sizes of the trees of cycles in which the drafter rested."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+        if isinstance(reason, DraftingPause):
+            self.sizes.append(reason.size)
 
 
 def random_drafter(drafter: GumihoModel, target: PreTrainedModel) -> GumihoModel:
@@ -108,7 +132,8 @@ def costs_of(
     names = ("branching_factor", "tree_depth", "draft_temperature", "draft_vocabulary")
     settings = {name: getattr(own, name) for name in names} | {"num_assistant_tokens": args.max_size}
     options = TuningArguments("", "", max_new_tokens=args.max_new_tokens, max_tree_size=args.max_size)
-    fitted = fit_sizes(target, drafter, prompts, settings, options)
+    with decoding_settings(drafter, {"prompt_lookup_num_tokens": None}):
+        fitted = fit_sizes(target, drafter, prompts, settings, options)
     table = fitted.table.as_dict()
     if path is not None:
         path.write_text(json.dumps(table), encoding="utf-8")
@@ -135,14 +160,16 @@ def settings_of(way: Way) -> Iterator[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def decode(target: PreTrainedModel, way: Way, batch: dict[str, torch.Tensor], **kwargs: Any) -> tuple[float, Any]:
-    """Returns the seconds that a batch took, and what `generate()` returned."""
-    with settings_of(way) as arguments:
+def decode(
+    target: PreTrainedModel, way: Way, batch: dict[str, torch.Tensor], **kwargs: Any
+) -> tuple[float, Any, list[int]]:
+    """Returns the seconds that a batch took, what `generate()` returned, and the sizes at rest."""
+    with settings_of(way) as arguments, observing(at_rest := SizesAtRest()):
         synchronize(target.device)
         begin = time.perf_counter()
         output = target.generate(**batch, **arguments, **kwargs, return_dict_in_generate=True)
         synchronize(target.device)
-        return time.perf_counter() - begin, output
+        return time.perf_counter() - begin, output, at_rest.sizes
 
 
 def compare(
@@ -161,8 +188,8 @@ def compare(
             outputs[way.name] = decode(target, way, batch, max_new_tokens=num_new, **sampling)
         if turn:  # the first one warms up
             plain = outputs[PLAIN][1].sequences
-            for name, (seconds, output) in outputs.items():
-                records[name].add(seconds, output, torch.equal(output.sequences, plain))
+            for name, (seconds, output, sizes_at_rest) in outputs.items():
+                records[name].add(seconds, output, sizes_at_rest, torch.equal(output.sequences, plain))
     return records
 
 
@@ -172,7 +199,7 @@ def report(records: dict[str, Record], costs: BatchCosts) -> None:
     best = min(fixed, key=lambda name: sum(records[name].seconds))
     best_by_table = min(records[name].expected_ms(costs) for name in fixed)
     columns = ("way", "speed-up (median)", "lowest", f"total against {best}", "by the table", "tau", "equal")
-    print(f"| {' | '.join((*columns, 'cycles by size'))} |\n" + "|---" * 8 + "|")
+    print(f"| {' | '.join((*columns, 'cycles by size', 'of a resting drafter'))} |\n" + "|---" * 9 + "|")
     for name, record in records.items():
         ratios = [plain / own for plain, own in zip(records[PLAIN].seconds, record.seconds, strict=True)]
         by_table = f"{best_by_table / record.expected_ms(costs) - 1:+.1%}" if record.sizes else ""
@@ -181,7 +208,8 @@ def report(records: dict[str, Record], costs: BatchCosts) -> None:
             f"{sum(records[best].seconds) / sum(record.seconds) - 1:+.1%}", by_table,
             f"{statistics.mean(record.lengths):.2f}" if record.lengths else "",
             f"{record.num_equal} of {len(ratios)}",
-            ", ".join(f"{size}: {count}" for size, count in sorted(record.sizes.items())),
+            ", ".join(f"{size}: {count}" for size, count in sorted((record.sizes - record.sizes_at_rest).items())),
+            ", ".join(f"{size}: {count}" for size, count in sorted(record.sizes_at_rest.items())),
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
 
@@ -195,6 +223,8 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     questions = read_questions(args.prompts, num_questions=args.num_tuning_prompts + args.num_prompts)
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype)
+    if args.prompt_lookup_num_tokens is not None:
+        drafter.generation_config.prompt_lookup_num_tokens = args.prompt_lookup_num_tokens
     texts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     costs = costs_of(target, drafter, [torch.tensor(text) for text in texts[: args.num_tuning_prompts]], args)
     table = CycleCostTable.parse(costs)

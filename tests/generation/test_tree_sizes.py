@@ -28,6 +28,8 @@ from transformers_gumiho.tree.verification import AcceptedPath
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 # With these a cycle of a tiny random pair drafts for a while, then pauses, and tries again.
 COSTS = {"draft_ms": 6.0, "node_ms": 0.3}
+# How often drafted tokens are accepted; flat in the middle, where a token and the one below it are equally likely.
+CURVE = {"scores": [-6.0, -4.0, -1.5, 0.0], "shares": [0.01, 0.2, 0.2, 0.9]}
 
 
 class KeepGoing(StoppingCriteria):
@@ -66,9 +68,13 @@ def has_pauses_and_drafts(sizes: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
+@pytest.mark.parametrize("curve", [None, CURVE], ids=["word", "curve"])
 @pytest.mark.parametrize(("family", "branching_factor"), [("llama", 1), ("llama", 3), ("gemma3", 3)])
-def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, shapes: dict[str, Any]) -> None:
-    target, drafter = make_pair(family, branching_factor=branching_factor)
+def test_texts_are_those_of_plain_decoding(
+    family: str, branching_factor: int, curve: dict[str, Any] | None, shapes: dict[str, Any]
+) -> None:
+    curves = {} if curve is None else {"greedy": curve, "sampling": curve}
+    target, drafter = make_pair(family, COSTS | curves, branching_factor=branching_factor)
     sizes = []
     for lengths in ([9], [9, 4, 1]):
         for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
@@ -92,7 +98,8 @@ def test_chains_through_states(family: str) -> None:
     target = make_chain_target(family)
     costs = make_cost_table(draft_ms=14.0, plain_ms=11.0)
     drafter = make_chain_drafter(target, cycle_costs=costs)
-    sizes = set()
+    sizes: set[int] = set()
+    sizes_at_rest: set[int] = set()
     for lengths in ([5], [4, 17, 9]):
         prompts = make_prompts(lengths)
         for do_sample in (False, True):
@@ -104,11 +111,17 @@ def test_chains_through_states(family: str) -> None:
             assert torch.equal(drafted.sequences, plain.sequences)
             assert sum(size > 0 for size in drafted.tree_sizes) < 0.3 * len(drafted.tree_sizes)
             torch.manual_seed(1)
+            with observing(seen := Cycles()):
+                looked_up = target.generate(**arguments, assistant_model=drafter, prompt_lookup_num_tokens=5)
+            assert torch.equal(looked_up.sequences, plain.sequences)
+            sizes_at_rest |= {reason.size for reason in seen.reasons if isinstance(reason, DraftingPause)}
+            torch.manual_seed(1)
             with partly_right_drafts(plain.sequences, prompts["input_ids"].shape[1]):
                 better = target.generate(**arguments, assistant_model=drafter)
             assert torch.equal(better.sequences, plain.sequences)
             sizes |= set(better.tree_sizes)
     assert len(sizes) > 2
+    assert max(sizes_at_rest) > 1
 
 
 class RepeatsLastToken(LogitsProcessor):
@@ -216,10 +229,41 @@ def test_every_cycle_tells_why_it_had_its_size() -> None:
         assert tree.tokens.shape[1] == size + 1
         if isinstance(reason, DraftingPause):
             assert size == 0
-            assert reason.drafted_speed < reason.plain_speed
+            assert reason.drafted_speed < reason.undrafted_speed
         else:
             assert reason.size == size
             assert reason.tokens_per_second[reason.place] == max(reason.tokens_per_second)
+
+
+@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
+@pytest.mark.parametrize("branching_factor", [1, 3])
+@pytest.mark.parametrize("lengths", [[9], [9, 4, 1]], ids=["one", "batch"])
+def test_while_the_drafter_rests_the_context_drafts(
+    lengths: list[int], branching_factor: int, shapes: dict[str, Any]
+) -> None:
+    """Random targets repeat themselves, and this drafter costs more than it gives."""
+    target, drafter = make_pair(costs={"draft_ms": 30.0}, branching_factor=branching_factor)
+    prompts, lookup = make_prompts(lengths), {"prompt_lookup_num_tokens": 6}
+    rests, most = [], {}
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.3}):
+        arguments: dict[str, Any] = {**prompts, "max_new_tokens": 80, **sampling}
+        if len(lengths) > 1 and sampling["do_sample"]:
+            arguments["stopping_criteria"] = [KeepGoing()]
+        torch.manual_seed(0)
+        plain = target.generate(**arguments)
+        for name, options in (("with context", lookup), ("without", {})):
+            torch.manual_seed(0)
+            with observing(seen := Cycles()):
+                drafted = target.generate(**arguments, assistant_model=drafter, **shapes, **options)
+            assert torch.equal(drafted, plain)
+            pauses = [place for place, reason in enumerate(seen.reasons) if isinstance(reason, DraftingPause)]
+            for place in pauses:
+                assert seen.trees[place].tokens.shape[1] == seen.reasons[place].size + 1
+            most[name] = max(max(seen.lengths[place]) for place in pauses)
+            rests.append(len(pauses) / len(seen.reasons))
+        assert most["with context"] > 3
+        assert most["without"] == 1
+    assert min(rests) > 0.5
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
@@ -296,6 +340,28 @@ def test_every_size_has_graphs_of_its_own() -> None:
         # Masks, target and walk of each size; a root alone is not walked. Drafting, and reading what pauses left.
         assert counters["stats"]["unique_graphs"] == 3 * len(sizes) - (0 in sizes) + 2
     assert sizes == {0, 3, 7}
+
+
+@pytest.mark.usefixtures("_forget_compiled")
+def test_trees_of_the_context_alone_take_the_graphs_of_their_size() -> None:
+    target, drafter = make_pair(num_assistant_tokens=7, branching_factor=2)
+    config = compile_on_every_device(backend="eager", mode="default", fullgraph=True)
+    static = {"cache_implementation": "static", "compile_config": config, "assistant_model": drafter}
+    prompt = make_prompts([9])
+    plain = target.generate(**prompt, max_new_tokens=80, do_sample=False)
+    drafted_sizes, alone_sizes = set(), set()
+    for draft_ms in (1.0, 30.0):
+        drafter.generation_config.cycle_costs = make_cost_table(draft_ms=draft_ms, node_ms=0.6)
+        with observing(seen := Cycles()):
+            drafted = target.generate(
+                **prompt, max_new_tokens=80, do_sample=False, prompt_lookup_num_tokens=7, **static
+            )
+        assert torch.equal(drafted, plain)
+        alone_sizes |= {reason.size for reason in seen.reasons if isinstance(reason, DraftingPause)}
+        drafted_sizes |= {reason.size for reason in seen.reasons if isinstance(reason, SizeChoice)}
+        sizes = alone_sizes | drafted_sizes
+        assert counters["stats"]["unique_graphs"] <= 3 * len(sizes) - (0 in sizes) + 2
+    assert max(alone_sizes & drafted_sizes) > 0
 
 
 @pytest.mark.usefixtures("_forget_compiled")

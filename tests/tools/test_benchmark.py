@@ -175,6 +175,19 @@ def test_summary_compares_prompt_by_prompt() -> None:
     )
 
 
+def test_modes_are_compared_with_prompt_lookup_on_the_same_prompts() -> None:
+    times = {"plain": (4.0, 4.0, 4.0), "prompt lookup": (1.0, 2.0, 8.0), "gumiho": (2.0, 1.0, 2.0)}
+    samples = [make_sample(mode, i, s) for mode, seconds in times.items() for i, s in enumerate(seconds)]
+    rows = {row.mode: row for row in summarize(samples)}
+    assert rows["plain"].speedup_lookup is rows["prompt lookup"].speedup_lookup is None
+    # The median of 1 / 2, 2 and 4, and not that of 2, 4 and 2 divided by that of 4, 2 and 1 / 2.
+    assert rows["gumiho"].speedup_lookup == (2.0, 0.5, 4.0)
+    assert rows["gumiho"].speedup / rows["prompt lookup"].speedup == 1.0
+    told = "Speed on the same prompts, prompt lookup = 1 (95% interval of the median): gumiho: 2.00 (0.50-4.00)."
+    assert told in markdown(list(rows.values()))
+    assert "on the same prompts" not in markdown(summarize([s for s in samples if s.mode != "prompt lookup"]))
+
+
 def test_summary_keeps_categories_apart_and_together() -> None:
     samples = [
         make_sample(mode, index, seconds, category)

@@ -15,6 +15,7 @@ import torch
 from training_data import DEMO_TARGET
 
 from transformers_gumiho import cli, presenting
+from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.presenting import DemoArguments, make_page
 from transformers_gumiho.presenting.web import command
@@ -68,6 +69,34 @@ def test_visitors_at_once_get_what_each_would_get_alone(pair: Pair) -> None:
         assert 'data-verdict="equal"' in verdict_html(race)
     assert [len(race.drafted.cycles[0].tokens) - 1 for race in races] == [12, 12, 5]
     assert pair[2].generation_config.to_dict() == settings_before
+
+
+def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    generate = type(pair[0]).generate
+
+    def listening(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.get("assistant_model"))
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(pair[0]), "generate", listening)
+    wanted = SMALL | {"full_tree_attention": False, "prompt_lookup_num_tokens": 5}
+    race = begin(pair, Turns(torch.device("cpu")), PROMPTS[0], **wanted)
+    assert race.wait(120)
+    (own,) = [drafter.generation_config for drafter in asked if drafter is not None]
+    assert {name: getattr(own, name) for name in wanted if name != "max_new_tokens"} == {
+        name: value for name, value in wanted.items() if name != "max_new_tokens"
+    }
+    pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
+    from transformers_gumiho.presenting.web.page import Page
+
+    for lookup in (None, 7):
+        with decoding_settings(pair[2], {"prompt_lookup_num_tokens": lookup}):
+            shown = Page(*pair, max_new_tokens=20, max_question_tokens=100).build(max_visitors=1)
+        (slider,) = [b for b in shown.blocks.values() if getattr(b, "label", "") == "Drafts from the context"]
+        assert slider.value == (lookup or 0)
 
 
 def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
@@ -172,8 +201,12 @@ def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair, monkeypatch: pytest
     from transformers_gumiho.presenting.web import page as page_module
 
     page = page_module.Page(*pair, max_new_tokens=2000, max_question_tokens=100)
-    settings = {"length": 2000, "temperature": 0, "seed": 0, "nodes": 12, "width": 4, "full_tree_attention": True}
-    for wrong, told in ({"seed": "<img>"}, "The seed must be a number from 0"), ({"length": 3e9}, "got 3000000000.0"):
+    settings = {"length": 2000, "temperature": 0, "seed": 0, "nodes": 12, "width": 4, "fta": True, "lookup": 0}
+    for wrong, told in (
+        ({"seed": "<img>"}, "The seed must be a number from 0"),
+        ({"length": 3e9}, "got 3000000000.0"),
+        ({"lookup": -1}, "Drafts from the context must be from 0 to 64, got -1"),
+    ):
         with pytest.raises(gradio.Error) as refused:
             next(page.ask("a", *(settings | wrong).values()))
         assert told in refused.value.message
@@ -193,7 +226,7 @@ def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(pair: Pair
     pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
     from transformers_gumiho.presenting.web.page import Page
 
-    shown = Page(*pair, max_new_tokens=2000, max_question_tokens=100).ask("a", 2000, 0, 0, 12, 4, True)
+    shown = Page(*pair, max_new_tokens=2000, max_question_tokens=100).ask("a", 2000, 0, 0, 12, 4, True, 0)
     kept = next(shown)[0]
     assert isinstance(kept, threading.Event)
     assert not kept.is_set()

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from cycle_costs import make_cost_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig
 from transformers_gumiho.target import session
+from transformers_gumiho.tree.draft_tree import choose_nodes
 from transformers_gumiho.tuning.timing import DecodingTime
 
 
@@ -161,55 +163,78 @@ def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPa
 def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """On texts of eight places with random drafts, against every sequence of sizes."""
     script = load("bound_sizes", monkeypatch)
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     costs = script.BatchCosts((0, 1, 3), (1.2, 1.3, 2.0), 0.4, 1.0)
 
-    def place(num_left: int) -> Any:
-        scores = torch.cat((torch.zeros(1, 1), -torch.rand(1, 3).sort().values), dim=1)
-        empty = torch.zeros(1, 4, dtype=torch.long)
-        tree = script.DraftTree(empty, empty, empty, scores, torch.eye(4, dtype=torch.bool)[None], 3)
-        return script.Place(tree, sorted(torch.randperm(3)[: int(torch.randint(4, ()))].add(1).tolist()), num_left)
+    def number_below(count: int) -> int:
+        return int(torch.randint(count, (), generator=generator))
 
-    def best_ms(places: list[Any]) -> float:
-        """The least time from the first place on."""
-        if not places:
+    def tree() -> Any:
+        scores = torch.rand(1, 3, generator=generator).sort().values.neg()
+        tokens = torch.tensor([[0, *torch.randperm(3, generator=generator).tolist()]])
+        parents = torch.tensor([[0, 0, number_below(2), number_below(3)]])
+        return choose_nodes(tokens, torch.cat((torch.zeros(1, 1), scores), dim=1), parents, 3, 3)
+
+    def is_accepted(text: Any, place: int, node: int) -> bool:
+        tree, path = text.trees[place], []
+        while node:
+            path.insert(0, int(tree.tokens[0, node]))
+            node = int(tree.parents[0, node])
+        return text.tokens[place + 1 :][: len(path)] == path
+
+    def best_ms(text: Any, place: int = 0) -> float:
+        """The least time from a place on."""
+        if place == 8:
             return 0.0
-        cycles = [(costs.cycle_ms(size), 1 + sum(n <= size for n in places[0].accepted)) for size in range(4)]
-        return min(float(ms) + best_ms(places[tokens:]) for ms, tokens in [(costs.plain_ms, 1), *cycles])
+        accepted = [is_accepted(text, place, node) for node in (1, 2, 3)]
+        cycles = [(costs.cycle_ms(size), min(1 + sum(accepted[:size]), 8 - place)) for size in range(4)]
+        return min(float(ms) + best_ms(text, place + tokens) for ms, tokens in [(costs.plain_ms, 1), *cycles])
 
-    texts = [[place(8 - index) for index in range(8)] for _ in range(5)]
+    texts = [script.Text([5], [number_below(3) for _ in range(9)], [tree() for _ in range(8)]) for _ in range(5)]
     rows = dict(script.rows_of(texts, costs, None, 3))
     assert rows["knowing what will be accepted"].ms == pytest.approx(sum(map(best_ms, texts)))
     assert rows["plain decoding"].ms == pytest.approx(40)
-    fixed = {size: script.play(texts, costs, lambda _, size=size: size) for size in (1, 2, 3)}
-    speeds = {size: one.num_tokens / one.ms for size, one in fixed.items()}
-    best = max(speeds, key=speeds.get)
+    fixed = {size: script.play(texts, costs, lambda size=size: script.Way(size)) for size in (1, 2, 3)}
+    best = max(fixed, key=lambda size: fixed[size].speed)
     assert rows[f"the best fixed size, {best}"] == fixed[best]
     assert {one.num_tokens for one in rows.values()} == {40}
     assert min(rows.values(), key=lambda one: one.ms) == rows["knowing what will be accepted"]
     assert rows["the best fixed size of each text"].ms <= fixed[best].ms
     # Where no draft is ever right, drafting is tried now and then.
-    for text in texts:
-        for one in text:
-            one.accepted = []
-    assert 40 < script.play_sizing(texts, costs, None).ms < 40 * float(costs.cycle_ms(0))
+    wrong = [script.Text([5], [9] * 9, text.trees) for text in texts]
+    assert (
+        40 < script.play(wrong, costs, lambda: script.SizesThatFit(costs, None, 3)).ms < 40 * float(costs.cycle_ms(0))
+    )
+    # The context draws level where the text goes round in circles.
+    rows = dict(script.rows_of(wrong, costs, None, 3, script.Lookup(3)))
+    assert rows["the context alone"].ms < 0.8 * rows["plain decoding"].ms
 
 
-def test_the_trees_after_every_token_are_those_that_decoding_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lookup", [0, 5])
+@pytest.mark.parametrize("has_costs", [False, True])
+def test_what_is_played_is_what_decoding_does(lookup: int, has_costs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("bound_sizes", monkeypatch)
     pair = ROOT / "examples" / "demo_pair"
     target, tokenizer, drafter = script.load_pair(str(pair / "target"), str(pair / "gumiho"), "float32")
-    tokenizer.pad_token = tokenizer.eos_token
     prompt = tokenizer("def read(self):").input_ids
-    args = script.BoundArguments("", max_size=8, max_new_tokens=24, batch_size=7)
-    with script.decoding_settings(drafter, {"num_assistant_tokens": 8, "cycle_costs": None}):
-        places = script.read_text(args, target, tokenizer, drafter, prompt)
-        ids = torch.tensor([prompt])
-        output = target.generate(ids, assistant_model=drafter, max_new_tokens=24, return_dict_in_generate=True)
-    assert len(places) == 23
-    lengths, at = [], 0
-    while at < len(places):
-        lengths.append(places[at].advance(8))
-        at += lengths[-1]
-    assert lengths[:-1] == output.accepted_lengths[0][: len(lengths) - 1]
+    text = script.read_text(script.BoundArguments("", max_size=8, max_new_tokens=60), target, drafter, prompt)
+    table = make_cost_table(dtype="float32", draft_ms=12.0) if has_costs else None
+    settings = {"num_assistant_tokens": 8, "cycle_costs": table, "prompt_lookup_num_tokens": lookup}
+    with script.decoding_settings(drafter, settings):
+        output = target.generate(
+            torch.tensor([prompt]), assistant_model=drafter, max_new_tokens=60, return_dict_in_generate=True
+        )
+    assert output.sequences[0].tolist() == prompt + text.tokens
+    costs = script.CycleCostTable.parse(table or make_cost_table()).for_batch(1)
+    way, lengths = script.SizesThatFit(costs, None, 8) if has_costs else script.Way(8), []
+    observe = way.observe
+    monkeypatch.setattr(way, "observe", lambda tokens, right: (lengths.append(tokens), observe(tokens, right)))
+    played = script.play([text], costs, lambda: way, script.Lookup(lookup) if lookup else None)
+    # After the last cycle there is nothing to be told.
+    expected = output.accepted_lengths[0]
+    assert lengths == expected[:-1]
+    assert played.num_tokens == sum(expected)
+    drafted = [float(costs.cycle_ms(size)) for size in output.tree_sizes]
+    # Cycles in which the drafter rests cost less than those that draft as much.
+    assert played.ms == pytest.approx(sum(drafted)) or (has_costs and played.ms < sum(drafted))
     assert max(lengths) > 2

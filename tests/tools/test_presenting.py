@@ -17,9 +17,16 @@ from PIL import Image
 from targets import make_drafter, make_prompts, make_target
 from tokenizers import Tokenizer, decoders, models
 from training_data import DEMO_TARGET, make_tokenizer
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
+from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.presenting import (
     Answer,
     Cycle,
@@ -340,6 +347,25 @@ def test_shown_path_is_the_one_that_generate_took(
     assert shown == [*(("*", text) for text in texts[:-1]), ("+", texts[-1])]
     drafted = [line for line in lines if re.match(r" *\d\.\d{3} +\d\.\d{3} ", line)]
     assert len(drafted) == drafter.generation_config.num_assistant_tokens
+
+
+def test_cycles_longer_than_the_drafters_paths_are_shown_whole(
+    target: PreTrainedModel, drafter: GumihoModel, tmp_path: Path
+) -> None:
+    """Drafts from the context may be longer, as often as the text goes round in circles."""
+    drafter.save_pretrained(tmp_path)
+    settings = {"prompt_lookup_num_tokens": 20, "num_assistant_tokens": 20, "tree_depth": 2, "branching_factor": 5}
+    config = GenerationConfig.from_pretrained(tmp_path)
+    config.update(**settings)
+    config.save_pretrained(tmp_path)
+    prompt = "x, " * 40
+    with decoding_settings(drafter, settings):
+        lengths = decode(target, drafter, prompt, max_new_tokens=120).accepted_lengths[0]
+    longest = lengths.index(max(lengths))
+    assert sum(lengths[: longest + 1]) > (longest + 1) * (drafter.config.max_draft_depth + 1)
+    options = {**PAIR, "assistant": str(tmp_path)}
+    cycle = show(ShowArguments(**options, prompt=prompt, step=longest + 1, color="never"))
+    assert len(cycle.committed) == max(lengths)
 
 
 def test_shown_probabilities_are_those_of_whole_forward_passes() -> None:

@@ -1,5 +1,6 @@
 """Why a cycle had its size: what `gumiho show` says of it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,11 @@ def test_reason_is_told_in_a_line() -> None:
         "size 8 of 32: 2.00 accepted tokens expected (x 0.80, as observed) in 16.0 ms, 188 tokens/s "
         "(4: 161, 16: 160, 24: 138, 32: 113, plain: 100)"
     )
-    assert describe_size(DraftingPause(drafted_speed=80.0, plain_speed=100.0, num_left=3)) == (
-        "nothing drafted: the newest drafts gave 80 tokens/s, plain decoding 100; tried again after 3 more cycles"
+    pause = DraftingPause(drafted_speed=80.0, undrafted_speed=100.0, num_left=3)
+    assert describe_size(pause) == (
+        "nothing drafted: the newest drafts gave 80 tokens/s, without the drafter 100; tried again after 3 more cycles"
     )
+    assert describe_size(replace(pause, size=7)).startswith("7 tokens from the context alone: the newest drafts gave")
 
 
 @pytest.mark.parametrize("has_costs", [True, False])
@@ -48,7 +51,7 @@ def test_show_tells_the_reason_of_its_cycle(
         assert last_line.startswith(f"size {len(cycle.tokens) - 1} of 12: ")
     else:
         assert cycle.reason is None
-        assert "(the drafter expected" in last_line
+        assert "were expected, the sum" in last_line
 
 
 def test_reasons_do_not_outlive_their_generation() -> None:

@@ -37,7 +37,8 @@ def test_curve_finds_how_often_scores_are_right() -> None:
     shares = 0.6 * np.exp(1.3 * scores)  # a drafter that is too sure of itself
     curve = fit_acceptance_curve(scores, generator.random(len(scores)) < shares)
     for score in (-0.05, -0.5, -1.2, -2.5):
-        assert curve.probabilities(np.array([score]))[0] == pytest.approx(0.6 * np.exp(1.3 * score), rel=0.1)
+        found = curve.log_probabilities(torch.tensor([score])).exp()
+        assert float(found) == pytest.approx(0.6 * np.exp(1.3 * score), rel=0.1)
     assert list(curve.scores) == sorted(curve.scores)
     assert list(curve.shares) == sorted(curve.shares)
     assert 0 < curve.shares[0] < curve.shares[-1] <= 1

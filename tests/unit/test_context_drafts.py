@@ -5,6 +5,7 @@ import math
 import pickle
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,9 @@ from transformers_gumiho.decoding.sequences import CommittedSequences
 from transformers_gumiho.decoding.step_records import StepRecord
 from transformers_gumiho.drafting.context_drafts import ContextDrafts, MatchEstimates, RowDrafts
 from transformers_gumiho.drafting.ngram_index import LONGEST_MATCH, LONGEST_NGRAM, Match, NgramIndex
+
+
+CPU = torch.device("cpu")
 
 
 @settings(max_examples=200, deadline=None)
@@ -84,16 +88,19 @@ def test_rows_have_texts_of_their_own_without_padding_and_images() -> None:
         return [text[start:] for text, start in zip(texts, starts, strict=True)]
 
     drafts = ContextDrafts(read, [2, 0, 0], num_tokens=3, max_ngram_size=2, vocab_size=50)
-    tokens, log_probs = drafts.draft(torch.device("cpu"))
-    assert tokens[:2].tolist() == [[2, 3, 1], [5, 6, 4]]
-    assert (log_probs[2] == -math.inf).all()
+    branch = drafts.draft(CPU)
+    assert branch.tokens[:2].tolist() == [[2, 3, 1], [5, 6, 4]]
+    assert (branch.log_probs[2] == -math.inf).all()
     plain = MatchEstimates()
-    torch.testing.assert_close(log_probs[0].exp(), torch.tensor([plain.probability(length) for length in (1, 2, 3)]))
+    expected = [plain.probability(length) for length in (1, 2, 3)]
+    torch.testing.assert_close(branch.log_probs[0].exp(), torch.tensor(expected))
+    assert np.exp(branch.scores[0]) == pytest.approx(np.cumprod(expected))
     texts[0] += [2, 9]
     texts[2] += [1, 2]
-    tokens, log_probs = drafts.draft(torch.device("cpu"))
-    assert (log_probs[0] == -math.inf).all()
-    assert tokens[2].tolist() == [3, 4, 5]
+    branch = drafts.draft(CPU)
+    assert drafts.num_right == [1, 0, 0], "2, and 9 in place of 3"
+    assert (branch.log_probs[0] == -math.inf).all()
+    assert branch.tokens[2].tolist() == [3, 4, 5]
 
 
 def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:
@@ -102,7 +109,7 @@ def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:
     drafted = []
     # The same token again and again, and behind it each time another one.
     for follower in range(2, 60):
-        drafted.append(drafts.draft(torch.device("cpu")) is not None)
+        drafted.append(drafts.draft(CPU) is not None)
         text += [follower, 1]
     assert drafted[1:4] == [True] * 3
     assert not any(drafted[-20:])
@@ -114,11 +121,11 @@ def test_a_cycle_takes_no_longer_in_a_long_text() -> None:
     def seconds_of_cycles(num_tokens: int) -> float:
         texts = [torch.randint(0, 500, (num_tokens,), generator=generator).tolist()]
         drafts = ContextDrafts(lambda starts: [texts[0][starts[0] :]], [0], 10, 2, 500)
-        drafts.draft(torch.device("cpu"))
+        drafts.draft(CPU)
         begin = time.thread_time()
         for token in range(200):
             texts[0] += [token, token + 1]
-            drafts.draft(torch.device("cpu"))
+            drafts.draft(CPU)
         return time.thread_time() - begin
 
     seconds_of_cycles(100)

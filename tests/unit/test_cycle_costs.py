@@ -49,6 +49,7 @@ def test_table_comes_back_with_the_drafters_files(tmp_path: Path) -> None:
         (make_cost_table(greedy=CURVE | {"shares": [0.0, 0.5]}), "of its `greedy`, its `shares` must hold .* got 0.0"),
         (make_cost_table(sampling={"scores": [-1.0]}), "of its `sampling`, it lacks `shares`"),
         (make_cost_table(sampling=CURVE | {"scores": [-1.0, -3.0]}), "of its `sampling`, its `scores` must increase"),
+        (make_cost_table(greedy=CURVE | {"shares": [0.5, 0.1]}), "of its `greedy`, its `shares` must never decrease"),
     ],
 )
 def test_malformed_tables_are_refused(costs: Any, message: str) -> None:

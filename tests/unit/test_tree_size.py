@@ -1,12 +1,14 @@
 """How many drafted tokens are verified: as many as make most of the time, and none where that is not worth it."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cycle_costs import make_cost_table
 
+from transformers_gumiho.drafting.context_branch import ContextBranch
 from transformers_gumiho.drafting.tree_size import (
     TREE_SIZES,
     DraftingPause,
@@ -24,6 +26,9 @@ from transformers_gumiho.drafting.tree_sizing import (
 )
 from transformers_gumiho.model.cycle_costs import AcceptanceCurve, BatchCosts, CycleCostTable
 from transformers_gumiho.tree.draft_tree import DraftTree, choose_nodes
+
+
+CPU = torch.device("cpu")
 
 
 def costs_of(batch_size: int = 1, **entries: float) -> BatchCosts:
@@ -60,7 +65,7 @@ def test_chosen_size_is_the_best_of_all(seed: int) -> None:
         # The table says so: the root's 10 ms, and as much for each further node of each row.
         return (batch_size + correction * accepted) / (10.0 + node_ms * (batch_size * (size + 1) - 1) + draft_ms)
 
-    choice = choose_size(path_probabilities(scores, None), sizes, costs, correction)
+    choice = choose_size(path_probabilities(scores), sizes, costs, correction)
     assert choice.size == max(sizes, key=speed)
     for size, found in zip(sizes, choice.tokens_per_second, strict=True):
         assert found == pytest.approx(1e3 * speed(size) / batch_size)
@@ -70,7 +75,7 @@ def test_larger_batches_choose_smaller_trees() -> None:
     scores = np.log(np.linspace(0.9, 0.01, 40))[None]
     sizes = []
     for batch_size in (1, 2, 4, 8):
-        probabilities = path_probabilities(np.repeat(scores, batch_size, axis=0), None)
+        probabilities = path_probabilities(np.repeat(scores, batch_size, axis=0))
         sizes.append(choose_size(probabilities, sizes_up_to(40), costs_of(batch_size, node_ms=1.0)).size)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 2 * sizes[-1]
@@ -78,11 +83,14 @@ def test_larger_batches_choose_smaller_trees() -> None:
 
 def test_curve_puts_shares_for_probabilities() -> None:
     curve = AcceptanceCurve((-4.0, -1.0, 0.0), (0.01, 0.1, 0.8))
-    found = curve.probabilities(np.array([0.0, -1.0, -0.5, -4.0, -6.0, -np.inf]))
-    assert found == pytest.approx([0.8, 0.1, math.sqrt(0.08), 0.01, 0.01 * math.exp(-2), 0.0])
+    found = curve.log_probabilities(torch.tensor([[0.0, -1.0, -0.5], [-4.0, -6.0, -math.inf]])).exp()
+    expected = [[0.8, 0.1, math.sqrt(0.08)], [0.01, 0.01 * math.exp(-2), 0.0]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    single = AcceptanceCurve((-1.0,), (0.5,)).log_probabilities(torch.tensor([0.0, -1.0, -2.0])).exp()
+    torch.testing.assert_close(single, torch.tensor([0.5, 0.5, 0.5 / math.e]))
     # A token of chains that advance together is accepted where all rows accept it.
     rows = np.log(np.array([[0.5, 0.25], [0.8, 0.4]]))
-    assert path_probabilities(rows, None, rows_together=True) == pytest.approx(np.array([[0.4, 0.1]] * 2))
+    assert path_probabilities(rows, rows_together=True) == pytest.approx(np.array([[0.4, 0.1]] * 2))
 
 
 def test_prefix_of_a_tree_is_a_tree() -> None:
@@ -109,7 +117,7 @@ def test_correction_follows_what_is_accepted() -> None:
 def test_pauses_double_up_to_a_limit_and_begin_anew_after_success() -> None:
     back_off = BackOff(plain_ms=10.0)
     back_off.expect(40.0, 15.0)
-    assert back_off.drafted_speed == pytest.approx(2 * back_off.plain_speed), "to be sure is not to be right"
+    assert back_off.drafted_speed == pytest.approx(2 * 100), "to be sure is not to be right"
     pauses, speeds = [], []
     for tokens in [1.0] * 12 + [6.0] * 4 + [1.0] * 20:
         back_off.observe(tokens, 15.0)
@@ -117,7 +125,7 @@ def test_pauses_double_up_to_a_limit_and_begin_anew_after_success() -> None:
         pauses.append(0)
         while back_off.pauses():
             pauses[-1] += 1
-    assert [pause > 0 for pause in pauses] == [speed < back_off.plain_speed for speed in speeds]
+    assert [pause > 0 for pause in pauses] == [speed < 100 for speed in speeds]
     failing = [pause for pause in pauses[:12] if pause]
     assert failing == [min(4 * 2**n, LONGEST_PAUSE) for n in range(len(failing))]
     assert len(failing) >= 6
@@ -132,8 +140,9 @@ def test_observed_acceptance_decides() -> None:
     drafted, sizes = 0, []
     for _ in range(300):
         if sizing.pauses():
+            assert sizing.size_at_rest([True], None) == 0
             assert isinstance(sizing.reason, DraftingPause)
-            assert sizing.reason.drafted_speed < sizing.reason.plain_speed
+            assert sizing.reason.drafted_speed < sizing.reason.undrafted_speed == pytest.approx(100)
         else:
             sizes.append(sizing.cut(tree, [True]).tokens.shape[1] - 1)
             assert isinstance(sizing.reason, SizeChoice)
@@ -151,3 +160,109 @@ def test_rows_that_have_ended_do_not_count() -> None:
     tree = type(tree)(tree.tokens, tree.parents, tree.depths, sure, tree.ancestors, tree.max_depth)
     alone, with_others = TreeSizing(costs_of(3)), TreeSizing(costs_of(3))
     assert alone.cut(tree, [True, False, False]).tokens.shape[1] > with_others.cut(tree, [True] * 3).tokens.shape[1]
+
+
+def test_drafter_rests_where_the_context_alone_is_faster() -> None:
+    """It adds nothing to a context that is always right, and is taken up again when that is always wrong."""
+    drafted = random_tree(seed=0, batch_size=1, num_nodes=20)
+    log_probs = [math.log(0.9)] * 6
+    branch = ContextBranch.make([[7] * 6], [log_probs], CPU)
+    # Cycles in which the drafter rests take 10 ms and 0.5 for each token of the context's, others 6 ms more.
+    costs = costs_of(draft_ms=6.0, node_ms=0.5)
+    best = max(range(7), key=lambda size: (1 + sum(0.9**depth for depth in range(1, size + 1))) / (10 + 0.5 * size))
+    sizing = TreeSizing(costs)
+    num_drafted = {True: 0, False: 0}
+    for cycle in range(240):
+        is_right = cycle < 80
+        if sizing.pauses():
+            assert sizing.size_at_rest([True], branch) == best
+            assert isinstance(sizing.reason, DraftingPause)
+            assert sizing.reason.size == best
+            assert sizing.reason.drafted_speed < sizing.reason.undrafted_speed
+        else:
+            tree = sizing.cut(branch.added_to(sizing.weigh(drafted), is_chain=False), [True], branch)
+            assert tree.tokens.shape[1] > 1
+            num_drafted[is_right] += 1
+        # The drafter's own tokens are right where the context's are not.
+        sizing.observe([7 if is_right else 5], [6 if is_right else 0])
+    assert num_drafted[True] < 10
+    assert num_drafted[False] >= 160 - LONGEST_PAUSE
+
+
+def test_what_the_context_alone_would_have_done_is_counted_in_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a branch get one token each, and rows that advance together as many as the worst of them."""
+    seen: list[tuple[float, ...]] = []
+    monkeypatch.setattr(BackOff, "observe", lambda self, *args: seen.append(args))
+    tree, costs = random_tree(seed=0, batch_size=3, num_nodes=12), costs_of(3, node_ms=0.1)
+    branch = ContextBranch.make([[7] * 6] * 3, [[-0.1] * 6, [-0.1] * 6, [-math.inf] * 6], CPU)
+    ways = ({}, 6, (6 + 3 + 0) / 3), ({"rows_together": True}, 0, 0), ({"in_lockstep": True}, 0, 0)
+    for options, size, accepted in ways:
+        sizing = TreeSizing(costs, **options)
+        drafted = sizing.cut(tree, [True] * 3, branch).tokens.shape[1] - 1
+        # What was committed happens to be right in the third row, too, whose branch was not worth being drafted.
+        sizing.observe([7, 4, 7], [6, 3, 6])
+        assert sizing.size_at_rest([True] * 3, branch) == size
+        plain_ms, node_ms = 10 + 2 * 0.1, 3 * 0.1
+        assert seen[-1] == pytest.approx(
+            (6.0, float(costs.cycle_ms(drafted)), 1 + accepted, plain_ms + size * node_ms)
+        )  # fmt: skip
+
+
+def test_a_branch_alone_is_a_tree() -> None:
+    branch = ContextBranch.make([[7, 8, 9], [4, 5, 6]], [[-0.1, -0.2, -0.3], [-0.5, -math.inf, -math.inf]], CPU)
+    root = torch.tensor([1, 2])
+    for size in (1, 2, 3):
+        tree = branch.alone(root, size, num_nodes=5)
+        assert tree.tokens.tolist() == [[1, 7, 8, 9][: size + 1], [2, 4, 5, 6][: size + 1]]
+        expected = choose_nodes(
+            tree.tokens, tree.scores, torch.tensor([[0, 0, 1, 2][: size + 1]] * 2), num_nodes=size, max_depth=size
+        )
+        for name in ("tokens", "parents", "depths", "scores", "ancestors", "max_depth"):
+            ours, theirs = getattr(tree, name), getattr(expected, name)
+            assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, name
+    torch.testing.assert_close(tree.scores[0], torch.tensor([0.0, -0.1, -0.3, -0.6]))
+
+
+def test_who_rests_is_told_what_is_faster() -> None:
+    """Drafts from the context that mislead are slower than plain decoding, which is then the measure."""
+    back_off = BackOff(plain_ms=10.0)
+    back_off.observe(1.2, 13.0, undrafted_tokens=1.0, undrafted_ms=12.0)
+    assert back_off.drafted_speed < 100
+    assert back_off.context_speed < 100
+    assert back_off.undrafted_speed == pytest.approx(100)
+    assert back_off.pauses()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 7, 24, 63])
+def test_weighed_trees_keep_their_order(num_nodes: int) -> None:
+    """Whatever floating point does between the points of a curve: who is above, is as likely at least."""
+    tree = random_tree(seed=2, batch_size=2, num_nodes=num_nodes)
+    generator = torch.Generator().manual_seed(num_nodes)
+    for _ in range(50):
+        # Many that are equal, or differ in the last bit.
+        scores = tree.scores.clone()
+        scores[:, 1:] = -0.7 * torch.randint(1, 4, (2, num_nodes), generator=generator) / 3
+        scores[:, 1:] += 1e-7 * torch.randn(2, num_nodes, generator=generator)
+        scores[:, 1:] = scores[:, 1:].sort(dim=1, descending=True).values
+        points = sorted((-torch.rand(6, generator=generator, dtype=torch.float64)).tolist())
+        shares = torch.rand(6, generator=generator, dtype=torch.float64).sort().values.clamp(min=1e-3).tolist()
+        sizing = TreeSizing(costs_of(2), AcceptanceCurve(tuple(points), tuple(shares)))
+        weighed = sizing.weigh(replace(tree, scores=scores)).scores
+        assert (weighed.diff(dim=1) <= 0).all()
+        assert (weighed[:, 0] == 0).all()
+    close = AcceptanceCurve((-1.0, -1.0 + 1e-12), (0.2, 0.4)).log_probabilities(torch.tensor([-2.0, -1.0, 0.0])).exp()
+    assert close.isfinite().all()
+    assert (close.diff() >= 0).all()
+
+
+def test_what_is_accepted_seldom_gives_way_to_the_context() -> None:
+    """A drafter that is sure of tokens which the target seldom takes."""
+    tree = random_tree(seed=0, batch_size=1, num_nodes=6)
+    branch = ContextBranch.make([[91, 92, 93]], [[-0.7] * 3], CPU)
+    sure = replace(tree, scores=-0.01 * torch.arange(7.0)[None])
+    kept = {}
+    for curve in (None, AcceptanceCurve((-1.0, 0.0), (0.01, 0.1))):
+        sizing = TreeSizing(costs_of(), curve)
+        kept[curve is not None] = set(branch.added_to(sizing.weigh(sure), is_chain=False).tokens[0].tolist())
+    assert not kept[False] & {91, 92, 93}
+    assert kept[True] >= {91, 92, 93}

@@ -15,6 +15,7 @@ from ..model.modeling_gumiho import GumihoModel
 PLAIN = "plain"
 COMPILED = ", compiled"
 PLAIN_COMPILED = PLAIN + COMPILED
+PROMPT_LOOKUP = "prompt lookup"
 # The setting of transformers' documentation.
 PROMPT_LOOKUP_TOKENS = 10
 _TREE = "tree of "
@@ -72,7 +73,7 @@ def decoding_modes(
     gumiho = {"assistant_model": drafter}
     modes = [DecodingMode(PLAIN)]
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-    modes.append(DecodingMode("prompt lookup", lookup, max_batch_size=1))
+    modes.append(DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1))
     if draft_model is not None:
         modes.append(DecodingMode("assisted generation", {"assistant_model": draft_model}, max_batch_size=1))
     modes.append(DecodingMode("gumiho", gumiho))

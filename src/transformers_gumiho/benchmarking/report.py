@@ -49,7 +49,18 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
         sections.append(
-            "\n".join([title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen), *_sizes(chosen), *_compiled(chosen)])
+            "\n".join(
+                [
+                    title,
+                    "",
+                    _HEADER,
+                    "|---" * 7 + "|",
+                    *map(_line, chosen),
+                    *_sizes(chosen),
+                    *_lookup(chosen),
+                    *_compiled(chosen),
+                ]
+            )
         )
     return "\n\n".join(sections) + "\n"
 
@@ -65,6 +76,15 @@ def _sizes(rows: Sequence[SummaryRow]) -> list[str]:
             if row.lowest_speedup is not None:
                 lines[-1] += f" Lowest speed-up of a batch: {row.lowest_speedup:.2f}."
     return lines
+
+
+def _lookup(rows: Sequence[SummaryRow]) -> list[str]:
+    """Returns how the modes compare with prompt lookup on the same prompts."""
+    shown = [(row.mode, row.speedup_lookup) for row in rows if row.speedup_lookup is not None]
+    if not shown:
+        return []
+    ratios = "; ".join(f"{mode}: {median:.2f} ({lower:.2f}-{upper:.2f})" for mode, (median, lower, upper) in shown)
+    return ["", f"Speed on the same prompts, prompt lookup = 1 (95% interval of the median): {ratios}."]
 
 
 def _compiled(rows: Sequence[SummaryRow]) -> list[str]:

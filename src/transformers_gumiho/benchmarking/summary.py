@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..metrics import acceptance_statistics
-from .modes import COMPILED, PLAIN, PLAIN_COMPILED
+from .modes import COMPILED, PLAIN, PLAIN_COMPILED, PROMPT_LOOKUP
 from .sample import Sample
 
 
@@ -40,6 +40,8 @@ class SummaryRow:
         speedup_compiled: The speed-up over compiled plain decoding, of compiled modes.
         cycles_by_size: How many cycles verified so many drafted tokens, by that number; `None` without cycles.
         lowest_speedup: The least speed-up of a batch.
+        speedup_lookup: Median over the batches of the speed divided by that of prompt lookup on the same batch, and
+            its 95% bootstrap interval.
     """
 
     mode: str
@@ -61,6 +63,7 @@ class SummaryRow:
     speedup_compiled: float | None = None
     cycles_by_size: dict[int, int] | None = None
     lowest_speedup: float | None = None
+    speedup_lookup: tuple[float, float, float] | None = None
 
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
@@ -72,19 +75,21 @@ def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
         categories = list(dict.fromkeys(sample.category for sample in chosen))
         for category in [OVERALL, *(categories if len(categories) > 1 else [])]:
             group = [sample for sample in chosen if category in (OVERALL, sample.category)]
-            plain = {_key(sample): _speed(sample) for sample in group if sample.mode == PLAIN}
-            compiled = {_key(sample): _speed(sample) for sample in group if sample.mode == PLAIN_COMPILED}
+            speeds = {
+                mode: {_key(sample): _speed(sample) for sample in group if sample.mode == mode}
+                for mode in (PLAIN, PLAIN_COMPILED, PROMPT_LOOKUP)
+            }
             for mode in dict.fromkeys(sample.mode for sample in group):
                 of_mode = [sample for sample in group if sample.mode == mode]
-                rows.append(_summarize_mode(of_mode, category, plain, compiled))
+                rows.append(_summarize_mode(of_mode, category, speeds))
     return rows
 
 
-def _summarize_mode(
-    samples: list[Sample], category: str, plain: dict[tuple, float], compiled: dict[tuple, float]
-) -> SummaryRow:
+def _summarize_mode(samples: list[Sample], category: str, speeds_of: dict[str, dict[tuple, float]]) -> SummaryRow:
     first, speeds = samples[0], [_speed(sample) for sample in samples]
-    speedups = np.array([speed / plain[_key(sample)] for speed, sample in zip(speeds, samples, strict=True)])
+    speedups = _ratios(samples, speeds_of[PLAIN])
+    compiled = _ratios(samples, speeds_of[PLAIN_COMPILED] if first.mode.endswith(COMPILED) else {})
+    lookup = _ratios(samples, speeds_of[PROMPT_LOOKUP] if first.mode not in (PLAIN, PROMPT_LOOKUP) else {})
     lengths = [row for sample in samples for row in sample.accepted_lengths or []]
     acceptance = acceptance_statistics(lengths) if any(lengths) else None
     stages = [sample.stages for sample in samples if sample.stages and sample.stages["num_cycles"]]
@@ -110,17 +115,16 @@ def _summarize_mode(
         seconds_per_cycle=sum(seconds.values()) / num_cycles if stages else None,
         peak_bytes=float(np.median(peaks)) if peaks else None,
         num_compiled=sum(sample.num_compiled for sample in samples),
-        speedup_compiled=_speedup_compiled(samples, compiled),
+        speedup_compiled=float(np.median(compiled)) if len(compiled) else None,
         cycles_by_size=dict(sorted(sizes.items())) or None,
         lowest_speedup=float(speedups.min()),
+        speedup_lookup=(float(np.median(lookup)), *bootstrap_interval(lookup)) if len(lookup) else None,
     )
 
 
-def _speedup_compiled(samples: list[Sample], compiled: dict[tuple, float]) -> float | None:
-    if not samples[0].mode.endswith(COMPILED):
-        return None
-    ratios = [_speed(sample) / compiled[_key(sample)] for sample in samples if _key(sample) in compiled]
-    return float(np.median(ratios)) if ratios else None
+def _ratios(samples: list[Sample], speeds: dict[tuple, float]) -> np.ndarray:
+    """Returns the speeds of samples divided by those on the same prompts, where there are such."""
+    return np.array([_speed(sample) / speeds[_key(sample)] for sample in samples if _key(sample) in speeds])
 
 
 def bootstrap_interval(values: np.ndarray, share: float = 0.95, seed: int = 0) -> tuple[float, float]:

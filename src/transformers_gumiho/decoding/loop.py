@@ -43,7 +43,7 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
             For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. Their
             mean is the acceptance length tau. The first token comes from the prompt pass and counts in no cycle.
         tree_sizes (`list[int]`):
-            The drafted tokens that each cycle verified in every row; 0 where it was a step as in plain decoding.
+            The drafted tokens that each cycle verified in every row.
 
     In a batch, `scores`, `logits` and `hidden_states` are zero where a row has ended before the others: the target is
     not run on padding.

@@ -50,7 +50,7 @@ class GenerationObserver:
         Is called before each cycle of a drafter that has `cycle_costs`, once its tree is there.
 
         Args:
-            reason: Why the tree has its size, or why nothing was drafted.
+            reason: Why the tree has its size, or why the drafter rests.
         """
 
 

@@ -68,6 +68,11 @@ class CommittedSequences:
             return False
         return self.rows_end_alone or min(self.lengths) >= self.final_length
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return self._buffer.device
+
     def is_open(self, row: int) -> bool:
         """Whether the row still takes tokens."""
         if self.finished or self.lengths[row] >= self.max_length:

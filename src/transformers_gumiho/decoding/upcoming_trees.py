@@ -1,11 +1,13 @@
 """The draft trees of a generation: what the drafter is told, when it drafts, and which part of a tree is verified."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 from transformers.utils import logging
 
 from ..drafting.candidate_generator import GumihoCandidateGenerator
 from ..drafting.committed_tokens import CommittedTokens
+from ..drafting.context_branch import ContextBranch
 from ..drafting.context_drafts import ContextDrafts
 from ..drafting.settings import DraftingSettings
 from ..drafting.tree_size import COMPILED_TREE_SIZES, TREE_SIZES
@@ -28,9 +30,9 @@ logger = logging.get_logger(__name__)
 
 class UpcomingTrees:
     """
-    The draft trees of a generation, one for each cycle. With `cycle_costs` a tree has the size that makes most of the
-    cycle's time, and where drafting is not worth its time it is the root alone; what was committed meanwhile is kept
-    for when the drafter drafts again.
+    The draft trees of a generation, one for each cycle: the drafter's, and what the context drafts. With `cycle_costs`
+    a tree has the size that makes most of the cycle's time, and where the drafter is not worth its time, it is what
+    the context drafts, or the root alone; what was committed meanwhile is kept for when the drafter drafts again.
 
     Args:
         session: Of the target, which has read the prompt.
@@ -54,38 +56,65 @@ class UpcomingTrees:
         self._drafter = drafter
         self._sequences = chooser.sequences
         self._events = events
+        self._settings = settings
         self._generator = _make_generator(session, drafter, settings, chooser, output.states, events)
+        self._context_drafts = _context_drafts(session, settings, chooser.sequences)
         self._sizing = _tree_sizing(session, settings, chooser)
         self._untold: list[CommittedTokens] = []  # committed since the drafter drafted last
 
     def after_prompt(self, output: TargetOutput) -> DraftTree:
         """Returns the first tree, after what the target computed for the prompt."""
-        return self._draft(self._committed_prompt(output))
+        branch = self._look_up()
+        return self._draft(self._committed_prompt(output), branch)
 
     def after(self, path: AcceptedPath, output: TargetOutput) -> DraftTree:
         """Returns the tree after a cycle that has committed `path`, for which the target computed `output`."""
+        branch = self._look_up()
         if self._sizing is None:
-            return self._draft(self._committed_path(path, output))
-        self._sizing.observe(path.accepted_lengths)
+            return self._draft(self._committed_path(path, output), branch)
+        num_right = () if self._context_drafts is None else self._context_drafts.num_right
+        self._sizing.observe(path.accepted_lengths, num_right)
         pauses = self._sizing.pauses()
         # As wide as always, if the drafter is told of this cycle alone.
         self._untold.append(self._committed_path(path, output, is_narrow=pauses or bool(self._untold)))
         if pauses:
-            self._events.tree_sized(self._sizing.reason)
-            return bare_root(self._sequences.last_tokens())
+            return self._at_rest(self._sizing, branch)
         committed, self._untold = CommittedTokens.join(self._untold), []
-        return self._draft(committed)
+        return self._draft(committed, branch)
 
-    def _draft(self, committed: CommittedTokens) -> DraftTree:
+    def _look_up(self) -> ContextBranch | None:
+        # Before drafting: reading the text, and moving what was found, waits for all that the device was given before.
+        return None if self._context_drafts is None else self._context_drafts.draft(self._sequences.device)
+
+    def _draft(self, committed: CommittedTokens, branch: ContextBranch | None) -> DraftTree:
+        settings, sizing = self._settings, self._sizing
         with self._events.stage("draft"):
             tree = self._generator.draft_tree(committed)
-            if self._sizing is None:
+            if sizing is not None:
+                tree = sizing.weigh(tree)
+            if branch is not None:
+                tree = branch.added_to(tree, is_chain=settings.branching_factor == 1)
+            if self._context_drafts is not None:
+                # All trees are alike where shapes are fixed.
+                tree = replace(tree, max_depth=settings.longest_path)
+            if sizing is None:
                 return tree
-            # On a GPU the one time in a cycle, beside reading what was accepted, that the host waits for it.
-            is_open = [self._sequences.is_open(row) for row in range(len(self._sequences.lengths))]
-            tree = self._sizing.cut(tree, is_open)
-        self._events.tree_sized(self._sizing.reason)
+            # On a GPU the host waits for the scores here, once more in a cycle than without costs.
+            tree = sizing.cut(tree, self._open_rows(), branch)
+        self._events.tree_sized(sizing.reason)
         return tree
+
+    def _at_rest(self, sizing: TreeSizing, branch: ContextBranch | None) -> DraftTree:
+        settings = self._settings
+        most = settings.tree_depth if settings.branching_factor == 1 else settings.num_assistant_tokens
+        with self._events.stage("draft"):
+            root, size = self._sequences.last_tokens(), sizing.size_at_rest(self._open_rows(), branch)
+            tree = bare_root(root) if branch is None or size == 0 else branch.alone(root, size, most)
+        self._events.tree_sized(sizing.reason)
+        return tree
+
+    def _open_rows(self) -> list[bool]:
+        return [self._sequences.is_open(row) for row in range(len(self._sequences.lengths))]
 
     def _committed_prompt(self, output: TargetOutput) -> CommittedTokens:
         """Returns what the drafter reads of the prompt: with a cache of the caller's, the part that was run."""
@@ -138,7 +167,6 @@ def _make_generator(
         past_key_values=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
         shapes=session.shapes,
         token_ids=token_ids,
-        context_drafts=_context_drafts(session, settings, chooser.sequences),
         peek_noise=chooser.peek_noise,
         # Within a compiled function nobody could be told.
         around_pass=nullcontext if session.shapes.are_compiled else events.each("drafter_pass"),
@@ -158,7 +186,8 @@ def _context_drafts(
     return ContextDrafts(
         sequences.tokens_from,
         starts,
-        settings.prompt_lookup_num_tokens,
+        # A path that is longer has no place in any tree.
+        min(settings.prompt_lookup_num_tokens, settings.longest_path),
         settings.max_matching_ngram_size,
         session.model.config.get_text_config(decoder=True).vocab_size,
     )
@@ -180,5 +209,6 @@ def _tree_sizing(session: TargetSession, settings: DraftingSettings, chooser: To
         table.for_batch(chooser.batch_size),
         table.curve(chooser.do_sample),
         chooser.rows_together,
+        chooser.in_lockstep,
         COMPILED_TREE_SIZES if session.shapes.are_fixed else TREE_SIZES,
     )

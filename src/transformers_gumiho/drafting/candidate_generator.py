@@ -18,9 +18,7 @@ from ..target.prediction_head import projected_states
 from ..target.requirements import check_pair
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftTree
-from ..tree.merging import merge_branch, take_better_chain
 from .committed_tokens import CommittedTokens
-from .context_drafts import ContextDrafts
 from .drafter import GumihoDrafter
 from .settings import DraftingSettings
 
@@ -40,7 +38,6 @@ class GumihoCandidateGenerator(CandidateGenerator):
         eos_token_ids: Tokens that end a text; no candidate goes beyond the first of them that was drafted.
         read_last: What the target does between its last hidden states `(1, T, ...)` and its output projection, where
             that is anything: `get_candidates` drafts from what the projection reads.
-        context_drafts: Drafts from the context, which the trees of `draft_tree` hold as well where they are likely.
         **drafter_kwargs: Further arguments of [`GumihoDrafter`].
     """
 
@@ -55,7 +52,6 @@ class GumihoCandidateGenerator(CandidateGenerator):
         max_length: int | None = None,
         eos_token_ids: Collection[int] = (),
         read_last: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        context_drafts: ContextDrafts | None = None,
         **drafter_kwargs: Any,
     ):
         self.assistant_model = assistant_model
@@ -70,7 +66,6 @@ class GumihoCandidateGenerator(CandidateGenerator):
         self.max_length = max_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self._read_last = read_last
-        self._context_drafts = context_drafts
         self._has_read_prompt = False
 
     @classmethod
@@ -113,17 +108,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
     def draft_tree(self, committed: CommittedTokens) -> DraftTree:
         """Drafts a tree after newly committed tokens on any device; the tree is on the device of these tokens."""
-        device = committed.tokens.device
-        # Looked up first: reading the text waits for the device, and would wait for all of drafting.
-        branch = None if self._context_drafts is None else self._context_drafts.draft(device)
-        tree = self.drafter.draft(committed.to(self.device)).to(device)
-        if self._context_drafts is None:
-            return tree
-        if branch is None:
-            # All trees are alike where shapes are fixed.
-            return replace(tree, max_depth=self.drafter.settings.longest_path)
-        add_branch = take_better_chain if self.drafter.settings.branching_factor == 1 else merge_branch
-        return replace(add_branch(tree, *branch), max_depth=self.drafter.settings.longest_path)
+        return self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
 
     def get_candidates(
         self,

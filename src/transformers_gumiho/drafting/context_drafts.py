@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .context_branch import ContextBranch
 from .ngram_index import LONGEST_MATCH, NgramIndex
 
 
@@ -58,14 +59,22 @@ class RowDrafts:
         self._drafted: list[int] = []
         self._match_length = 0
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Adds committed tokens to the text; the newest drafts are counted by them, whether or not they were run."""
+    def extend(self, tokens: Sequence[int]) -> int:
+        """
+        Adds committed tokens to the text; the newest drafts are counted by them, whether or not they were run.
+
+        Returns:
+            How many of the newest drafts were right, as far as committed tokens tell.
+        """
+        num_right = 0
         for place, (token, drafted) in enumerate(zip(tokens, self._drafted, strict=False)):
             self.estimates.count(self._match_length + place, token == drafted)
             if token != drafted:
                 break
+            num_right += 1
         self._index.extend(tokens)
         self._drafted = []
+        return num_right
 
     def draft(self) -> tuple[list[int], list[float]]:
         """Returns the drafted tokens, none without a match, and the estimate of each if those before it are right."""
@@ -89,6 +98,9 @@ class ContextDrafts:
         num_tokens: As in [`RowDrafts`].
         max_ngram_size: As in [`RowDrafts`].
         vocab_size: Other tokens are no part of the text (those that stand for an image).
+
+    Attributes:
+        num_right: Of the drafts before the newest ones, how many were right in each row.
     """
 
     def __init__(
@@ -100,31 +112,34 @@ class ContextDrafts:
         vocab_size: int,
     ):
         self.num_tokens = num_tokens
+        self.num_right = [0] * len(starts)
         self._read_text = read_text
         self._known = list(starts)
         self._vocab_size = vocab_size
         self._rows = [RowDrafts(num_tokens, max_ngram_size) for _ in starts]
 
-    def draft(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def draft(self, device: torch.device) -> ContextBranch | None:
         """
-        Takes in what was committed since the last call, and drafts on from there.
+        Takes in what was committed since the last call, and drafts on from there: `num_tokens` in each row, but for
+        those in which nothing is drafted. `None` where that is so in all rows.
 
-        Returns:
-            The drafted tokens `(B, num_tokens)`, and for each the logarithm of the estimate that it is accepted if
-            those before it are: minus infinity where nothing is drafted. `None` where that is so in all rows.
+        Args:
+            device: Where the branch is needed.
         """
         texts = self._read_text(self._known)
         self._known = [known + len(text) for known, text in zip(self._known, texts, strict=True)]
-        drafts = [self._draft_row(row, text) for row, text in zip(self._rows, texts, strict=True)]
+        new = [[token for token in text if 0 <= token < self._vocab_size] for text in texts]
+        self.num_right = [row.extend(tokens) for row, tokens in zip(self._rows, new, strict=True)]
+        drafts = [_draft_row(row) for row in self._rows]
         if all(draft is None for draft in drafts):
             return None
         none = [0] * self.num_tokens, [-math.inf] * self.num_tokens
         tokens, log_probs = zip(*(draft or none for draft in drafts), strict=True)
-        return torch.tensor(tokens, device=device), torch.tensor(log_probs, device=device)
+        return ContextBranch.make(tokens, log_probs, device)
 
-    def _draft_row(self, row: RowDrafts, new_tokens: list[int]) -> tuple[list[int], list[float]] | None:
-        row.extend([token for token in new_tokens if 0 <= token < self._vocab_size])
-        tokens, estimates = row.draft()
-        if not tokens or estimates[0] < _MIN_ESTIMATE:
-            return None
-        return tokens, [math.log(estimate) for estimate in estimates]
+
+def _draft_row(row: RowDrafts) -> tuple[list[int], list[float]] | None:
+    tokens, estimates = row.draft()
+    if not tokens or estimates[0] < _MIN_ESTIMATE:
+        return None
+    return tokens, [math.log(estimate) for estimate in estimates]

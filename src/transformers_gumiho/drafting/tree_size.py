@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..model.cycle_costs import AcceptanceCurve, BatchCosts
+from ..model.cycle_costs import BatchCosts
 
 
 # Among few sizes little is lost: beside the best one expectation and cost change slowly.
@@ -49,17 +49,20 @@ class SizeChoice:
 @dataclass(frozen=True)
 class DraftingPause:
     """
-    Why a cycle does not draft: drafts were not worth their time.
+    Why the drafter rests in a cycle: its drafts were not worth their time.
 
     Attributes:
         drafted_speed: Tokens per second in a row of the newest cycles that drafted.
-        plain_speed: Those of plain decoding.
-        num_left: Further cycles without drafts until drafting is tried again.
+        undrafted_speed: Those of plain decoding; with drafts from the context, what these alone would have made of the
+            same cycles.
+        num_left: Further cycles without the drafter until it is tried again.
+        size: Tokens that are verified nevertheless, as the context drafts them.
     """
 
     drafted_speed: float
-    plain_speed: float
+    undrafted_speed: float
     num_left: int
+    size: int = 0
 
 
 def sizes_up_to(num_drafted: int, sizes: Sequence[int] = TREE_SIZES) -> tuple[int, ...]:
@@ -67,21 +70,24 @@ def sizes_up_to(num_drafted: int, sizes: Sequence[int] = TREE_SIZES) -> tuple[in
     return (*(size for size in sizes if size < num_drafted), num_drafted)
 
 
-def path_probabilities(scores: np.ndarray, curve: AcceptanceCurve | None, rows_together: bool = False) -> np.ndarray:
+def path_probabilities(scores: np.ndarray, rows_together: bool = False) -> np.ndarray:
     """
     Returns `(B, N)`: how likely each drafted token is to be accepted.
 
     Args:
-        scores (`(B, N)`): Summed draft log-probabilities of the paths that end at the tokens.
-        curve: How often such tokens were accepted. Without it they are taken at their word.
+        scores (`(B, N)`): How likely the paths are that end at the tokens (nats).
         rows_together: The rows are chains of which a token is accepted only where it is in all of them.
     """
-    probabilities = np.exp(scores) if curve is None else curve.probabilities(scores)
+    probabilities = np.exp(scores)
     return np.broadcast_to(probabilities.prod(axis=0), scores.shape) if rows_together else probabilities
 
 
 def choose_size(
-    probabilities: np.ndarray, sizes: Sequence[int], costs: BatchCosts, correction: float = 1.0
+    probabilities: np.ndarray,
+    sizes: Sequence[int],
+    costs: BatchCosts,
+    correction: float = 1.0,
+    drafter_rests: bool = False,
 ) -> SizeChoice:
     """
     Chooses the size that maximises (1 + expected accepted tokens) / time; of equal ones the smallest.
@@ -91,11 +97,12 @@ def choose_size(
         sizes: To choose among, increasing; none above `N`.
         costs: Of cycles with so many rows.
         correction: What expectations are to be multiplied by.
+        drafter_rests: All tokens are from the context.
     """
     # All rows of a batch count together: their mean is what each of them has of the time.
     totals = np.concatenate(([0.0], probabilities.mean(axis=0).cumsum()))
     expected = correction * totals[list(sizes)]
-    cycle_ms = costs.cycle_ms(sizes)
+    cycle_ms = costs.undrafted_ms(sizes) if drafter_rests else costs.cycle_ms(sizes)
     best = int(((1 + expected) / cycle_ms).argmax())
     return SizeChoice(
         sizes[best], tuple(sizes), tuple(expected.tolist()), tuple(cycle_ms.tolist()), costs.plain_ms, correction

@@ -1,11 +1,14 @@
 """Fitting the trees of a generation to what they cost and to how they do: their sizes, and whether to draft at all."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from ..model.cycle_costs import AcceptanceCurve, BatchCosts
 from ..tree.draft_tree import DraftTree
+from .context_branch import ContextBranch
 from .tree_size import TREE_SIZES, DraftingPause, SizeChoice, choose_size, path_probabilities, sizes_up_to
 
 
@@ -19,9 +22,13 @@ _PRIOR_TOKENS = 2.0
 # What is expected of the first cycle counts as at most so many times the speed of plain decoding: a drafter that does
 # not fit may be sure of itself.
 _MOST_EXPECTED_SPEEDUP = 2.0
-# Drafted tokens that are verified at most when drafting is tried again: enough to tell whether it pays.
+# How much of the speed of drafts from the context alone is enough to go on drafting: few cycles tell little, and a
+# drafter that rests by mistake does so for a while.
+_CLEARLY = 0.9
+# Drafted tokens that are verified at most when drafting is tried again, beside as many as the context would have
+# drafted alone: enough to tell whether it pays.
 TRIAL_SIZE = 4
-# Cycles without drafts before drafting is tried again: at first, and at most.
+# Cycles without the drafter before it is tried again: at first, and at most.
 FIRST_PAUSE = 4
 LONGEST_PAUSE = 64
 
@@ -45,8 +52,9 @@ class AcceptanceCorrection:
 
 class BackOff:
     """
-    Decides whether to draft. Where the newest cycles that drafted were slower than plain decoding, it pauses, each
-    time for twice as long as before, up to a limit; once they are faster again the pauses begin anew.
+    Decides whether to draft. Where the newest cycles that drafted were slower than plain decoding, or clearly slower
+    than the same would have been with drafts from the context alone, it pauses, each time for twice as long as before,
+    up to a limit; once they are faster again the pauses begin anew.
 
     Args:
         plain_ms: Milliseconds of a step of plain decoding.
@@ -55,6 +63,7 @@ class BackOff:
     def __init__(self, plain_ms: float):
         self._plain_ms = plain_ms
         self._tokens = self._ms = 0.0
+        self._undrafted_tokens, self._undrafted_ms = 1.0, plain_ms
         self._next_pause = FIRST_PAUSE
         self.num_left = 0
 
@@ -64,9 +73,14 @@ class BackOff:
         return 1e3 * self._tokens / self._ms
 
     @property
-    def plain_speed(self) -> float:
-        """Tokens per second of plain decoding in a row."""
-        return 1e3 / self._plain_ms
+    def context_speed(self) -> float:
+        """Tokens per second in a row that drafts from the context alone would have made of the same cycles."""
+        return 1e3 * self._undrafted_tokens / self._undrafted_ms
+
+    @property
+    def undrafted_speed(self) -> float:
+        """Tokens per second in a row without the drafter, by plain decoding or with drafts from the context."""
+        return max(1e3 / self._plain_ms, self.context_speed)
 
     def expect(self, tokens: float, cycle_ms: float) -> None:
         """Takes in what the first cycle is expected to do, as if there had been one like that before it."""
@@ -74,18 +88,33 @@ class BackOff:
             self._ms = cycle_ms
             self._tokens = min(tokens, _MOST_EXPECTED_SPEEDUP * cycle_ms / self._plain_ms)
 
-    def observe(self, tokens: float, cycle_ms: float) -> None:
-        """Takes in a cycle that drafted, with the tokens that each row got of it and the time that it should take."""
-        self._tokens = _FORGETTING_SPEED * self._tokens + tokens
-        self._ms = _FORGETTING_SPEED * self._ms + cycle_ms
-        if self.drafted_speed >= self.plain_speed:
+    def observe(
+        self, tokens: float, cycle_ms: float, undrafted_tokens: float = 1.0, undrafted_ms: float | None = None
+    ) -> None:
+        """
+        Takes in a cycle that drafted.
+
+        Args:
+            tokens: That each row got of it.
+            cycle_ms: Milliseconds that it should take.
+            undrafted_tokens: That each row would have got of it without the drafter, at least: one by plain decoding,
+                and of drafts from the context as many more as are known to have been right.
+            undrafted_ms: Milliseconds that it should have taken then; by default those of plain decoding.
+        """
+        kept = _FORGETTING_SPEED
+        self._tokens, self._ms = kept * self._tokens + tokens, kept * self._ms + cycle_ms
+        self._undrafted_tokens = kept * self._undrafted_tokens + undrafted_tokens
+        self._undrafted_ms = kept * self._undrafted_ms + (self._plain_ms if undrafted_ms is None else undrafted_ms)
+        if self.drafted_speed >= max(1e3 / self._plain_ms, _CLEARLY * self.context_speed):
             self._next_pause = FIRST_PAUSE
         else:
             self.num_left, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
             self._tokens, self._ms = _LEFT_BY_PAUSE * self._tokens, _LEFT_BY_PAUSE * self._ms
+            self._undrafted_tokens *= _LEFT_BY_PAUSE
+            self._undrafted_ms *= _LEFT_BY_PAUSE
 
     def pauses(self) -> bool:
-        """Whether the next cycle does not draft; counts it."""
+        """Whether the drafter rests in the next cycle; counts it."""
         if self.num_left == 0:
             return False
         self.num_left -= 1
@@ -94,13 +123,16 @@ class BackOff:
 
 class TreeSizing:
     """
-    Fits the trees of a generation: before each cycle [`pauses`] says whether to draft, then [`cut`] which part of the
-    tree to verify, and after it [`observe`] is told what came of it.
+    Fits the trees of a generation. Before each cycle [`pauses`] says whether the drafter rests; if so,
+    [`size_at_rest`] says how many tokens of the context's branch to verify. Else the drafter's tree goes through
+    [`weigh`], is joined with the branch, and [`cut`] says which part to verify. After it [`observe`] is told what came
+    of it.
 
     Args:
         costs: Of cycles with as many rows as there are.
         curve: How often drafted tokens are accepted, by their scores; `None` takes the drafter at its word.
         rows_together: The trees are chains, and a token is accepted only where it is in all rows.
+        in_lockstep: All rows get as many tokens of a cycle as the one that gets least.
         sizes: To choose among.
     """
 
@@ -109,46 +141,100 @@ class TreeSizing:
         costs: BatchCosts,
         curve: AcceptanceCurve | None = None,
         rows_together: bool = False,
+        in_lockstep: bool = False,
         sizes: Sequence[int] = TREE_SIZES,
     ):
         self._costs = costs
         self._curve = curve
         self._rows_together = rows_together
+        self._in_lockstep = in_lockstep or rows_together
         self._sizes = sizes
         self._correction = AcceptanceCorrection()
         self._back_off = BackOff(costs.plain_ms)
         self._tries_again = False
+        self._at_rest: SizeChoice | None = None  # what would have been verified had the drafter rested
+        self._has_branch = np.zeros(0, dtype=bool)  # the rows that have a branch of the context
         self.reason: SizeChoice | DraftingPause | None = None
 
     def pauses(self) -> bool:
-        """Whether the next cycle is one without a draft. To be called once for each cycle."""
+        """Whether the drafter rests in the next cycle. To be called once for each cycle."""
         if not self._back_off.pauses():
             return False
-        back_off = self._back_off
         # The text is another one when drafting is tried again, and may be one that the drafter knows better.
         self._correction, self._tries_again = AcceptanceCorrection(), True
-        self.reason = DraftingPause(back_off.drafted_speed, back_off.plain_speed, back_off.num_left)
         return True
 
-    def cut(self, tree: DraftTree, is_open: Sequence[bool]) -> DraftTree:
-        """Returns the part of `tree` that is worth most for its cost, where only the rows that are open gain by it."""
+    def size_at_rest(self, is_open: Sequence[bool], branch: ContextBranch | None) -> int:
+        """Returns how many tokens of the context's branch a cycle verifies in which the drafter rests."""
+        choice, back_off = self._choose_at_rest(is_open, branch), self._back_off
+        size = 0 if choice is None else choice.size
+        self.reason = DraftingPause(back_off.drafted_speed, back_off.undrafted_speed, back_off.num_left, size)
+        return size
+
+    def weigh(self, tree: DraftTree) -> DraftTree:
+        """Returns a drafter's tree with scores that are as likely as the curve says."""
+        if self._curve is None:
+            return tree
+        # In floating point a token could end up above the one before it, which is at least as likely.
+        drafted = self._curve.log_probabilities(tree.scores[:, 1:]).cummin(dim=1).values
+        return replace(tree, scores=torch.cat((tree.scores[:, :1], drafted), dim=1))
+
+    def cut(self, tree: DraftTree, is_open: Sequence[bool], branch: ContextBranch | None = None) -> DraftTree:
+        """
+        Returns the part of a tree that is worth most for its cost, where only the rows that are open gain by it.
+
+        Args:
+            tree: With the scores that [`weigh`] returns.
+            is_open: Which rows are.
+            branch: What the context drafted, which the tree holds as well where it is likely.
+        """
         scores = tree.scores[:, 1:].numpy(force=True).astype(np.float64)[list(is_open)]
-        probabilities = path_probabilities(scores, self._curve, self._rows_together)
         sizes = sizes_up_to(scores.shape[1], self._sizes)
+        self._at_rest = self._choose_at_rest(is_open, branch)
+        if branch is not None:
+            self._has_branch = branch.scores[:, 0] > -np.inf
         if self._tries_again:
-            sizes = tuple(size for size in sizes if size <= TRIAL_SIZE)
+            # Enough for what the context drafts, too.
+            most = TRIAL_SIZE + (self._at_rest.size if self._at_rest is not None else 0)
+            sizes = tuple(size for size in sizes if size <= most)
+        probabilities = path_probabilities(scores, self._rows_together)
         choice = choose_size(probabilities, sizes, self._costs, self._correction.factor)
         self._back_off.expect(1 + choice.expected[choice.place], choice.cycle_ms[choice.place])
         self.reason = choice
         return tree.first(choice.size)
 
-    def observe(self, accepted_lengths: Sequence[int]) -> None:
-        """Takes in how many tokens each row got of a cycle; 0 where it had ended before."""
+    def observe(self, accepted_lengths: Sequence[int], num_right: Sequence[int] = ()) -> None:
+        """
+        Takes in what came of a cycle.
+
+        Args:
+            accepted_lengths: The tokens that each row got; 0 where it had ended before.
+            num_right: How many tokens of the context's branch were right in each row; nothing without one.
+        """
         choice = self.reason
-        lengths = [length for length in accepted_lengths if length]
-        if not isinstance(choice, SizeChoice) or not lengths:
+        got = np.array(accepted_lengths)
+        if not isinstance(choice, SizeChoice) or not got.any():
             return
-        tokens = sum(lengths) / len(lengths)
+        tokens = float(got[got > 0].mean())
         self._tries_again = False
         self._correction.observe(choice.expected[choice.place] / choice.correction, tokens - 1)
-        self._back_off.observe(tokens, choice.cycle_ms[choice.place])
+        at_rest = self._at_rest
+        if at_rest is None:
+            self._back_off.observe(tokens, choice.cycle_ms[choice.place])
+            return
+        right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[got > 0]
+        self._back_off.observe(
+            tokens,
+            choice.cycle_ms[choice.place],
+            1 + float(right.min() if self._in_lockstep else right.mean()),
+            at_rest.cycle_ms[at_rest.place],
+        )
+
+    def _choose_at_rest(self, is_open: Sequence[bool], branch: ContextBranch | None) -> SizeChoice | None:
+        if branch is None:
+            return None
+        # A column of the branch is a depth: what all rows get is what all of them have right up to there.
+        probabilities = path_probabilities(branch.scores[list(is_open)], self._in_lockstep)
+        # In fixed shapes each of these sizes has compiled functions, and no other one.
+        sizes = [size for size in self._sizes if size <= probabilities.shape[1]]
+        return choose_size(probabilities, sizes, self._costs, drafter_rests=True)

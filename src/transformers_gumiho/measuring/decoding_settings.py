@@ -7,6 +7,10 @@ from typing import Any
 from ..model.modeling_gumiho import GumihoModel
 
 
+# What tells of the drafter alone.
+DRAFTER_ALONE: dict[str, Any] = {"prompt_lookup_num_tokens": 0}
+
+
 @contextmanager
 def decoding_settings(drafter: GumihoModel, settings: dict[str, Any]) -> Iterator[None]:
     """Gives the drafter these decoding settings for as long as it lasts."""

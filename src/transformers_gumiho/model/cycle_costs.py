@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 
 Numbers = tuple[float, ...]
@@ -25,12 +26,19 @@ class AcceptanceCurve:
     scores: Numbers
     shares: Numbers
 
-    def probabilities(self, scores: np.ndarray) -> np.ndarray:
-        """Returns how likely tokens with these scores are to be accepted; 0 for a score of minus infinity."""
-        first = self.scores[0]
-        shares = np.exp(np.interp(scores, self.scores, np.log(self.shares)))
+    def log_probabilities(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns how likely tokens with these scores are to be accepted (nats), in the shape of the scores."""
+        points, values = scores.new_tensor(self.scores), scores.new_tensor(self.shares).log()
         # Below what was seen, as much less likely as the drafter says.
-        return np.asarray(shares * np.exp(np.minimum(scores - first, 0.0)))
+        below = (scores - self.scores[0]).clamp(max=0.0)
+        if len(self.scores) == 1:
+            return values + below
+        right = torch.bucketize(scores.contiguous(), points).clamp(1, len(self.scores) - 1)
+        left = right - 1
+        # Points may be closer than the scores' precision tells.
+        width = (points[right] - points[left]).clamp(min=torch.finfo(scores.dtype).tiny)
+        weights = ((scores - points[left]) / width).clamp(0.0, 1.0)
+        return torch.lerp(values[left], values[right], weights) + below
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,13 @@ class BatchCosts:
         slope = (self.verify_ms[-1] - self.verify_ms[0]) / max(largest, 1)
         beyond = np.maximum(sizes - largest, 0)
         return np.asarray(self.draft_ms + np.interp(sizes, self.tree_sizes, self.verify_ms) + slope * beyond)
+
+    def undrafted_ms(self, tree_sizes: Sequence[int] | int) -> np.ndarray:
+        """
+        Returns the milliseconds of cycles without the drafter, that verify so many tokens which the context drafts: a
+        step of plain decoding, and what a pass over more tokens costs more.
+        """
+        return self.plain_ms + self.cycle_ms(tree_sizes) - self.cycle_ms(0)
 
 
 @dataclass(frozen=True)
@@ -183,6 +198,8 @@ def _parse_curve(value: Any, name: str) -> AcceptanceCurve | None:
             raise ValueError(f"it must have a share for each score, got {len(scores)} scores, {len(shares)} shares")
         if any(a >= b for a, b in pairwise(scores)):
             raise ValueError("its `scores` must increase")
+        if any(a > b for a, b in pairwise(shares)):
+            raise ValueError("its `shares` must never decrease")
     except ValueError as error:
         raise ValueError(f"of its `{name}`, {error}") from None
     return AcceptanceCurve(scores, shares)

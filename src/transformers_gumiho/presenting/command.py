@@ -10,6 +10,7 @@ from typing import TextIO
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..drafting.settings import DraftingSettings
 from ..measuring.prompts import encode_turn
 from ..model.modeling_gumiho import GumihoModel
 from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
@@ -139,7 +140,8 @@ def _decode_until(
     cycles: list[Cycle] = []
     input_ids = torch.tensor([prompt], device=target.device)
     # The first token is chosen after the prompt, and a cycle commits at most a whole path and a bonus token.
-    most = 1 + step * (drafter.config.max_draft_depth + 1)
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+    most = 1 + step * (settings.longest_path + 1)
     with watch_cycles(cycles.append):
         text = target.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, max_new_tokens=most,

@@ -21,8 +21,9 @@ class Cycle:
     Attributes:
         tokens: The token id of each node.
         parents: Each node's parent; the root is its own. Children of a node follow it, the best first.
-        scores: For each node, the drafter's summed log-probability (nats) of the tokens from the root down to it, by
-            which the tree's nodes were chosen; 0 for the root.
+        scores: For each node, the summed log-probability (nats) of the tokens from the root down to it, by which the
+            tree's nodes were chosen, 0 for the root: the drafter's, or for tokens from the context an estimate. With
+            `cycle_costs`, as often as such paths were accepted.
         accepted: The drafted nodes that the target agreed with, from depth 1 down.
         bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
         reason: Why the tree has its size; `None` where the drafter has no `cycle_costs`.
@@ -49,18 +50,18 @@ class Cycle:
     @property
     def expected_accepted(self) -> float:
         """
-        The number of drafted tokens that the drafter expects to be accepted: the sum of all path probabilities, as a
+        The number of drafted tokens that are expected to be accepted: the sum of all path probabilities, as a
         node is accepted where its whole path is. For a chain this is `sum_k prod_{i<=k} p_i`, the quantity that the
         paper of Gumiho (https://arxiv.org/abs/2503.10135) reasons with.
         """
         return sum(self.path_probability(node) for node in range(1, len(self.tokens)))
 
     def path_probability(self, node: int) -> float:
-        """The drafter's probability of all tokens from the root down to `node`."""
+        """The probability of all tokens from the root down to `node`."""
         return math.exp(self.scores[node])
 
     def token_probability(self, node: int) -> float:
-        """The drafter's probability of the token of `node` after the tokens above it."""
+        """The probability of the token of `node` after the tokens above it."""
         above = self.scores[self.parents[node]]
         return math.exp(self.scores[node] - above) if math.isfinite(above) else 0.0
 

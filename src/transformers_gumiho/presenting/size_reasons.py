@@ -10,9 +10,10 @@ _NUM_ALTERNATIVES = 4
 def describe_size(reason: SizeChoice | DraftingPause) -> str:
     """Returns one line on the size of a tree: what was expected of it and of others, or why nothing was drafted."""
     if isinstance(reason, DraftingPause):
+        drafted = f"{reason.size} tokens from the context alone" if reason.size else "nothing drafted"
         return (
-            f"nothing drafted: the newest drafts gave {reason.drafted_speed:.0f} tokens/s, plain decoding "
-            f"{reason.plain_speed:.0f}; tried again after {reason.num_left} more cycles"
+            f"{drafted}: the newest drafts gave {reason.drafted_speed:.0f} tokens/s, without the drafter "
+            f"{reason.undrafted_speed:.0f}; tried again after {reason.num_left} more cycles"
         )
     place, speeds = reason.place, reason.tokens_per_second
     others = [other for other in range(len(speeds)) if other != place]

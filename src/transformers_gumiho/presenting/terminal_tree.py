@@ -7,9 +7,11 @@ from .size_reasons import describe_size
 
 
 _LEGEND = """\
-token: the drafter's probability of the token after those above it, at draft temperature {temperatures}
-path: its probability of all of them, by which the nodes were chosen
+token: the probability of the token after those above it: the drafter's, at draft temperature {temperatures}
+path: that of all of them, by which the nodes were chosen{otherwise}
 * drafted and accepted   + bonus token, the target's own"""
+
+_OTHERWISE = "\n(with cycle_costs, as often as such paths were accepted)"
 
 
 def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colours: bool) -> str:
@@ -30,10 +32,10 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         f"{'':16}{labels.nodes[0]}  (the newest committed token)",
         *_draw_children(cycle, labels, 0, "", colours),
         "",
-        _LEGEND.format(temperatures=temperatures),
+        _LEGEND.format(temperatures=temperatures, otherwise=_OTHERWISE if cycle.reason is not None else ""),
         "",
-        f"{num_drafted} tokens drafted, {num_accepted} accepted (the drafter expected {cycle.expected_accepted:.2f}, "
-        f"the sum of its path probabilities), {len(cycle.committed)} committed",
+        f"{num_drafted} tokens drafted, {num_accepted} accepted ({cycle.expected_accepted:.2f} were expected, "
+        f"the sum of the path probabilities), {len(cycle.committed)} committed",
         *([] if cycle.reason is None else [describe_size(cycle.reason)]),
     ]
     return "\n".join(lines)

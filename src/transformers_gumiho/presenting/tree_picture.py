@@ -54,7 +54,7 @@ def draw_picture(cycle: Cycle, labels: CycleLabels, temperatures: str, path: str
     _write(axes, 0, -_HEADING + 0.08, f"after {labels.context}", size=8, family="monospace")
     _write(
         axes, 0, layout.num_rows * _ROW + 0.12,
-        "In a box: the drafter's probability of the token after those before it, and of the whole path (the shade) at "
+        "In a box: the probability of the token after those before it, and of the whole path (the shade) at "
         f"draft temperature {temperatures}.\n✓ drafted and accepted.   Dashed: the bonus token, the target's own.   "
         f"{len(places) - 1} tokens drafted, {len(cycle.accepted)} accepted (expected: {cycle.expected_accepted:.2f}), "
         f"{len(cycle.committed)} committed.",

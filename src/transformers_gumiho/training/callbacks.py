@@ -34,7 +34,9 @@ def measure_acceptance(
     """
     training = drafter.training
     drafter.eval()
-    settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+    # What is trained is the drafter, whatever the context would draft.
+    settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "prompt_lookup_num_tokens": 0}
+    settings["return_dict_in_generate"] = True
     lengths = []
     try:
         for prompt in prompts:

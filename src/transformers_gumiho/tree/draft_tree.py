@@ -50,7 +50,8 @@ class DraftTree:
         parents (`(B, N + 1)`): Index of each node's parent; the root is its own.
         depths (`(B, N + 1)`): Distance to the root.
         scores (`(B, N + 1)`): Summed draft log-probabilities (nats) of the paths that end here, 0 for the root. They
-            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws.
+            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws. With
+            `cycle_costs`, the logarithms of how often such paths were accepted.
         ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
         max_depth (`int`): No path is longer than this.
     """
@@ -147,6 +148,27 @@ def bare_root(root_tokens: torch.Tensor) -> DraftTree:
         scores=none.float(),
         ancestors=torch.ones((*shape, 1), dtype=torch.bool, device=device),
         max_depth=0,
+    )
+
+
+def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
+    """
+    Returns the tree that is one path in each row.
+
+    Args:
+        root_tokens (`(B,)`): The newest committed tokens.
+        tokens (`(B, M)`): The path below them, from depth 1 down.
+        scores (`(B, M)`): Summed log-probabilities (nats) of the paths that end at its tokens.
+    """
+    shape, device = (len(tokens), tokens.shape[1] + 1), tokens.device
+    depths = torch.arange(shape[1], device=device).repeat(shape[0], 1)
+    return DraftTree(
+        tokens=torch.cat((root_tokens[:, None].to(tokens), tokens), dim=1),
+        parents=(depths - 1).clamp(min=0),
+        depths=depths,
+        scores=torch.cat((torch.zeros_like(scores[:, :1]), scores), dim=1),
+        ancestors=depths[:, :, None] >= depths[:, None, :],
+        max_depth=tokens.shape[1],
     )
 
 

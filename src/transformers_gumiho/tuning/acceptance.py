@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..decoding.observers import GenerationObserver, observing
-from ..measuring.decoding_settings import decoding_settings
+from ..measuring.decoding_settings import DRAFTER_ALONE, decoding_settings
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
@@ -69,7 +69,7 @@ def profile_acceptance(
     with observing(recorder):
         for index, (prompt, of_prompt) in enumerate(zip(prompts, of_prompts, strict=True)):
             torch.manual_seed(index)
-            with decoding_settings(drafter, of_prompt):
+            with decoding_settings(drafter, of_prompt | DRAFTER_ALONE):
                 target.generate(
                     prompt[None].to(target.device), assistant_model=drafter, max_new_tokens=max_new_tokens,
                     **{"do_sample": False} | generate_kwargs,

@@ -34,8 +34,8 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
         prompts = [torch.tensor(encode_turn(tokenizer, question.turns[:1], [])) for question in questions]
-    # What is compared are the drafter's own trees, of fixed sizes, whatever an earlier run has left.
-    with decoding_settings(drafter, {"cycle_costs": None, "prompt_lookup_num_tokens": None}):
+    # What is compared are trees of fixed sizes, whatever an earlier run has left.
+    with decoding_settings(drafter, {"cycle_costs": None}):
         result = find_best_tree(target, drafter, prompts, args)
         if args.tune_sizes:
             result = replace(result, sizes=fit_sizes(target, drafter, prompts, result.settings, args))

@@ -8,6 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..measuring.decoding_settings import DRAFTER_ALONE
 from ..model.cycle_costs import CycleCostTable
 from ..model.modeling_gumiho import GumihoModel
 from ..target.machine import machine_name
@@ -65,7 +66,7 @@ def measure_cost_table(
             rests, steps = [], []
             for repeat in range(repeats + 1):
                 for size in sizes:
-                    forced = settings | {"cycle_costs": forcing_table(size, *names)}
+                    forced = settings | {"cycle_costs": forcing_table(size, *names)} | DRAFTER_ALONE
                     # Small trees take many cycles, of which a dozen tell enough.
                     length = min(options["max_new_tokens"], 12 * (size + 1))
                     taken = time_drafted(

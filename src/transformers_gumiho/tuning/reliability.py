@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..decoding.observers import GenerationObserver, observing
-from ..measuring.decoding_settings import decoding_settings
+from ..measuring.decoding_settings import DRAFTER_ALONE, decoding_settings
 from ..model.cycle_costs import AcceptanceCurve
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree
@@ -49,7 +49,7 @@ def measure_acceptance_curve(
         The curve, `None` where nothing was drafted, and what the target answered.
     """
     recorder = _ScoreRecorder()
-    with observing(recorder), decoding_settings(drafter, settings):
+    with observing(recorder), decoding_settings(drafter, settings | DRAFTER_ALONE):
         answers = decode_answers(target, drafter, prompts, max_new_tokens, **generate_kwargs)
     if not recorder.scores:
         return None, answers

@@ -25,7 +25,7 @@ _STATES = {
 }
 _LEGEND = (
     "✓ and green: drafted and accepted. Grey: drafted in vain. Dashed: the bonus token, the target's own. The number "
-    "is the drafter's probability of the token after those before it; the shade is that of the whole path."
+    "is the probability of the token after those before it; the shade is that of the whole path."
 )
 
 

@@ -19,7 +19,7 @@ from .turns import Turns
 # Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
 _INTERVAL = 0.2
 _LONGEST_QUEUE = 64
-_MOST_NODES, _MOST_WIDTH = 127, 32
+_MOST_NODES, _MOST_WIDTH, _MOST_LOOKED_UP = 127, 32, 64
 _CHATS = ["Why is the sky blue?", "Write a short poem about a fox with nine tails.", "What is 17 times 23?"]
 _TEXTS = ["def __init__(self, ", "def read(self):", "import os\n\nclass "]
 _INTRODUCTION = """\
@@ -83,11 +83,13 @@ class Page:
         num_assistant_tokens: int,
         branching_factor: int,
         full_tree_attention: bool,
+        prompt_lookup_num_tokens: int,
     ) -> Question:
         for name, value, least, most in (
             ("New tokens", max_new_tokens, 1, self.max_new_tokens),
             ("Nodes in the tree", num_assistant_tokens, 1, _MOST_NODES),
             ("Branching factor", branching_factor, 1, _MOST_WIDTH),
+            ("Drafts from the context", prompt_lookup_num_tokens, 0, _MOST_LOOKED_UP),
             ("The temperature", temperature, 0, 2),
             ("The seed", seed, 0, 2**31 - 1),
         ):
@@ -104,6 +106,7 @@ class Page:
             num_assistant_tokens=int(num_assistant_tokens),
             branching_factor=int(branching_factor),
             full_tree_attention=bool(full_tree_attention),
+            prompt_lookup_num_tokens=int(prompt_lookup_num_tokens),
         )
 
     def _show(self, race: Race) -> tuple[str, str, str, str]:
@@ -155,10 +158,12 @@ class Page:
         with gr.Row():
             nodes = min(own.num_assistant_tokens, _MOST_NODES)
             width = min(own.branching_factor, _MOST_WIDTH)
+            lookup = min(own.prompt_lookup_num_tokens, _MOST_LOOKED_UP)
             tree = [
                 gr.Slider(1, _MOST_NODES, nodes, step=1, label="Nodes in the tree", info="Drafted per cycle."),
                 gr.Slider(1, _MOST_WIDTH, width, step=1, label="Branching factor", info="1 is a chain."),
                 gr.Checkbox(own.full_tree_attention, label="Full tree attention", info="All recombinations."),
+                gr.Slider(0, _MOST_LOOKED_UP, lookup, step=1, label="Drafts from the context", info="At most."),
             ]
         return [*sampling, *tree]
 

@@ -42,6 +42,7 @@ class Question:
         num_assistant_tokens: Nodes of a draft tree.
         branching_factor: Tokens kept at each serial step; 1 makes the tree a chain.
         full_tree_attention: Whether a node may be any recombination of the heads' tokens.
+        prompt_lookup_num_tokens: The most tokens that are drafted from the context; 0 for none.
     """
 
     text: str
@@ -51,6 +52,7 @@ class Question:
     num_assistant_tokens: int
     branching_factor: int
     full_tree_attention: bool = True
+    prompt_lookup_num_tokens: int = 0
 
 
 class Stopped(Exception):
@@ -230,7 +232,7 @@ def _with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:
     """Returns a drafter with the same weights and settings of its own."""
     own = copy.copy(drafter)
     own.generation_config = copy.deepcopy(drafter.generation_config)
-    for name in ("num_assistant_tokens", "branching_factor", "full_tree_attention"):
+    for name in ("num_assistant_tokens", "branching_factor", "full_tree_attention", "prompt_lookup_num_tokens"):
         setattr(own.generation_config, name, getattr(question, name))
     DraftingSettings.from_generation_config(own.generation_config, own.config, question.temperature or None)
     return own
