@@ -42,10 +42,15 @@ def test_show_tells_the_reason_of_its_cycle(
     drafter.save_pretrained(tmp_path)
     assert GenerationConfig.from_pretrained(tmp_path).cycle_costs == drafter.generation_config.cycle_costs
     options = ShowArguments(
-        target=str(DEMO_TARGET), assistant=str(tmp_path), dtype="float32", prompt="def read(self):", step=2
-    )
+        target=str(DEMO_TARGET), assistant=str(tmp_path), dtype="float32", prompt="def read(self):", step=2,
+        output=str(tmp_path / "tree.svg"),
+    )  # fmt: skip
     cycle = show(options)
-    last_line = capsys.readouterr().out.splitlines()[-1]
+    lines = capsys.readouterr().out.splitlines()
+    picture = (tmp_path / "tree.svg").read_text(encoding="utf-8")
+    assert ("as often as such paths were accepted" in picture) == has_costs
+    assert any("as often as such paths were accepted" in line for line in lines) == has_costs
+    last_line = next(line for line in reversed(lines) if line and "tree.svg" not in line)
     if has_costs:
         assert last_line == describe_size(cycle.reason)
         assert last_line.startswith(f"size {len(cycle.tokens) - 1} of 12: ")

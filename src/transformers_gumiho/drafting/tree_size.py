@@ -53,8 +53,8 @@ class DraftingPause:
 
     Attributes:
         drafted_speed: Tokens per second in a row of the newest cycles that drafted.
-        undrafted_speed: Those of plain decoding; with drafts from the context, what these alone would have made of the
-            same cycles.
+        undrafted_speed: Those of plain decoding or, if that is more, what drafts from the context alone would have
+            made of the same cycles.
         num_left: Further cycles without the drafter until it is tried again.
         size: Tokens that are verified nevertheless, as the context drafts them.
     """

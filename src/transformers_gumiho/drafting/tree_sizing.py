@@ -235,6 +235,6 @@ class TreeSizing:
             return None
         # A column of the branch is a depth: what all rows get is what all of them have right up to there.
         probabilities = path_probabilities(branch.scores[list(is_open)], self._in_lockstep)
-        # In fixed shapes each of these sizes has compiled functions, and no other one.
+        # Not as many as the branch has, if that is none of them: in fixed shapes it would take functions of its own.
         sizes = [size for size in self._sizes if size <= probabilities.shape[1]]
         return choose_size(probabilities, sizes, self._costs, drafter_rests=True)

@@ -22,8 +22,8 @@ class Cycle:
         tokens: The token id of each node.
         parents: Each node's parent; the root is its own. Children of a node follow it, the best first.
         scores: For each node, the summed log-probability (nats) of the tokens from the root down to it, by which the
-            tree's nodes were chosen, 0 for the root: the drafter's, or for tokens from the context an estimate. With
-            `cycle_costs`, as often as such paths were accepted.
+            tree's nodes were chosen, 0 for the root: the drafter's or, with `cycle_costs` that tell it, as often as
+            such paths were accepted; for tokens from the context an estimate.
         accepted: The drafted nodes that the target agreed with, from depth 1 down.
         bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
         reason: Why the tree has its size; `None` where the drafter has no `cycle_costs`.

@@ -3,6 +3,8 @@
 from ..drafting.tree_size import DraftingPause, SizeChoice
 
 
+# What probabilities are where cycles have costs, at the end of what they are elsewhere.
+OTHERWISE = " (or as often as such paths were accepted, and for tokens from the context an estimate)"
 # Sizes beside the chosen one whose speeds are told.
 _NUM_ALTERNATIVES = 4
 

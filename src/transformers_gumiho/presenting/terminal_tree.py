@@ -3,15 +3,13 @@
 from .colours import coloured
 from .cycles import Cycle
 from .labels import CycleLabels
-from .size_reasons import describe_size
+from .size_reasons import OTHERWISE, describe_size
 
 
 _LEGEND = """\
-token: the probability of the token after those above it: the drafter's, at draft temperature {temperatures}
-path: that of all of them, by which the nodes were chosen{otherwise}
+token: the probability of the token after those above it: the drafter's, at draft temperature {temperatures}{otherwise}
+path: that of all of them, by which the nodes were chosen
 * drafted and accepted   + bonus token, the target's own"""
-
-_OTHERWISE = "\n(with cycle_costs, as often as such paths were accepted)"
 
 
 def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colours: bool) -> str:
@@ -32,7 +30,7 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         f"{'':16}{labels.nodes[0]}  (the newest committed token)",
         *_draw_children(cycle, labels, 0, "", colours),
         "",
-        _LEGEND.format(temperatures=temperatures, otherwise=_OTHERWISE if cycle.reason is not None else ""),
+        _LEGEND.format(temperatures=temperatures, otherwise=OTHERWISE if cycle.reason is not None else ""),
         "",
         f"{num_drafted} tokens drafted, {num_accepted} accepted ({cycle.expected_accepted:.2f} were expected, "
         f"the sum of the path probabilities), {len(cycle.committed)} committed",

@@ -51,7 +51,7 @@ class DraftTree:
         depths (`(B, N + 1)`): Distance to the root.
         scores (`(B, N + 1)`): Summed draft log-probabilities (nats) of the paths that end here, 0 for the root. They
             rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws. With
-            `cycle_costs`, the logarithms of how often such paths were accepted.
+            `cycle_costs` that tell it, how often such paths were accepted. Of tokens from the context, estimates.
         ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
         max_depth (`int`): No path is longer than this.
     """

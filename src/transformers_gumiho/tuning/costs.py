@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..measuring.decoding_settings import DRAFTER_ALONE
 from ..model.modeling_gumiho import GumihoModel
 from .timing import DecodingTime, time_drafted, time_plain
 
@@ -150,7 +151,7 @@ def _time_in_turns(
                     steps.append(time_plain(target, ids, **generate_kwargs))
                     shape = tree[:2]
                 settings = dict(zip(("branching_factor", "tree_depth", "num_assistant_tokens"), tree, strict=True))
-                taken = time_drafted(target, drafter, ids, settings, split=True, **generate_kwargs)
+                taken = time_drafted(target, drafter, ids, settings | DRAFTER_ALONE, split=True, **generate_kwargs)
                 timed.setdefault(tree, []).append(taken)
     return timed, steps
 
@@ -190,7 +191,7 @@ def measure_cycles(
             for name, of_name in settings.items():
                 taken = time_plain(target, ids, **options)
                 steps.append(taken.seconds / taken.num_tokens)
-                taken = time_drafted(target, drafter, ids, of_name, **options)
+                taken = time_drafted(target, drafter, ids, of_name | DRAFTER_ALONE, **options)
                 ratios[name].append(taken.seconds / taken.num_cycles / steps[-1])
     step = statistics.median(steps[len(settings) :])
     return {name: step * statistics.median(of_name[1:]) for name, of_name in ratios.items()}, step

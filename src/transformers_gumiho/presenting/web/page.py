@@ -26,7 +26,7 @@ _INTRODUCTION = """\
 # Gumiho beside plain decoding
 
 `{target}` answers your question twice, at the same time: as plain `generate()` does, and with the drafter \
-`{drafter}`. What the drafter guessed and the target accepted is <span style="background:rgba(34,197,94,0.28)">\
+`{drafter}`. What was drafted and the target accepted is <span style="background:rgba(34,197,94,0.28)">\
 green</span>. Both take turns at the processor, and each clock runs only while its own answer is worked at."""
 
 
