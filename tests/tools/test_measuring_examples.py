@@ -17,6 +17,8 @@ from cycle_costs import make_cost_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting.tree_size import DraftingPause, SizeChoice
 from transformers_gumiho.target import session
 from transformers_gumiho.tree.draft_tree import choose_nodes
 from transformers_gumiho.tuning.timing import DecodingTime
@@ -210,6 +212,16 @@ def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.Mo
     assert rows["the context alone"].ms < 0.8 * rows["plain decoding"].ms
 
 
+class Reasons(GenerationObserver):
+    """Keeps why each tree had its size."""
+
+    def __init__(self) -> None:
+        self.reasons: list[SizeChoice | DraftingPause] = []
+
+    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+        self.reasons.append(reason)
+
+
 @pytest.mark.parametrize("lookup", [0, 5])
 @pytest.mark.parametrize("has_costs", [False, True])
 def test_what_is_played_is_what_decoding_does(lookup: int, has_costs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +232,7 @@ def test_what_is_played_is_what_decoding_does(lookup: int, has_costs: bool, monk
     text = script.read_text(script.BoundArguments("", max_size=8, max_new_tokens=60), target, drafter, prompt)
     table = make_cost_table(dtype="float32", draft_ms=12.0) if has_costs else None
     settings = {"num_assistant_tokens": 8, "cycle_costs": table, "prompt_lookup_num_tokens": lookup}
-    with script.decoding_settings(drafter, settings):
+    with script.decoding_settings(drafter, settings), observing(seen := Reasons()):
         output = target.generate(
             torch.tensor([prompt]), assistant_model=drafter, max_new_tokens=60, return_dict_in_generate=True
         )
@@ -234,7 +246,7 @@ def test_what_is_played_is_what_decoding_does(lookup: int, has_costs: bool, monk
     expected = output.accepted_lengths[0]
     assert lengths == expected[:-1]
     assert played.num_tokens == sum(expected)
-    drafted = [float(costs.cycle_ms(size)) for size in output.tree_sizes]
-    # Cycles in which the drafter rests cost less than those that draft as much.
-    assert played.ms == pytest.approx(sum(drafted)) or (has_costs and played.ms < sum(drafted))
+    sizes = zip(output.tree_sizes, seen.reasons or [None] * len(expected), strict=True)
+    ms = [costs.undrafted_ms(n) if isinstance(why, DraftingPause) else costs.cycle_ms(n) for n, why in sizes]
+    assert played.ms == pytest.approx(sum(map(float, ms)))
     assert max(lengths) > 2
