@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cycle_costs import make_cost_table
 from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
 
 
@@ -30,6 +31,22 @@ def test_greedy_equals_plain(family: str, implementation: str, full_tree_attenti
     # The equality says something only where drafts are accepted and where they are rejected.
     assert max(accepted) >= 3
     assert min(accepted) <= 2
+
+
+@pytest.mark.parametrize(("family", "implementation"), CASES)
+def test_tokens_that_are_run_alone_equal_plain(family: str, implementation: str) -> None:
+    """While a drafter rests the target runs one token at a time: behind short texts and beyond a window."""
+    target = make_target(family, implementation)
+    costs = make_cost_table(draft_ms=50.0)  # more than any tree is worth
+    drafter = make_drafter(target, num_assistant_tokens=12, cycle_costs=costs)
+    for lengths in ([1], [WINDOW + 9], [4, 4]):
+        prompt = make_prompts(lengths)
+        plain = target.generate(**prompt, max_new_tokens=32, do_sample=False)
+        drafted = target.generate(
+            **prompt, max_new_tokens=32, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+        )
+        assert torch.equal(drafted.sequences, plain)
+        assert drafted.tree_sizes.count(0) > 12
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

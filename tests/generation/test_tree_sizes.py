@@ -181,10 +181,13 @@ def test_what_is_returned_and_streamed_is_that_of_plain_decoding(do_sample: bool
 
 @pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
 @pytest.mark.parametrize("lengths", [[9], [9, 4, 1]], ids=["one", "batch"])
-def test_drafts_after_a_pause_are_those_without_it(lengths: list[int], shapes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("target_layer_ids", [None, [0, 1, 2]], ids=["last_layer", "layers"])
+def test_drafts_after_a_pause_are_those_without_it(
+    lengths: list[int], shapes: dict[str, Any], target_layer_ids: list[int] | None
+) -> None:
     """The drafter takes in all that was committed meanwhile."""
     trees: list[dict[tuple[int, int], list[int]]] = []
-    target, drafter = make_pair()
+    target, drafter = make_pair(target_layer_ids=target_layer_ids)
     for costs in (drafter.generation_config.cycle_costs, None):
         drafter.generation_config.cycle_costs = costs
         with observing(seen := Cycles()):
@@ -264,6 +267,30 @@ def test_while_the_drafter_rests_the_context_drafts(
         assert most["with context"] > 3
         assert most["without"] == 1
     assert min(rests) > 0.5
+
+
+@pytest.mark.parametrize(("lookup", "draft_ms"), [({}, 6.0), ({"prompt_lookup_num_tokens": 6}, 14.0)])
+def test_rows_that_advance_by_different_lengths_rest_together(lookup: dict[str, int], draft_ms: float) -> None:
+    """Each takes its own draws; at a temperature next to zero they are the greedy tokens."""
+    target, drafter = make_pair(costs=COSTS | {"draft_ms": draft_ms}, **lookup)
+    prompts = make_prompts([9, 4, 1])
+    plain = target.generate(**prompts, max_new_tokens=50, do_sample=False)
+    sampling = {"do_sample": True, "temperature": 1e-4, "top_k": 4}
+    with observing(seen := Cycles()):
+        drafted = target.generate(**prompts, max_new_tokens=50, assistant_model=drafter, **sampling)
+    assert torch.equal(drafted, plain)
+    assert any(len(set(lengths)) > 1 for lengths in seen.lengths)
+    assert {type(reason) for reason in seen.reasons} == {SizeChoice, DraftingPause}
+
+
+def test_prompts_of_embeddings_alone_have_pauses_and_drafts_from_the_context() -> None:
+    target, drafter = make_pair(prompt_lookup_num_tokens=6)
+    embeds = target.get_input_embeddings()(make_prompts([9])["input_ids"])
+    arguments = {"inputs_embeds": embeds, "attention_mask": torch.ones(1, 9), "max_new_tokens": 60}
+    plain = target.generate(**arguments, do_sample=False)
+    drafted = target.generate(**arguments, do_sample=False, assistant_model=drafter, return_dict_in_generate=True)
+    assert torch.equal(drafted.sequences, plain)
+    assert has_pauses_and_drafts(drafted.tree_sizes)
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])

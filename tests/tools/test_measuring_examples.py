@@ -16,7 +16,7 @@ import transformers
 from cycle_costs import make_cost_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from transformers_gumiho import GumihoConfig
+from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.drafting.tree_size import DraftingPause, SizeChoice
 from transformers_gumiho.target import session
@@ -160,6 +160,46 @@ def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPa
     rows = script.answer(args, target, questions)
     assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected
     assert len({len(tokens) - length for (length, _), (tokens, _) in zip(alone, expected, strict=True)}) > 1
+
+
+def test_agreement_is_the_share_of_drafts_that_are_the_targets_choice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each depth, by category, on the target's own answers, among the tokens that may be drafted."""
+    script = load("measure_agreement", monkeypatch)
+    pair = ROOT / "examples" / "demo_pair"
+    target = transformers.AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(pair / "target")
+    drafter = GumihoModel.from_pretrained(pair / "gumiho", dtype=torch.float32)
+    vocabulary = torch.tensor(drafter.generation_config.draft_vocabulary)
+    questions = [("a", "def read(self):"), ("b", "class Path:\n    def"), ("a", "    def test_empty(self):\n")]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"category": c, "prompt": text}) + "\n" for c, text in questions))
+    argv = ["--target", pair / "target", "--assistants", pair / "gumiho", "--prompts", prompts, "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", [*map(str, ["measure_agreement.py", *argv]), "--max_new_tokens", "24"])
+    script.main()
+    printed = re.findall(r"^\| ([ab]) \| (\d+) \| (.*) \|$", capsys.readouterr().out, re.MULTILINE)
+    right: dict[str, list[list[bool]]] = {"a": [[] for _ in range(7)], "b": [[] for _ in range(7)]}
+    with torch.inference_mode():
+        for category, text in questions:
+            prompt = tokenizer(text, return_tensors="pt").input_ids
+            ids = target.generate(prompt, max_new_tokens=24, do_sample=False)
+            states = target.model(ids).last_hidden_state
+            output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+            features = [output.serial_features, output.unrolled_features[0], *output.parallel_features.unbind(1)]
+            for depth, predicted in enumerate(features, start=1):
+                drafts = vocabulary[target.lm_head(predicted)[0, :, vocabulary].argmax(dim=-1)]
+                # The draft behind token i is said to be token i + depth + 1; the answer's first token is no draft.
+                for place in range(max(prompt.shape[1] + 1, depth + 1), ids.shape[1]):
+                    right[category][depth - 1].append(bool(drafts[place - depth - 1] == ids[0, place]))
+    expected = [
+        (category, str(len(shares[0])), [sum(share) / len(share) for share in shares])
+        for category, shares in right.items()
+    ]
+    assert [(name, count) for name, count, _ in printed] == [(name, count) for name, count, _ in expected]
+    for (_, _, row), (_, _, shares) in zip(printed, expected, strict=True):
+        assert [float(share) for share in row.split(" | ")] == pytest.approx(shares, abs=6e-4)
+    assert expected[0][2] != expected[1][2]
 
 
 def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,19 @@ def check_pass(cache: VerificationCache, case: Case, held: list[list[torch.Tenso
     return new
 
 
+def check_root_alone(cache: VerificationCache, case: Case, held: list[list[torch.Tensor]], fixed: bool) -> None:
+    """Checks the mask of a pass over one token of each row, which nothing may be hidden from without a mask."""
+    batch_size, lengths = len(held), [len(row) for row in held]
+    visible = torch.ones(batch_size, 1, 1, dtype=torch.bool)
+    mask = cache.attention_mask(visible, torch.zeros(batch_size, 1, dtype=torch.long), torch.float32, case.window)
+    seen = [seen_by(case, row, length, 0)[: length + 1] for row, length in enumerate(lengths)]
+    hides = not all(all(row) for row in seen) or len(set(lengths)) > 1
+    assert (mask is not None) == (hides or fixed)
+    for row, expected in enumerate(seen if mask is not None else []):
+        hidden = [False] * (mask.shape[3] - len(expected))
+        assert (mask[row, 0, 0] == 0).tolist() == expected + hidden
+
+
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), capacity=st.sampled_from([1, 64]), seed=st.integers(0, 99))
@@ -91,11 +104,13 @@ def test_entries_are_those_of_lists(fixed: bool, case: Case, capacity: int, seed
         caller.update(entries, -entries, layer)
     held = [[[keys[row, :, slot] for keys in prompt] for slot in range(PROMPT_LENGTH)] for row in range(batch_size)]
     context_mask = torch.tensor([[slot >= number for slot in range(PROMPT_LENGTH)] for number in case.padding])
+    context_mask = None if context_mask.all() else context_mask  # as the prompt's
     cache = TreeCache.from_dynamic(caller, 64 if fixed else capacity, context_mask)
     if fixed:
         cache.fix_shapes(torch.device("cpu"))
 
     for paths in case.passes:
+        check_root_alone(cache, case, held, fixed)
         new = check_pass(cache, case, held)
         width = NUM_NODES if fixed else max(map(len, paths))
         nodes = torch.tensor([path + [0] * (width - len(path)) for path in paths]).view(batch_size, width)

@@ -40,30 +40,34 @@ from .sequences import CommittedSequences
 from .step_records import StepRecord
 
 
-# What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
-_PREFIX_FREE_PROCESSORS = (InfNanRemoveLogitsProcessor, LogitNormalization, SuppressTokensLogitsProcessor)
+# Processors that look at nothing but the scores of each row for itself: applied to nodes of any depth at once.
+_PREFIX_FREE_PROCESSORS = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 # Processors that look at nothing but the scores and the tokens of each row for itself, and remember nothing between
 # calls. The rows of a batch may then be processed one length after the other.
 _ROW_WISE_PROCESSORS = (
     *_PREFIX_FREE_PROCESSORS,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 _ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
@@ -109,11 +113,8 @@ class TokenChooser:
             type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria
         )
         self.in_lockstep = self.batch_size > 1 and (rows_together or not is_row_wise)
-        self.whole_tree = (
-            not self.do_sample
-            and not self.in_lockstep
-            and all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
-        )
+        self._is_prefix_free = all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
+        self.whole_tree = not self.do_sample and not self.in_lockstep and self._is_prefix_free
 
     def peek_noise(self, num_draws: int) -> torch.Tensor | None:
         """
@@ -232,11 +233,13 @@ class TokenChooser:
         Returns the processed scores `(B, V)` of each walking row's next token.
 
         Processors take rows of one length, so rows of different lengths take one call for each length; what such a
-        call returns for the other rows is left unused.
+        call returns for the other rows is left unused. Processors that look at no prefix take one call for all.
         """
         lengths = self.sequences.lengths
         processed: torch.Tensor | None = None
         walking_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
+        if self._is_prefix_free:
+            del walking_lengths[1:]
         # A processor may write into what it is given.
         is_read_again = self.logits.enabled or len(walking_lengths) > 1
         for length in walking_lengths:

@@ -51,8 +51,11 @@ class CacheSlots(ABC):
     @abstractmethod
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None
-    ) -> torch.Tensor:
-        """Returns the mask of a block of new entries; see [`block_attention_mask`]."""
+    ) -> torch.Tensor | None:
+        """
+        Returns the mask of a block of new entries; see [`block_attention_mask`]. `None` where it is known without the
+        device that nothing is hidden.
+        """
 
     @abstractmethod
     def keep(self, path: AcceptedPath) -> None:
@@ -106,8 +109,13 @@ class GrowingSlots(CacheSlots):
 
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None
-    ) -> torch.Tensor:
-        self.context_mask = _extended(self.context_mask, max(self.lengths))
+    ) -> torch.Tensor | None:
+        longest = max(self.lengths)
+        if visible.shape[1:] == (1, 1) and self.is_uniform and self.context_mask is None:
+            # A token alone, as in a step of plain decoding: attention without a mask takes less time.
+            if window is None or longest < window:
+                return None
+        self.context_mask = _extended(self.context_mask, longest)
         return block_attention_mask(visible, depths, self.lengths, dtype, self.context_mask, window)
 
     def keep(self, path: AcceptedPath) -> None:

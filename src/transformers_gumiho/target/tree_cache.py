@@ -151,7 +151,7 @@ class TreeCache(Cache, VerificationCache):
 
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         return self.slots.attention_mask(visible, depths, dtype, window)
 
     def add_pending(self, num_entries: int) -> None:
