@@ -1,5 +1,6 @@
 """What tuning measures for sizes that fit: how often drafts are accepted, and what cycles cost."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -70,20 +71,26 @@ def test_forced_size_is_that_of_every_cycle(size: int) -> None:
 
 
 def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is now faster and now slower, with a slow spell now and then."""
     seen: list[tuple[int, int]] = []
+    drift = itertools.cycle([5.0, 1.3, 0.7, 1.0])
+    speeds = [next(drift)]
 
     def drafted(_: Any, __: Any, ids: torch.Tensor, settings: dict[str, Any], **___: Any) -> DecodingTime:
         table = CycleCostTable.parse(settings["cycle_costs"])
         (size,) = (s for s, ms in zip(table.tree_sizes, table.verify_ms[0], strict=True) if ms == 1.0)
         seen.append((len(ids), size))
         verify = 0.010 + 0.001 * len(ids) * size
-        is_slow_spell = len(seen) % 7 == 0
-        return DecodingTime(verify_seconds=verify + is_slow_spell, cycle_seconds=verify + is_slow_spell + 0.004)
+        verify = speeds[-1] * (verify + float(len(seen) % 7 == 0))
+        return DecodingTime(verify_seconds=verify, cycle_seconds=verify + speeds[-1] * 0.004)
+
+    def plain(_: Any, ids: torch.Tensor, **__: Any) -> DecodingTime:
+        seconds = speeds[-1] * (0.09 + 0.01 * len(ids))
+        speeds.append(next(drift))
+        return DecodingTime(num_tokens=10, seconds=seconds)
 
     monkeypatch.setattr(cost_table, "time_drafted", drafted)
-    monkeypatch.setattr(
-        cost_table, "time_plain", lambda _, ids, **__: DecodingTime(num_tokens=10, seconds=0.09 + 0.01 * len(ids))
-    )
+    monkeypatch.setattr(cost_table, "time_plain", plain)
     target = make_target()
     answers = [Answer(torch.arange(40) % 7, 10), Answer(torch.arange(50) % 5, 10)]
     table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=3)

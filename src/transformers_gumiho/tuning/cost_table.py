@@ -43,7 +43,8 @@ def measure_cost_table(
         answers: Texts; the cycles come after parts of them.
         settings: Decoding settings of the drafter; `num_assistant_tokens` is the largest size.
         max_new_tokens: Tokens of each run.
-        repeats: Runs of each, of which the median counts.
+        repeats: Runs of each, of which the median counts, told in steps of plain decoding of the same turn: the speed
+            of a machine drifts.
         batch_sizes: Rows of the batches (default: 1, 4 and 8).
         **generate_kwargs: For `generate()`.
     """
@@ -63,8 +64,10 @@ def measure_cost_table(
         for batch_size in tqdm(batch_sizes, desc="timing sizes", unit="batch size"):
             ids = typical_rows(answers, options["max_new_tokens"], batch_size).to(target.device)
             passes: dict[int, list[float]] = {size: [] for size in sizes}
-            rests, steps = [], []
+            rests: list[float] = []
+            steps: list[float] = []
             for repeat in range(repeats + 1):
+                of_repeat: list[float] = []
                 for size in sizes:
                     forced = settings | {"cycle_costs": forcing_table(size, *names)} | DRAFTER_ALONE
                     # Small trees take many cycles, of which a dozen tell enough.
@@ -74,13 +77,25 @@ def measure_cost_table(
                     )
                     if repeat:  # the first runs warm up
                         passes[size].append(taken.verify_seconds)
-                        rests.append(taken.cycle_seconds - taken.verify_seconds)
+                        of_repeat.append(taken.cycle_seconds - taken.verify_seconds)
                 step = time_plain(target, ids, **options)
-                steps += [step.seconds / step.num_tokens] if repeat else []
-            verify.append(_milliseconds(smooth({size: statistics.median(s) for size, s in passes.items()}).values()))
-            draft += _milliseconds([statistics.median(rests)])
+                if repeat:
+                    steps.append(step.seconds / step.num_tokens)
+                    rests.append(statistics.median(of_repeat))
+            verified = {size: _paired_median(seconds, steps) for size, seconds in passes.items()}
+            verify.append(_milliseconds(smooth(verified).values()))
+            draft += _milliseconds([_paired_median(rests, steps)])
             plain += _milliseconds([statistics.median(steps)])
     return CycleCostTable(*names, tuple(batch_sizes), tuple(sizes), tuple(verify), tuple(draft), tuple(plain))
+
+
+def _paired_median(seconds: Sequence[float], steps: Sequence[float]) -> float:
+    """
+    Returns the median of times that were each taken next to a step of plain decoding, told by the median of the steps:
+    what matters is how they compare, and a machine's speed drifts meanwhile.
+    """
+    ratios = [taken / step for taken, step in zip(seconds, steps, strict=True)]
+    return statistics.median(ratios) * statistics.median(steps)
 
 
 def forcing_table(size: int, machine: str, dtype: str) -> dict[str, Any]:
