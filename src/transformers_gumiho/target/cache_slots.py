@@ -111,10 +111,9 @@ class GrowingSlots(CacheSlots):
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None
     ) -> torch.Tensor | None:
         longest = max(self.lengths)
-        if visible.shape[1:] == (1, 1) and self.is_uniform and self.context_mask is None:
-            # A token alone, as in a step of plain decoding: attention without a mask takes less time.
-            if window is None or longest < window:
-                return None
+        is_alone = visible.shape[1:] == (1, 1) and self.is_uniform
+        if is_alone and self.context_mask is None and (window is None or longest < window):
+            return None  # as in a step of plain decoding, which takes less time
         self.context_mask = _extended(self.context_mask, longest)
         return block_attention_mask(visible, depths, self.lengths, dtype, self.context_mask, window)
 
