@@ -4,6 +4,7 @@ import pytest
 import torch
 from cycle_costs import make_cost_table
 from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
+from transformers import AutoModelForCausalLM, ModernBertDecoderConfig
 
 
 EAGER_ONLY = ("gemma2", "gpt_oss")
@@ -47,6 +48,28 @@ def test_tokens_that_are_run_alone_equal_plain(family: str, implementation: str)
         )
         assert torch.equal(drafted.sequences, plain)
         assert drafted.tree_sizes.count(0) > 12
+
+
+def test_tokens_that_are_run_alone_have_the_masks_that_eager_attention_adds_unseen() -> None:
+    """In a dictionary of masks this model takes what it is given, also where plain decoding makes a mask of zeros."""
+    torch.manual_seed(0)
+    config = ModernBertDecoderConfig(
+        vocab_size=8, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        local_attention=2 * WINDOW, global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+        cls_token_id=1, sep_token_id=1, initializer_range=0.6,
+    )  # fmt: skip
+    for implementation in ("eager", "sdpa"):
+        target = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().eval()
+        target.generation_config.update(pad_token_id=0, eos_token_id=None)
+        drafter = make_drafter(target, num_assistant_tokens=12, cycle_costs=make_cost_table(draft_ms=50.0))
+        for length in (1, WINDOW + 9):
+            prompt = make_prompts([length])
+            plain = target.generate(**prompt, max_new_tokens=32, do_sample=False)
+            drafted = target.generate(
+                **prompt, max_new_tokens=32, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+            )
+            assert torch.equal(drafted.sequences, plain)
+            assert drafted.tree_sizes.count(0) > 12
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

@@ -12,6 +12,7 @@ from cycle_costs import make_cost_table
 from targets import make_drafter, make_prompts, make_target, passes_of
 from torch._dynamo.utils import counters
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers.generation import TopKLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -276,10 +277,19 @@ def test_rows_that_advance_by_different_lengths_rest_together(lookup: dict[str, 
     prompts = make_prompts([9, 4, 1])
     plain = target.generate(**prompts, max_new_tokens=50, do_sample=False)
     sampling = {"do_sample": True, "temperature": 1e-4, "top_k": 4}
-    with observing(seen := Cycles()):
+    calls: list[int] = []
+    process = TopKLogitsWarper.__call__
+
+    def counting(self: TopKLogitsWarper, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Any:
+        calls.append(1)
+        return process(self, input_ids, scores)
+
+    with pytest.MonkeyPatch.context() as patch, observing(seen := Cycles()):
+        patch.setattr(TopKLogitsWarper, "__call__", counting)
         drafted = target.generate(**prompts, max_new_tokens=50, assistant_model=drafter, **sampling)
     assert torch.equal(drafted, plain)
     assert any(len(set(lengths)) > 1 for lengths in seen.lengths)
+    assert len(calls) == 1 + sum(map(max, seen.lengths)), "one for each step, whatever the lengths of the rows"
     assert {type(reason) for reason in seen.reasons} == {SizeChoice, DraftingPause}
 
 

@@ -133,7 +133,7 @@ def test_what_is_not_equal_is_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["verdict"] == "tree"
     assert result["tau"] > 2
     assert result["num_tokens"] > 3
-    monkeypatch.setattr(session, "_tree_masks", lambda tree, cache, dtype, windows: dict.fromkeys(windows))
+    monkeypatch.setattr(session, "_tree_masks", lambda tree, cache, dtype, windows, _: dict.fromkeys(windows))
     assert script.compare(script.build("llama"), settings)["verdict"] == "differs"
 
 

@@ -93,7 +93,7 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cost_table, "time_plain", plain)
     target = make_target()
     answers = [Answer(torch.arange(40) % 7, 10), Answer(torch.arange(50) % 5, 10)]
-    table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=3)
+    table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=1)
     assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 3, 7, 12))
     assert set(seen) == {(rows, size) for rows in (1, 2) for size in (0, 1, 3, 7, 12)}
     for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):

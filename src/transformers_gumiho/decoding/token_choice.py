@@ -40,14 +40,15 @@ from .sequences import CommittedSequences
 from .step_records import StepRecord
 
 
-# Processors that look at nothing but the scores of each row for itself: applied to nodes of any depth at once.
+# What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
+_GREEDY_PROCESSORS = (InfNanRemoveLogitsProcessor, LogitNormalization, SuppressTokensLogitsProcessor)
+
+# All that look at nothing but the scores of each row for itself: rows of different lengths take one call.
 _PREFIX_FREE_PROCESSORS = (
+    *_GREEDY_PROCESSORS,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
     MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -114,7 +115,11 @@ class TokenChooser:
         )
         self.in_lockstep = self.batch_size > 1 and (rows_together or not is_row_wise)
         self._is_prefix_free = all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
-        self.whole_tree = not self.do_sample and not self.in_lockstep and self._is_prefix_free
+        self.whole_tree = (
+            not self.do_sample
+            and not self.in_lockstep
+            and all(type(processor) in _GREEDY_PROCESSORS for processor in logits_processor)
+        )
 
     def peek_noise(self, num_draws: int) -> torch.Tensor | None:
         """

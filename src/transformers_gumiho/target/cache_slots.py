@@ -51,11 +51,12 @@ class CacheSlots(ABC):
     @abstractmethod
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None
-    ) -> torch.Tensor | None:
-        """
-        Returns the mask of a block of new entries; see [`block_attention_mask`]. `None` where it is known without the
-        device that nothing is hidden.
-        """
+    ) -> torch.Tensor:
+        """Returns the mask of a block of new entries; see [`block_attention_mask`]."""
+
+    def hides_nothing(self, num_new: int, window: int | None) -> bool:
+        """See [`VerificationCache`]."""
+        return False
 
     @abstractmethod
     def keep(self, path: AcceptedPath) -> None:
@@ -109,13 +110,13 @@ class GrowingSlots(CacheSlots):
 
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None
-    ) -> torch.Tensor | None:
-        longest = max(self.lengths)
-        is_alone = visible.shape[1:] == (1, 1) and self.is_uniform
-        if is_alone and self.context_mask is None and (window is None or longest < window):
-            return None  # as in a step of plain decoding, which takes less time
-        self.context_mask = _extended(self.context_mask, longest)
+    ) -> torch.Tensor:
+        self.context_mask = _extended(self.context_mask, max(self.lengths))
         return block_attention_mask(visible, depths, self.lengths, dtype, self.context_mask, window)
+
+    def hides_nothing(self, num_new: int, window: int | None) -> bool:
+        is_alone = num_new == 1 and self.num_pending == 0 and self.is_uniform
+        return is_alone and self.context_mask is None and (window is None or max(self.lengths) < window)
 
     def keep(self, path: AcceptedPath) -> None:
         longest = max(path.accepted_lengths)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..internals import attention_implementation
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 from .cycle_shapes import CycleShapes
@@ -99,6 +100,8 @@ class TargetSession:
         config = model.config.get_text_config(decoder=True)
         has_table = not getattr(config, "rope_parameters", None)
         self._num_positions: int | None = getattr(config, "max_position_embeddings", None) if has_table else None
+        # Attention takes less time without a mask, where the implementation is known to do without one.
+        self._omits_masks = attention_implementation(config) == "sdpa"
         self._windows = {
             kind: config.sliding_window if kind == "sliding_attention" else None for kind in attention_types(model)
         }
@@ -123,7 +126,7 @@ class TargetSession:
         tree = tree.to(self.device)
         position_ids = self._position_ids(tree)
         tree_masks = self.shapes.stage(_tree_masks, tree.tokens.shape[1])
-        masks = tree_masks(tree, self.cache, self._dtype, self._windows)
+        masks = tree_masks(tree, self.cache, self._dtype, self._windows, self._omits_masks)
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
@@ -210,10 +213,15 @@ def _run_model(model: PreTrainedModel, model_inputs: dict[str, Any]) -> tuple[An
 
 
 def _tree_masks(
-    tree: DraftTree, cache: VerificationCache, dtype: torch.dtype, windows: dict[str, int | None]
+    tree: DraftTree, cache: VerificationCache, dtype: torch.dtype, windows: dict[str, int | None], omits_masks: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Returns the mask of a tree for each kind of attention."""
-    return {kind: cache.attention_mask(tree.ancestors, tree.depths, dtype, window) for kind, window in windows.items()}
+    """Returns the mask of a tree for each kind of attention, `None` where it may be omitted and would hide nothing."""
+    return {
+        kind: None
+        if omits_masks and cache.hides_nothing(tree.tokens.shape[1], window)
+        else cache.attention_mask(tree.ancestors, tree.depths, dtype, window)
+        for kind, window in windows.items()
+    }
 
 
 def text_positions(position_ids: torch.Tensor) -> torch.Tensor:

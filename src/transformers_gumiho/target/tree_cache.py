@@ -151,8 +151,11 @@ class TreeCache(Cache, VerificationCache):
 
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         return self.slots.attention_mask(visible, depths, dtype, window)
+
+    def hides_nothing(self, num_new: int, window: int | None = None) -> bool:
+        return self.slots.hides_nothing(num_new, window)
 
     def add_pending(self, num_entries: int) -> None:
         """Makes the next pass write behind the newest `num_entries`, which stay uncommitted."""

@@ -47,6 +47,17 @@ class VerificationCache(ABC):
             window (`int`, *optional*): A node sees entries less than this many positions behind it.
         """
 
+    def hides_nothing(self, num_new: int, window: int | None = None) -> bool:
+        """
+        Returns whether it is known without the device that the nodes of the next pass see all entries: those of a root
+        alone, as in a step of plain decoding.
+
+        Args:
+            num_new: Nodes of the pass.
+            window: As in [`attention_mask`].
+        """
+        return False
+
     @abstractmethod
     def commit(self, path: AcceptedPath) -> None:
         """Makes the entries of the accepted nodes permanent, and gives up the others of the newest pass."""

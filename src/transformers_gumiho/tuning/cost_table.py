@@ -43,8 +43,8 @@ def measure_cost_table(
         answers: Texts; the cycles come after parts of them.
         settings: Decoding settings of the drafter; `num_assistant_tokens` is the largest size.
         max_new_tokens: Tokens of each run.
-        repeats: Runs of each, of which the median counts, told in steps of plain decoding of the same turn: the speed
-            of a machine drifts.
+        repeats: A third of the times that each is timed, of which the median counts, told in steps of plain decoding
+            of the same turn: the speed of a machine drifts, and what a few more nodes cost is little beside that.
         batch_sizes: Rows of the batches (default: 1, 4 and 8).
         **generate_kwargs: For `generate()`.
     """
@@ -66,7 +66,7 @@ def measure_cost_table(
             passes: dict[int, list[float]] = {size: [] for size in sizes}
             rests: list[float] = []
             steps: list[float] = []
-            for repeat in range(repeats + 1):
+            for repeat in range(3 * repeats + 1):
                 of_repeat: list[float] = []
                 for size in sizes:
                     forced = settings | {"cycle_costs": forcing_table(size, *names)} | DRAFTER_ALONE
