@@ -91,7 +91,7 @@ def measure_cost_table(
 
 def _paired_median(seconds: Sequence[float], steps: Sequence[float]) -> float:
     """
-    Returns the median of times that were each taken next to a step of plain decoding, told by the median of the steps:
+    Returns the median of times that were each taken in the same turn as a step, told by the median of the steps:
     what matters is how they compare, and a machine's speed drifts meanwhile.
     """
     ratios = [taken / step for taken, step in zip(seconds, steps, strict=True)]
