@@ -54,6 +54,7 @@ def measure_cost_table(
         largest = min(largest, settings["tree_depth"])
     sizes = [*(size for size in TIMED_SIZES if size < largest), largest]
     names = machine_name(target.device), str(target.dtype).removeprefix("torch.")
+    forced = {size: settings | {"cycle_costs": forcing_table(size, *names)} | DRAFTER_ALONE for size in sizes}
     # The longest cycle leaves a whole one after it.
     options = {"do_sample": False, "max_new_tokens": max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)}
     options |= generate_kwargs
@@ -63,30 +64,32 @@ def measure_cost_table(
     with without_end(target):
         for batch_size in tqdm(batch_sizes, desc="timing sizes", unit="batch size"):
             ids = typical_rows(answers, options["max_new_tokens"], batch_size).to(target.device)
-            passes: dict[int, list[float]] = {size: [] for size in sizes}
-            rests: list[float] = []
-            steps: list[float] = []
-            for repeat in range(3 * repeats + 1):
-                of_repeat: list[float] = []
-                for size in sizes:
-                    forced = settings | {"cycle_costs": forcing_table(size, *names)} | DRAFTER_ALONE
-                    # Small trees take many cycles, of which a dozen tell enough.
-                    length = min(options["max_new_tokens"], 12 * (size + 1))
-                    taken = time_drafted(
-                        target, drafter, ids, forced, split=True, **options | {"max_new_tokens": length}
-                    )
-                    if repeat:  # the first runs warm up
-                        passes[size].append(taken.verify_seconds)
-                        of_repeat.append(taken.cycle_seconds - taken.verify_seconds)
-                step = time_plain(target, ids, **options)
-                if repeat:
-                    steps.append(step.seconds / step.num_tokens)
-                    rests.append(statistics.median(of_repeat))
-            verified = {size: _paired_median(seconds, steps) for size, seconds in passes.items()}
+            turns = [_time_turn(target, drafter, ids, forced, options) for _ in range(3 * repeats + 1)]
+            passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
+            verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
             verify.append(_milliseconds(smooth(verified).values()))
             draft += _milliseconds([_paired_median(rests, steps)])
             plain += _milliseconds([statistics.median(steps)])
     return CycleCostTable(*names, tuple(batch_sizes), tuple(sizes), tuple(verify), tuple(draft), tuple(plain))
+
+
+def _time_turn(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    ids: torch.Tensor,
+    forced: dict[int, dict[str, Any]],
+    options: dict[str, Any],
+) -> tuple[dict[int, float], float, float]:
+    """Returns the seconds of the target's pass under each of the settings, of all else in a cycle, and of a step."""
+    passes, rests = {}, []
+    for size, settings in forced.items():
+        # Small trees take many cycles, of which a dozen tell enough.
+        length = min(options["max_new_tokens"], 12 * (size + 1))
+        taken = time_drafted(target, drafter, ids, settings, split=True, **options | {"max_new_tokens": length})
+        passes[size] = taken.verify_seconds
+        rests.append(taken.cycle_seconds - taken.verify_seconds)
+    step = time_plain(target, ids, **options)
+    return passes, statistics.median(rests), step.seconds / step.num_tokens
 
 
 def _paired_median(seconds: Sequence[float], steps: Sequence[float]) -> float:
