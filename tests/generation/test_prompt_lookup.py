@@ -85,6 +85,50 @@ def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
     assert max(map(max, output.accepted_lengths)) > longest, "more than the drafter drafts, and the bonus token"
 
 
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.2}], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
+    family: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(family, seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    calls: list[None] = []
+    plain_draft = GumihoDrafter.draft
+
+    def draft(self: GumihoDrafter, *args: Any) -> Any:
+        calls.append(None)
+        return plain_draft(self, *args)
+
+    monkeypatch.setattr(GumihoDrafter, "draft", draft)
+    arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": 100, "do_sample": False, **sampling}
+    torch.manual_seed(0)
+    plain = target.generate(**arguments)
+    with observing(trees := Trees()):
+        torch.manual_seed(0)
+        drafted = target.generate(**arguments, assistant_model=drafter, **LOOKUP | {"prompt_lookup_num_tokens": 5})
+    assert torch.equal(drafted, plain)
+    sizes = [tree.tokens.shape[1] - 1 for tree in trees.trees]
+    assert {10, 20} <= set(sizes), "random targets repeat themselves: twice as many, and at most four times"
+    assert set(sizes) - set(range(6, 21)) == set()
+    runs = [size for size in sizes if size != 9]
+    assert len(calls) == len(sizes) - len(runs)
+
+
+@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
+def test_runs_end_with_the_text_and_are_those_of_a_text_alone(shapes: dict[str, Any]) -> None:
+    target = make_target("llama", seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    lookup = LOOKUP | {"prompt_lookup_num_tokens": 5}
+    for lengths, max_new_tokens in (([9], 61), ([9], 67), ([9], 73), ([9, 9], 73)):
+        arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": max_new_tokens, "do_sample": False}
+        plain = target.generate(**arguments)
+        with observing(trees := Trees()):
+            drafted = target.generate(**arguments, assistant_model=drafter, **lookup, **shapes)
+        assert torch.equal(drafted, plain)
+        has_runs = any(tree.tokens.shape[1] > 10 for tree in trees.trees)
+        assert has_runs == (len(lengths) == 1 and not shapes)
+
+
 def test_context_is_looked_up_before_the_drafter_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU reading the text would wait for all that was launched before."""
     calls: list[str] = []

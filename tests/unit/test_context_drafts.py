@@ -103,6 +103,36 @@ def test_rows_have_texts_of_their_own_without_padding_and_images() -> None:
     assert branch.tokens[2].tolist() == [3, 4, 5]
 
 
+def test_a_text_that_goes_on_as_before_is_drafted_in_longer_and_longer_runs() -> None:
+    circle = [1, 2, 3, 4, 5, 6, 7]
+    text = circle + circle[:3]
+    drafts = ContextDrafts(lambda starts: [text[starts[0] :]], [0], num_tokens=2, max_ngram_size=2, vocab_size=50)
+
+    def draft(longest_run: int = 100) -> tuple[int, bool]:
+        branch = drafts.draft(CPU, longest_run)
+        length = branch.tokens.shape[1]
+        assert branch.tokens[0].tolist() == [circle[(len(text) + place) % 7] for place in range(length)]
+        return length, branch.is_run
+
+    def go_on(num_tokens: int) -> None:
+        text.extend([circle[(len(text) + place) % 7] for place in range(num_tokens)])
+
+    lengths = []
+    for _ in range(5):
+        lengths.append(draft())
+        go_on(lengths[-1][0] + 1)
+    assert lengths == [(2, False), (4, True), (8, True), (8, True), (8, True)], "twice as many, at most four times"
+    assert draft(longest_run=5) == (5, True)
+    go_on(6)
+    assert draft(longest_run=2) == (2, False), "no longer than otherwise"
+    go_on(2)
+    # All that was drafted was right, and what was chosen behind it is another token: nothing has ended yet.
+    text += [9, *circle]
+    assert drafts.draft(CPU, 100).tokens.shape[1] == 4
+    text += [1, 9]
+    assert not drafts.draft(CPU, 100).is_run, "the second token was another one"
+
+
 def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:
     text = [1]
     drafts = ContextDrafts(lambda starts: [text[starts[0] :]], [0], num_tokens=3, max_ngram_size=2, vocab_size=500)

@@ -32,7 +32,8 @@ class UpcomingTrees:
     """
     The draft trees of a generation, one for each cycle: the drafter's, and what the context drafts. With `cycle_costs`
     a tree has the size that makes most of the cycle's time, and where the drafter is not worth its time, it is what
-    the context drafts, or the root alone; what was committed meanwhile is kept for when the drafter drafts again.
+    the context drafts, or the root alone. Without, a text that goes on as its context did is drafted by that alone,
+    in longer and longer runs. What was committed meanwhile is kept for when the drafter drafts again.
 
     Args:
         session: Of the target, which has read the prompt.
@@ -69,22 +70,38 @@ class UpcomingTrees:
 
     def after(self, path: AcceptedPath, output: TargetOutput) -> DraftTree:
         """Returns the tree after a cycle that has committed `path`, for which the target computed `output`."""
-        branch = self._look_up()
-        if self._sizing is None:
-            return self._draft(self._committed_path(path, output), branch)
-        num_right = () if self._context_drafts is None else self._context_drafts.num_right
-        self._sizing.observe(path.accepted_lengths, num_right)
-        pauses = self._sizing.pauses()
+        branch = self._look_up(self._longest_run())
+        runs_on, rests = branch is not None and branch.is_run, False
+        if self._sizing is not None:
+            num_right = () if self._context_drafts is None else self._context_drafts.num_right
+            self._sizing.observe(path.accepted_lengths, num_right)
+            rests = self._sizing.pauses()
         # As wide as always, if the drafter is told of this cycle alone.
-        self._untold.append(self._committed_path(path, output, is_narrow=pauses or bool(self._untold)))
-        if pauses:
+        is_narrow = runs_on or rests or bool(self._untold)
+        self._untold.append(self._committed_path(path, output, is_narrow))
+        if branch is not None and runs_on:
+            return self._run(branch)
+        if self._sizing is not None and rests:
             return self._at_rest(self._sizing, branch)
         committed, self._untold = CommittedTokens.join(self._untold), []
         return self._draft(committed, branch)
 
-    def _look_up(self) -> ContextBranch | None:
+    def _look_up(self, longest_run: int = 0) -> ContextBranch | None:
         # Before drafting: reading the text, and moving what was found, waits for all that the device was given before.
-        return None if self._context_drafts is None else self._context_drafts.draft(self._sequences.device)
+        context = self._context_drafts
+        return None if context is None else context.draft(self._sequences.device, longest_run)
+
+    def _longest_run(self) -> int:
+        """Returns how many tokens the context may draft in a run; none where the sizes of trees are given."""
+        if self._sizing is not None or self._session.shapes.are_fixed:
+            return 0
+        # The pass chooses one token more than it is given.
+        return self._sequences.max_length - max(self._sequences.lengths) - 1
+
+    def _run(self, branch: ContextBranch) -> DraftTree:
+        length = branch.tokens.shape[1]
+        with self._events.stage("draft"):
+            return branch.alone(self._sequences.last_tokens(), length, length)
 
     def _draft(self, committed: CommittedTokens, branch: ContextBranch | None) -> DraftTree:
         settings, sizing = self._settings, self._sizing

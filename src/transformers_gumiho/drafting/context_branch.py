@@ -21,21 +21,28 @@ class ContextBranch:
         log_probs (`(B, M)`): For each the logarithm of the estimate that it is accepted if those before it are: minus
             infinity from where the path of the row has ended.
         scores (`(B, M)`): Their sums down to each token, on the host.
+        is_run: Whether it goes on where one before it was right to its end, and is worth a pass without the drafter.
     """
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
     scores: np.ndarray
+    is_run: bool = False
 
     @classmethod
     def make(
-        cls, tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], device: torch.device
+        cls,
+        tokens: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]],
+        device: torch.device,
+        is_run: bool = False,
     ) -> "ContextBranch":
         """Returns the branch with these tokens and logarithms in each row, equally many."""
         return cls(
             torch.tensor(tokens, device=device),
             torch.tensor(log_probs, dtype=torch.float32, device=device),
             np.array(log_probs).cumsum(axis=1),
+            is_run,
         )
 
     def added_to(self, tree: DraftTree, is_chain: bool) -> DraftTree:

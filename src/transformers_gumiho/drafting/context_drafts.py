@@ -11,27 +11,31 @@ from .ngram_index import LONGEST_MATCH, NgramIndex
 
 # Lengths of matches up to each of these are counted together, with those beyond the last one.
 _BOUNDS = (1, 2, 4, 8, 16)
-# How often the token behind a match of these lengths is taken to be the next one, before anything was counted; and for
-# how many counts that stands. Texts that repeat their input go on as it does nearly always, once a few words agree.
-_EXPECTED = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9)
-_EXPECTED_COUNT = 4.0
+# How often the token behind a match of these lengths is taken to be the next one before anything was counted: as often
+# as it was in a small chat model's answers to prompts of its own. That stands for so many counts, of which these last.
+_EXPECTED = (0.2, 0.42, 0.64, 0.77, 0.87, 0.97)
+_EXPECTED_COUNT = 8.0
+_LASTING_COUNT = 0.5
 # What a count is worth after each one that follows: what a text does changes within it.
-_FORGETTING = 0.97
+_FORGETTING = 0.95
 # Below this a draft is not worth being compared with those of the drafter.
 _MIN_ESTIMATE = 0.02
+# The longest run, in numbers of tokens that are drafted otherwise.
+LONGEST_RUN = 4
 
 
 class MatchEstimates:
     """How often the token behind a match is the next one: counted during a generation, by the length of the match."""
 
     def __init__(self) -> None:
-        self._hits = [0.0] * len(_EXPECTED)
-        self._counts = [0.0] * len(_EXPECTED)
+        fading = _EXPECTED_COUNT - _LASTING_COUNT
+        self._hits = [fading * expected for expected in _EXPECTED]
+        self._counts = [fading] * len(_EXPECTED)
 
     def probability(self, length: int) -> float:
         """Returns the estimate for a match of `length` tokens, between 0 and 1, both excluded."""
         kind = _KINDS[min(length, LONGEST_MATCH)]
-        return (self._hits[kind] + _EXPECTED[kind] * _EXPECTED_COUNT) / (self._counts[kind] + _EXPECTED_COUNT)
+        return (self._hits[kind] + _EXPECTED[kind] * _LASTING_COUNT) / (self._counts[kind] + _LASTING_COUNT)
 
     def count(self, length: int, is_hit: bool) -> None:
         """Counts whether the token behind a match of `length` tokens was the next one."""
@@ -50,10 +54,15 @@ class RowDrafts:
     Args:
         num_tokens: The most drafted tokens.
         max_ngram_size: The longest n-grams that are looked up.
+
+    Attributes:
+        run_length: Tokens to draft where all of the newest drafts were right: twice as many as these, up to
+            `LONGEST_RUN` times `num_tokens`. 0 where one was wrong, or nothing was drafted.
     """
 
     def __init__(self, num_tokens: int, max_ngram_size: int):
         self.num_tokens = num_tokens
+        self.run_length = 0
         self.estimates = MatchEstimates()
         self._index = NgramIndex(max_ngram_size)
         self._drafted: list[int] = []
@@ -72,19 +81,25 @@ class RowDrafts:
             if token != drafted:
                 break
             num_right += 1
+        all_right = 0 < len(self._drafted) == num_right
+        self.run_length = min(2 * num_right, LONGEST_RUN * self.num_tokens) if all_right else 0
         self._index.extend(tokens)
         self._drafted = []
         return num_right
 
-    def draft(self) -> tuple[list[int], list[float]]:
-        """Returns the drafted tokens, none without a match, and the estimate of each if those before it are right."""
+    def draft(self, num_tokens: int | None = None) -> tuple[list[int], list[float]]:
+        """
+        Returns `num_tokens` drafted tokens (default: as many as ever), none without a match, and the estimate of each
+        if those before it are right.
+        """
+        num_tokens = self.num_tokens if num_tokens is None else num_tokens
         match = self._index.match()
         if match is None:
             return [], []
         self._match_length = match.length
-        self._drafted = self._index.continuation(match, self.num_tokens)
+        self._drafted = self._index.continuation(match, num_tokens)
         # A token that is accepted makes the match longer by one.
-        lengths = range(match.length, match.length + self.num_tokens)
+        lengths = range(match.length, match.length + num_tokens)
         return self._drafted, [self.estimates.probability(length) for length in lengths]
 
 
@@ -118,28 +133,34 @@ class ContextDrafts:
         self._vocab_size = vocab_size
         self._rows = [RowDrafts(num_tokens, max_ngram_size) for _ in starts]
 
-    def draft(self, device: torch.device) -> ContextBranch | None:
+    def draft(self, device: torch.device, longest_run: int = 0) -> ContextBranch | None:
         """
         Takes in what was committed since the last call, and drafts on from there: `num_tokens` in each row, but for
-        those in which nothing is drafted. `None` where that is so in all rows.
+        those in which nothing is drafted. `None` where that is so in all rows. A text alone whose newest drafts were
+        all right goes on with more of them, a run.
 
         Args:
             device: Where the branch is needed.
+            longest_run: The most tokens of a run. There is none of no more than `num_tokens`.
         """
         texts = self._read_text(self._known)
         self._known = [known + len(text) for known, text in zip(self._known, texts, strict=True)]
         new = [[token for token in text if 0 <= token < self._vocab_size] for text in texts]
         self.num_right = [row.extend(tokens) for row, tokens in zip(self._rows, new, strict=True)]
-        drafts = [_draft_row(row) for row in self._rows]
+        # Rows of a batch seldom go on all at once, and what is a run in one would be lost on the others.
+        run_length = min(self._rows[0].run_length, longest_run) if len(self._rows) == 1 else 0
+        is_run = run_length > self.num_tokens
+        width = run_length if is_run else self.num_tokens
+        drafts = [_draft_row(row, width) for row in self._rows]
         if all(draft is None for draft in drafts):
             return None
-        none = [0] * self.num_tokens, [-math.inf] * self.num_tokens
+        none = [0] * width, [-math.inf] * width
         tokens, log_probs = zip(*(draft or none for draft in drafts), strict=True)
-        return ContextBranch.make(tokens, log_probs, device)
+        return ContextBranch.make(tokens, log_probs, device, is_run)
 
 
-def _draft_row(row: RowDrafts) -> tuple[list[int], list[float]] | None:
-    tokens, estimates = row.draft()
+def _draft_row(row: RowDrafts, num_tokens: int) -> tuple[list[int], list[float]] | None:
+    tokens, estimates = row.draft(num_tokens)
     if not tokens or estimates[0] < _MIN_ESTIMATE:
         return None
     return tokens, [math.log(estimate) for estimate in estimates]
