@@ -145,7 +145,10 @@ class Way:
 
     Attributes:
         most_from_context: The most tokens of a path that the context drafts.
+        has_runs: Whether what the context drafts is verified alone, and more of it, where it was right.
     """
+
+    has_runs = True
 
     def __init__(self, size: int):
         self.size = self.most_from_context = size
@@ -166,6 +169,8 @@ class Way:
 class ContextAlone(Way):
     """The drafter always rests: plain decoding, with what the context drafts as far as it is worth its time."""
 
+    has_runs = False
+
     def __init__(self, costs: BatchCosts, max_size: int):
         self.costs, self.most_from_context = costs, max_size
 
@@ -179,6 +184,8 @@ class ContextAlone(Way):
 
 class SizesThatFit(Way):
     """What decoding does with `cycle_costs`."""
+
+    has_runs = False
 
     def __init__(self, costs: BatchCosts, curve: AcceptanceCurve | None, max_size: int):
         self.sizing, self.most_from_context = TreeSizing(costs, curve), max_size
@@ -201,6 +208,8 @@ class AtRate(Way):
     Sizes by expectation: a token more must not take longer than tokens take on the whole (Dinkelbach's method). It
     looks at trees before it decides not to draft them, so decoding cannot do quite as well.
     """
+
+    has_runs = False
 
     def __init__(self, costs: BatchCosts, curve: AcceptanceCurve | None, rate: float):
         self.costs, self.rate, self.sizing = costs, rate, TreeSizing(costs, curve)
@@ -244,11 +253,16 @@ def play_text(text: Text, costs: BatchCosts, way: Way, lookup: Lookup | None, no
         most = min(lookup.num_tokens, way.most_from_context)
         context = ContextDrafts(read, [0], most, lookup.max_ngram_size, vocab_size=1 << 62)
     while place < len(text.trees):
-        branch = None if context is None else context.draft(torch.device("cpu"))
+        # As in decoding, the pass over a run chooses a token, too.
+        lengths = range(way.size + 1, len(text.tokens) - place - 1) if way.has_runs else range(0)
+        branch = None if context is None else context.draft(torch.device("cpu"), lengths)
         if num_tokens:
             way.observe(num_tokens, 0 if context is None else context.num_right[0])
         root, size = text.trees[place].tokens[:, 0], way.size_at_rest(branch)
-        if size is None:
+        if branch is not None and branch.is_run:
+            length = branch.tokens.shape[1]
+            tree, ms = branch.alone(root, length, length), float(costs.undrafted_ms(length))
+        elif size is None:
             tree = way.tree(place, text.trees[place], branch)
             num_drafted = tree.tokens.shape[1] - 1
             is_rest = nothing_is_rest and num_drafted == 0

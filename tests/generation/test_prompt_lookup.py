@@ -8,7 +8,7 @@ import torch
 from chains import make_chain_drafter, make_chain_target
 from targets import make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
@@ -38,6 +38,16 @@ class KeepGoing(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class EndsAt(StoppingCriteria):
+    """Ends a text at a length."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
 @pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
@@ -109,9 +119,8 @@ def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
     assert torch.equal(drafted, plain)
     sizes = [tree.tokens.shape[1] - 1 for tree in trees.trees]
     assert {10, 20} <= set(sizes), "random targets repeat themselves: twice as many, and at most four times"
-    assert set(sizes) - set(range(6, 21)) == set()
-    runs = [size for size in sizes if size != 9]
-    assert len(calls) == len(sizes) - len(runs)
+    assert set(sizes) <= {9, *range(10, 21)}
+    assert len(calls) == sizes.count(9), "trees have nine tokens, and runs more"
 
 
 @pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
@@ -123,10 +132,51 @@ def test_runs_end_with_the_text_and_are_those_of_a_text_alone(shapes: dict[str, 
         arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": max_new_tokens, "do_sample": False}
         plain = target.generate(**arguments)
         with observing(trees := Trees()):
-            drafted = target.generate(**arguments, assistant_model=drafter, **lookup, **shapes)
-        assert torch.equal(drafted, plain)
-        has_runs = any(tree.tokens.shape[1] > 10 for tree in trees.trees)
+            drafted = target.generate(
+                **arguments, assistant_model=drafter, return_dict_in_generate=True, **lookup, **shapes
+            )
+        assert torch.equal(drafted.sequences, plain)
+        num_tokens, has_runs = 1, False
+        for tree, accepted in zip(trees.trees, drafted.accepted_lengths[0], strict=True):
+            if (num_drafted := tree.tokens.shape[1] - 1) > 9:
+                has_runs = True
+                assert num_tokens + num_drafted < max_new_tokens, "the pass chooses a token, too"
+            num_tokens += accepted
         assert has_runs == (len(lengths) == 1 and not shapes)
+
+
+def test_a_run_in_which_the_text_ends_or_turns_is_that_of_plain_decoding() -> None:
+    target = make_target("llama", seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    lookup = LOOKUP | {"prompt_lookup_num_tokens": 5}
+    plain = target.generate(**make_prompts([9]), max_new_tokens=100, do_sample=False)[0, 9:].tolist()
+
+    class Bend(LogitsProcessor):
+        """Forbids the token that comes next, at one place of the text."""
+
+        def __init__(self, place: int):
+            self.place = place
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] != 9 + self.place:
+                return scores
+            return scores.index_fill(1, torch.tensor([plain[self.place]]), -torch.inf)
+
+    num_runs = 0
+    for place in range(30, 90, 7):
+        arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": 100, "do_sample": False}
+        for options in ({"logits_processor": [Bend(place)]}, {"stopping_criteria": [EndsAt(9 + place)]}):
+            expected = target.generate(**arguments, **options, return_dict_in_generate=True, output_logits=True)
+            with observing(trees := Trees()):
+                drafted = target.generate(
+                    **arguments, **options, **lookup, assistant_model=drafter, return_dict_in_generate=True,
+                    output_logits=True,
+                )  # fmt: skip
+            assert torch.equal(drafted.sequences, expected.sequences)
+            torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(expected.logits))
+            assert drafted.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+            num_runs += sum(tree.tokens.shape[1] > 10 for tree in trees.trees)
+    assert num_runs > 10
 
 
 def test_context_is_looked_up_before_the_drafter_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers.generation import StoppingCriteriaList
 
 from transformers_gumiho.decoding.sequences import CommittedSequences
 from transformers_gumiho.decoding.step_records import StepRecord
-from transformers_gumiho.drafting.context_drafts import ContextDrafts, MatchEstimates, RowDrafts
+from transformers_gumiho.drafting.context_drafts import ContextDrafts, MatchEstimates, RowDrafts, longest_run
 from transformers_gumiho.drafting.ngram_index import LONGEST_MATCH, LONGEST_NGRAM, Match, NgramIndex
 
 
@@ -108,8 +108,8 @@ def test_a_text_that_goes_on_as_before_is_drafted_in_longer_and_longer_runs() ->
     text = circle + circle[:3]
     drafts = ContextDrafts(lambda starts: [text[starts[0] :]], [0], num_tokens=2, max_ngram_size=2, vocab_size=50)
 
-    def draft(longest_run: int = 100) -> tuple[int, bool]:
-        branch = drafts.draft(CPU, longest_run)
+    def draft(lengths: range = range(3, 100)) -> tuple[int, bool]:
+        branch = drafts.draft(CPU, lengths)
         length = branch.tokens.shape[1]
         assert branch.tokens[0].tolist() == [circle[(len(text) + place) % 7] for place in range(length)]
         return length, branch.is_run
@@ -122,15 +122,31 @@ def test_a_text_that_goes_on_as_before_is_drafted_in_longer_and_longer_runs() ->
         lengths.append(draft())
         go_on(lengths[-1][0] + 1)
     assert lengths == [(2, False), (4, True), (8, True), (8, True), (8, True)], "twice as many, at most four times"
-    assert draft(longest_run=5) == (5, True)
+    assert draft(range(3, 6)) == (5, True), "no longer than it may be"
     go_on(6)
-    assert draft(longest_run=2) == (2, False), "no longer than otherwise"
+    assert draft(range(11, 100)) == (2, False), "all were right, and a run would have to be longer"
     go_on(2)
-    # All that was drafted was right, and what was chosen behind it is another token: nothing has ended yet.
-    text += [9, *circle]
-    assert drafts.draft(CPU, 100).tokens.shape[1] == 4
-    text += [1, 9]
-    assert not drafts.draft(CPU, 100).is_run, "the second token was another one"
+    assert draft() == (4, True), "both were right; the token behind them is not known yet"
+    go_on(3)
+    assert draft() == (2, False), "one too few to know that all are right"
+    go_on(2)
+    text.append(circle[(len(text) + 3) % 7])
+    branch = drafts.draft(CPU, range(3, 100))
+    assert (branch.tokens.shape[1], branch.is_run) == (2, False), "both were right, and another token followed"
+
+
+def test_runs_are_of_texts_alone_and_their_logits_fit_in_memory() -> None:
+    assert [longest_run(num_tokens) for num_tokens in (1, 10, 16, 40)] == [4, 40, 64, 64]
+    texts = [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2]]
+    drafts = ContextDrafts(
+        lambda starts: [text[start:] for text, start in zip(texts, starts, strict=True)], [0, 0], 2, 2, 50
+    )
+    for _ in range(3):
+        branch = drafts.draft(CPU, range(3, 100))
+        assert branch.tokens.shape[1] == 2
+        assert not branch.is_run
+        for text in texts:
+            text += [text[-3], text[-2], text[-1]]
 
 
 def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:

@@ -27,6 +27,9 @@ from .token_choice import TokenChooser
 
 logger = logging.get_logger(__name__)
 
+# Committed tokens after which a run ends, so that the drafter reads them: all at once, which takes memory.
+_MOST_UNTOLD = 256
+
 
 class UpcomingTrees:
     """
@@ -70,7 +73,7 @@ class UpcomingTrees:
 
     def after(self, path: AcceptedPath, output: TargetOutput) -> DraftTree:
         """Returns the tree after a cycle that has committed `path`, for which the target computed `output`."""
-        branch = self._look_up(self._longest_run())
+        branch = self._look_up(self._run_lengths())
         runs_on, rests = branch is not None and branch.is_run, False
         if self._sizing is not None:
             num_right = () if self._context_drafts is None else self._context_drafts.num_right
@@ -86,17 +89,23 @@ class UpcomingTrees:
         committed, self._untold = CommittedTokens.join(self._untold), []
         return self._draft(committed, branch)
 
-    def _look_up(self, longest_run: int = 0) -> ContextBranch | None:
+    def _look_up(self, run_lengths: range = range(0)) -> ContextBranch | None:
         # Before drafting: reading the text, and moving what was found, waits for all that the device was given before.
         context = self._context_drafts
-        return None if context is None else context.draft(self._sequences.device, longest_run)
+        return None if context is None else context.draft(self._sequences.device, run_lengths)
 
-    def _longest_run(self) -> int:
-        """Returns how many tokens the context may draft in a run; none where the sizes of trees are given."""
-        if self._sizing is not None or self._session.shapes.are_fixed:
-            return 0
-        # The pass chooses one token more than it is given.
-        return self._sequences.max_length - max(self._sequences.lengths) - 1
+    def _run_lengths(self) -> range:
+        """
+        Returns how many tokens the context may draft in a run: more than trees have, and one less than are missing, as
+        the pass chooses one itself. None where sizes are chosen or fixed, in chains, whose targets may have to run
+        again what was wrong, and where the drafter has much to read.
+        """
+        num_untold = sum(part.tokens.shape[1] for part in self._untold)
+        is_other = self._sizing is not None or self._session.shapes.are_fixed or self._settings.branching_factor == 1
+        if is_other or num_untold >= _MOST_UNTOLD:
+            return range(0)
+        num_missing = self._sequences.max_length - max(self._sequences.lengths)
+        return range(self._settings.num_assistant_tokens + 1, num_missing)
 
     def _run(self, branch: ContextBranch) -> DraftTree:
         length = branch.tokens.shape[1]

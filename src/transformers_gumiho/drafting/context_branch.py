@@ -21,7 +21,7 @@ class ContextBranch:
         log_probs (`(B, M)`): For each the logarithm of the estimate that it is accepted if those before it are: minus
             infinity from where the path of the row has ended.
         scores (`(B, M)`): Their sums down to each token, on the host.
-        is_run: Whether it goes on where one before it was right to its end, and is worth a pass without the drafter.
+        is_run: Whether it goes on where one before it was right to its end, and is to be verified alone.
     """
 
     tokens: torch.Tensor
@@ -56,8 +56,8 @@ class ContextBranch:
         Args:
             root_tokens (`(B,)`): The newest committed tokens.
             num_drafted: How many of its tokens.
-            num_nodes: The most drafted tokens of any tree of the generation. What is cut from so many has the strides
-                of all others, which compiled functions tell apart.
+            num_nodes: The most drafted tokens of any tree of the generation, or of a run. What is cut from so many has
+                the strides of all others, which compiled functions tell apart.
         """
         missing = num_nodes - self.tokens.shape[1]
         tokens = nn.functional.pad(self.tokens, (0, missing))

@@ -20,8 +20,8 @@ _LASTING_COUNT = 0.5
 _FORGETTING = 0.95
 # Below this a draft is not worth being compared with those of the drafter.
 _MIN_ESTIMATE = 0.02
-# The longest run, in numbers of tokens that are drafted otherwise.
-LONGEST_RUN = 4
+# The longest run, in numbers of tokens that are drafted otherwise, and in tokens: the logits of each take memory.
+_MOST_DRAFTS_OF_RUN, _MOST_TOKENS_OF_RUN = 4, 64
 
 
 class MatchEstimates:
@@ -56,8 +56,8 @@ class RowDrafts:
         max_ngram_size: The longest n-grams that are looked up.
 
     Attributes:
-        run_length: Tokens to draft where all of the newest drafts were right: twice as many as these, up to
-            `LONGEST_RUN` times `num_tokens`. 0 where one was wrong, or nothing was drafted.
+        run_length: Tokens to draft where all of the newest drafts were right, and the text went on behind them as it
+            did before, too: twice as many as these, at most [`longest_run`]. Else 0.
     """
 
     def __init__(self, num_tokens: int, max_ngram_size: int):
@@ -66,9 +66,10 @@ class RowDrafts:
         self.estimates = MatchEstimates()
         self._index = NgramIndex(max_ngram_size)
         self._drafted: list[int] = []
+        self._follower = 0  # what followed behind the drafts
         self._match_length = 0
 
-    def extend(self, tokens: Sequence[int]) -> int:
+    def extend(self, tokens: list[int]) -> int:
         """
         Adds committed tokens to the text; the newest drafts are counted by them, whether or not they were run.
 
@@ -81,8 +82,10 @@ class RowDrafts:
             if token != drafted:
                 break
             num_right += 1
-        all_right = 0 < len(self._drafted) == num_right
-        self.run_length = min(2 * num_right, LONGEST_RUN * self.num_tokens) if all_right else 0
+        # The token that was chosen behind them, as far as there is one.
+        goes_on = tokens[num_right : num_right + 1] in ([], [self._follower])
+        is_run = 0 < len(self._drafted) == num_right and goes_on
+        self.run_length = min(2 * num_right, longest_run(self.num_tokens)) if is_run else 0
         self._index.extend(tokens)
         self._drafted = []
         return num_right
@@ -97,10 +100,15 @@ class RowDrafts:
         if match is None:
             return [], []
         self._match_length = match.length
-        self._drafted = self._index.continuation(match, num_tokens)
+        *self._drafted, self._follower = self._index.continuation(match, num_tokens + 1)
         # A token that is accepted makes the match longer by one.
         lengths = range(match.length, match.length + num_tokens)
         return self._drafted, [self.estimates.probability(length) for length in lengths]
+
+
+def longest_run(num_tokens: int) -> int:
+    """Returns the most tokens of a run where `num_tokens` are drafted otherwise."""
+    return min(_MOST_DRAFTS_OF_RUN * num_tokens, _MOST_TOKENS_OF_RUN)
 
 
 class ContextDrafts:
@@ -133,7 +141,7 @@ class ContextDrafts:
         self._vocab_size = vocab_size
         self._rows = [RowDrafts(num_tokens, max_ngram_size) for _ in starts]
 
-    def draft(self, device: torch.device, longest_run: int = 0) -> ContextBranch | None:
+    def draft(self, device: torch.device, run_lengths: range = range(0)) -> ContextBranch | None:
         """
         Takes in what was committed since the last call, and drafts on from there: `num_tokens` in each row, but for
         those in which nothing is drafted. `None` where that is so in all rows. A text alone whose newest drafts were
@@ -141,22 +149,28 @@ class ContextDrafts:
 
         Args:
             device: Where the branch is needed.
-            longest_run: The most tokens of a run. There is none of no more than `num_tokens`.
+            run_lengths: How many tokens a run may have (default: there is none).
         """
         texts = self._read_text(self._known)
         self._known = [known + len(text) for known, text in zip(self._known, texts, strict=True)]
         new = [[token for token in text if 0 <= token < self._vocab_size] for text in texts]
         self.num_right = [row.extend(tokens) for row, tokens in zip(self._rows, new, strict=True)]
-        # Rows of a batch seldom go on all at once, and what is a run in one would be lost on the others.
-        run_length = min(self._rows[0].run_length, longest_run) if len(self._rows) == 1 else 0
-        is_run = run_length > self.num_tokens
-        width = run_length if is_run else self.num_tokens
+        run_length = self._run_length(run_lengths)
+        width = run_length or self.num_tokens
         drafts = [_draft_row(row, width) for row in self._rows]
         if all(draft is None for draft in drafts):
             return None
         none = [0] * width, [-math.inf] * width
         tokens, log_probs = zip(*(draft or none for draft in drafts), strict=True)
-        return ContextBranch.make(tokens, log_probs, device, is_run)
+        return ContextBranch.make(tokens, log_probs, device, is_run=run_length > 0)
+
+    def _run_length(self, lengths: range) -> int:
+        """Returns how many tokens the context drafts in a run, 0 where it makes none."""
+        # Rows of a batch seldom go on all at once, and what is a run in one would be lost on the others.
+        if len(self._rows) > 1 or not lengths:
+            return 0
+        length = min(self._rows[0].run_length, lengths[-1])
+        return length if length in lengths else 0
 
 
 def _draft_row(row: RowDrafts, num_tokens: int) -> tuple[list[int], list[float]] | None:

@@ -40,7 +40,8 @@ class DraftingSettings:
             most `num_assistant_tokens`, or none. By default (`None`) all of them.
         sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
         prompt_lookup_num_tokens: The most tokens that are drafted from the context, by how it went on where its newest
-            tokens stood before; 0 (the default) for none. A call of `generate()` may say otherwise.
+            tokens stood before; 0 (the default) for none. Where they were right, more of them follow, in runs. A call
+            of `generate()` may say otherwise.
         max_matching_ngram_size: How many of the newest tokens are looked up (default 2), at most 8; fewer where those
             stood nowhere. A call may say otherwise, too.
     """

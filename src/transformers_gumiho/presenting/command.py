@@ -10,6 +10,7 @@ from typing import TextIO
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..drafting.context_drafts import longest_run
 from ..drafting.settings import DraftingSettings
 from ..measuring.prompts import encode_turn
 from ..model.modeling_gumiho import GumihoModel
@@ -139,9 +140,11 @@ def _decode_until(
     """Returns the text before the cycle with number `step`, and the cycle."""
     cycles: list[Cycle] = []
     input_ids = torch.tensor([prompt], device=target.device)
-    # The first token is chosen after the prompt, and a cycle commits at most a whole path and a bonus token.
+    # The first token is chosen after the prompt, and a cycle commits at most a whole path and a bonus token. There is
+    # room for one more, as paths near the end of a text are shorter.
     settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
-    most = 1 + step * (settings.longest_path + 1)
+    longest = max(settings.longest_path, longest_run(settings.prompt_lookup_num_tokens))
+    most = 1 + (step + 1) * (longest + 1)
     with watch_cycles(cycles.append):
         text = target.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, max_new_tokens=most,
