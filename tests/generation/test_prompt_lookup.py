@@ -1,5 +1,6 @@
 """`prompt_lookup_num_tokens` with a Gumiho assistant: the same texts, in fewer passes where they repeat themselves."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 from transformers import LogitsProcessor, StoppingCriteria
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding import upcoming_trees
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.drafting.drafter import GumihoDrafter
@@ -143,6 +145,29 @@ def test_runs_end_with_the_text_and_are_those_of_a_text_alone(shapes: dict[str, 
                 assert num_tokens + num_drafted < max_new_tokens, "the pass chooses a token, too"
             num_tokens += accepted
         assert has_runs == (len(lengths) == 1 and not shapes)
+
+
+def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = make_target("llama", seed=3)
+    arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": 120, "do_sample": False}
+    arguments |= LOOKUP | {"prompt_lookup_num_tokens": 5}
+    plain = target.generate(**make_prompts([9]), max_new_tokens=120, do_sample=False)
+
+    def sizes(branching_factor: int) -> list[int]:
+        drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
+        with observing(trees := Trees()):
+            assert torch.equal(target.generate(**arguments, assistant_model=drafter), plain)
+        return [tree.tokens.shape[1] - 1 for tree in trees.trees]
+
+    def longest_rest(sizes: list[int]) -> int:
+        return max(len(list(group)) for is_run, group in itertools.groupby(sizes, lambda size: size > 9) if is_run)
+
+    assert max(sizes(branching_factor=1)) <= 9
+    assert longest_rest(sizes(branching_factor=3)) > 2
+    monkeypatch.setattr(upcoming_trees, "_MOST_UNTOLD", 12)
+    assert longest_rest(sizes(branching_factor=3)) == 2, "behind 6 tokens, and behind 11 more"
 
 
 def test_a_run_in_which_the_text_ends_or_turns_is_that_of_plain_decoding() -> None:

@@ -74,18 +74,19 @@ class UpcomingTrees:
     def after(self, path: AcceptedPath, output: TargetOutput) -> DraftTree:
         """Returns the tree after a cycle that has committed `path`, for which the target computed `output`."""
         branch = self._look_up(self._run_lengths())
-        runs_on, rests = branch is not None and branch.is_run, False
-        if self._sizing is not None:
+        run = branch if branch is not None and branch.is_run else None
+        sizing = self._sizing
+        if sizing is not None:
             num_right = () if self._context_drafts is None else self._context_drafts.num_right
-            self._sizing.observe(path.accepted_lengths, num_right)
-            rests = self._sizing.pauses()
+            sizing.observe(path.accepted_lengths, num_right)
+        at_rest = sizing if sizing is not None and sizing.pauses() else None
         # As wide as always, if the drafter is told of this cycle alone.
-        is_narrow = runs_on or rests or bool(self._untold)
+        is_narrow = run is not None or at_rest is not None or bool(self._untold)
         self._untold.append(self._committed_path(path, output, is_narrow))
-        if branch is not None and runs_on:
-            return self._run(branch)
-        if self._sizing is not None and rests:
-            return self._at_rest(self._sizing, branch)
+        if run is not None:
+            return self._run(run)
+        if at_rest is not None:
+            return self._at_rest(at_rest, branch)
         committed, self._untold = CommittedTokens.join(self._untold), []
         return self._draft(committed, branch)
 

@@ -53,7 +53,7 @@ def read_prompt(
         input_ids (`(B, T)`): As prepared by `generate()`.
         generation_config: As prepared by `generate()`.
         model_kwargs: As prepared by `generate()`, with the cache that the prompt goes through.
-        num_nodes: The most nodes that a later pass will have, root included.
+        num_nodes: The most nodes of a later tree, root included. Longer paths take the place of tokens to come.
         max_new_tokens: The most tokens that may follow.
         shapes: What the passes over trees run in.
         layer_ids: Of the layers that the drafter reads, where they are not the last one alone.
