@@ -157,6 +157,9 @@ class Way:
         """Returns how many tokens of the context's branch are verified if the drafter rests; `None` if it drafts."""
         return None
 
+    def run(self, branch: ContextBranch) -> None:
+        """Takes in that a cycle verifies all of a branch, and nothing else."""
+
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
         """Returns what is verified of a drafter's tree and the context's branch."""
         tree = drafted.first(self.size)
@@ -185,19 +188,22 @@ class ContextAlone(Way):
 class SizesThatFit(Way):
     """What decoding does with `cycle_costs`."""
 
-    has_runs = False
-
     def __init__(self, costs: BatchCosts, curve: AcceptanceCurve | None, max_size: int):
+        # Runs are longer than what the context drafts otherwise.
+        self.size = 0
         self.sizing, self.most_from_context = TreeSizing(costs, curve), max_size
 
     def size_at_rest(self, branch: ContextBranch | None) -> int | None:
-        return self.sizing.size_at_rest([True], branch) if self.sizing.pauses() else None
+        return self.sizing.size_at_rest([1.0], branch) if self.sizing.pauses() else None
+
+    def run(self, branch: ContextBranch) -> None:
+        self.sizing.run(branch)
 
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
         tree = self.sizing.weigh(drafted)
         if branch is not None:
             tree = branch.added_to(tree, is_chain=False)
-        return self.sizing.cut(tree, [True], branch)
+        return self.sizing.cut(tree, [1.0], branch)
 
     def observe(self, num_tokens: int, num_right: int) -> None:
         self.sizing.observe([num_tokens], [num_right])
@@ -247,22 +253,24 @@ def play_text(text: Text, costs: BatchCosts, way: Way, lookup: Lookup | None, no
     def read(starts: list[int]) -> list[list[int]]:
         return [[*text.prompt, *text.tokens[: place + 1]][starts[0] :]]
 
-    context = None
+    context, most = None, 0
     if lookup is not None:
         # As decoding does: no path is longer than a tree has tokens.
         most = min(lookup.num_tokens, way.most_from_context)
         context = ContextDrafts(read, [0], most, lookup.max_ngram_size, vocab_size=1 << 62)
     while place < len(text.trees):
         # As in decoding, the pass over a run chooses a token, too.
-        lengths = range(way.size + 1, len(text.tokens) - place - 1) if way.has_runs else range(0)
+        longest = len(text.tokens) - place - 1
+        lengths = range(max(way.size, most) + 1, longest) if way.has_runs else range(0)
         branch = None if context is None else context.draft(torch.device("cpu"), lengths)
         if num_tokens:
             way.observe(num_tokens, 0 if context is None else context.num_right[0])
-        root, size = text.trees[place].tokens[:, 0], way.size_at_rest(branch)
+        root = text.trees[place].tokens[:, 0]
         if branch is not None and branch.is_run:
+            way.run(branch)
             length = branch.tokens.shape[1]
             tree, ms = branch.alone(root, length, length), float(costs.undrafted_ms(length))
-        elif size is None:
+        elif (size := way.size_at_rest(branch)) is None:
             tree = way.tree(place, text.trees[place], branch)
             num_drafted = tree.tokens.shape[1] - 1
             is_rest = nothing_is_rest and num_drafted == 0

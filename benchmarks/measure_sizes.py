@@ -25,7 +25,7 @@ from transformers import HfArgumentParser, PreTrainedModel, logging
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.drafting.tree_size import DraftingPause, SizeChoice
+from transformers_gumiho.drafting.tree_size import SizeChoice, SizeReason
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.measuring.prompts import encode_turn, padded_batches, read_questions
@@ -105,8 +105,8 @@ class SizesAtRest(GenerationObserver):
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
-        if isinstance(reason, DraftingPause):
+    def on_tree_sized(self, reason: SizeReason) -> None:
+        if not isinstance(reason, SizeChoice):
             self.sizes.append(reason.size)
 
 

@@ -20,7 +20,8 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
-from transformers_gumiho.drafting.tree_size import DraftingPause, SizeChoice
+from transformers_gumiho.drafting.tree_size import ContextRun, DraftingPause, SizeChoice, SizeReason
+from transformers_gumiho.drafting.tree_sizing import TreeSizing
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.verification import AcceptedPath
@@ -46,9 +47,9 @@ class Cycles(GenerationObserver):
     def __init__(self) -> None:
         self.trees: list[DraftTree] = []
         self.lengths: list[list[int]] = []
-        self.reasons: list[SizeChoice | DraftingPause] = []
+        self.reasons: list[SizeReason] = []
 
-    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+    def on_tree_sized(self, reason: SizeReason) -> None:
         self.reasons.append(reason)
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
@@ -207,6 +208,54 @@ def test_drafts_after_a_pause_are_those_without_it(
     assert any(max(0, *(p[1] for p in shared)) - place[1] < 30 for place in shared if place[1] > 30)
     for place in shared:
         assert paused[place] == always[place][: len(paused[place])]
+
+
+def test_a_batch_is_decoded_for_the_row_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lead of four tokens halves what the next one counts; a row that has ended counts nothing."""
+    given: list[list[float]] = []
+    cut = TreeSizing.cut
+
+    def keeping(self: TreeSizing, tree: DraftTree, weights: list[float], *args: Any) -> DraftTree:
+        given.append(weights)
+        return cut(self, tree, weights, *args)
+
+    monkeypatch.setattr(TreeSizing, "cut", keeping)
+    target, drafter = make_pair(costs={"draft_ms": 0.1, "node_ms": 0.01}, prompt_lookup_num_tokens=6)
+    with observing(seen := Cycles()):
+        drafted = target.generate(**make_prompts([9, 4, 1]), max_new_tokens=50, assistant_model=drafter)
+    plain = target.generate(**make_prompts([9, 4, 1]), max_new_tokens=50, do_sample=False)
+    assert torch.equal(drafted, plain)
+    assert len(given) == len(seen.lengths), "there is no pause"
+    lengths, num_ended = [1, 1, 1], 0
+    for weights, accepted in zip(given, seen.lengths, strict=True):
+        slowest = min(length for length in lengths if length < 50)
+        assert weights == [0.0 if length == 50 else 0.5 ** ((length - slowest) / 4) for length in lengths]
+        lengths = [length + number for length, number in zip(lengths, accepted, strict=True)]
+        num_ended += 0.0 in weights
+    assert num_ended
+    assert len({tuple(weights) for weights in given}) > 5
+
+
+def test_what_is_copied_is_drafted_in_runs_with_costs_too() -> None:
+    target, drafter = make_pair(costs={"draft_ms": 3.0, "node_ms": 0.05}, prompt_lookup_num_tokens=5)
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.2}):
+        arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": 100, **sampling}
+        torch.manual_seed(0)
+        plain = target.generate(**arguments)
+        torch.manual_seed(0)
+        with observing(seen := Cycles()):
+            drafted = target.generate(**arguments, assistant_model=drafter)
+        assert torch.equal(drafted, plain)
+        runs = [reason.size for reason in seen.reasons if isinstance(reason, ContextRun)]
+        assert {10, 20} <= set(runs), "twice as many as were right, and at most four times as many as it drafts"
+        assert set(runs) <= set(range(6, 21))
+        assert {type(reason) for reason in seen.reasons} >= {SizeChoice, ContextRun}
+        for reason, tree, length in zip(seen.reasons, seen.trees, seen.lengths, strict=True):
+            if isinstance(reason, ContextRun):
+                assert tree.tokens.shape[1] == reason.size + 1
+                assert tree.depths.tolist() == [list(range(reason.size + 1))]
+                assert reason.expected == pytest.approx(float(tree.scores[0, 1:].exp().sum()))
+                assert length[0] <= reason.size + 1
 
 
 def test_without_costs_every_tree_has_the_size_that_is_set() -> None:

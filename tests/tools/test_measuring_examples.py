@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.drafting.tree_size import DraftingPause, SizeChoice
+from transformers_gumiho.drafting.tree_size import SizeChoice, SizeReason
 from transformers_gumiho.target import session
 from transformers_gumiho.tree.draft_tree import choose_nodes
 from transformers_gumiho.tuning.timing import DecodingTime
@@ -256,9 +256,9 @@ class Reasons(GenerationObserver):
     """Keeps why each tree had its size."""
 
     def __init__(self) -> None:
-        self.reasons: list[SizeChoice | DraftingPause] = []
+        self.reasons: list[SizeReason] = []
 
-    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+    def on_tree_sized(self, reason: SizeReason) -> None:
         self.reasons.append(reason)
 
 
@@ -287,10 +287,11 @@ def test_what_is_played_is_what_decoding_does(lookup: int, has_costs: bool, monk
     assert lengths == expected[:-1]
     assert played.num_tokens == sum(expected)
     sizes = zip(output.tree_sizes, seen.reasons or [None] * len(expected), strict=True)
-    # What is more than a tree is a run of what the context drafts.
+    # Without costs, what is more than a tree is a run of what the context drafts.
+    drafted = [isinstance(why, SizeChoice) or (why is None and size <= 8) for size, why in sizes]
     ms = [
-        costs.undrafted_ms(size) if isinstance(why, DraftingPause) or size > 8 else costs.cycle_ms(size)
-        for size, why in sizes
+        costs.cycle_ms(size) if is_drafted else costs.undrafted_ms(size)
+        for size, is_drafted in zip(output.tree_sizes, drafted, strict=True)
     ]
     assert played.ms == pytest.approx(sum(map(float, ms)))
     assert max(lengths) > 2

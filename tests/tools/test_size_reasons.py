@@ -11,7 +11,7 @@ from training_data import DEMO_TARGET
 from transformers import GenerationConfig
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.drafting.tree_size import DraftingPause, SizeChoice
+from transformers_gumiho.drafting.tree_size import ContextRun, DraftingPause, SizeChoice
 from transformers_gumiho.presenting import Cycle, ShowArguments, show, watch_cycles
 from transformers_gumiho.presenting.size_reasons import describe_size
 
@@ -30,6 +30,10 @@ def test_reason_is_told_in_a_line() -> None:
         "nothing drafted: the newest drafts gave 80 tokens/s, without the drafter 100; tried again after 3 more cycles"
     )
     assert describe_size(replace(pause, size=7)).startswith("7 tokens from the context alone: the newest drafts gave")
+    assert describe_size(ContextRun(size=20, expected=14.0, cycle_ms=60.0)) == (
+        "20 tokens from the context alone, a run, as all before were right: 14.00 accepted tokens expected in 60.0 "
+        "ms, 250 tokens/s"
+    )
 
 
 @pytest.mark.parametrize("has_costs", [True, False])

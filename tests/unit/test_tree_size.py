@@ -140,11 +140,11 @@ def test_observed_acceptance_decides() -> None:
     drafted, sizes = 0, []
     for _ in range(300):
         if sizing.pauses():
-            assert sizing.size_at_rest([True], None) == 0
+            assert sizing.size_at_rest([1.0], None) == 0
             assert isinstance(sizing.reason, DraftingPause)
             assert sizing.reason.drafted_speed < sizing.reason.undrafted_speed == pytest.approx(100)
         else:
-            sizes.append(sizing.cut(tree, [True]).tokens.shape[1] - 1)
+            sizes.append(sizing.cut(tree, [1.0]).tokens.shape[1] - 1)
             assert isinstance(sizing.reason, SizeChoice)
             drafted += 1
         sizing.observe([1])
@@ -153,13 +153,37 @@ def test_observed_acceptance_decides() -> None:
     assert max(sizes[-3:]) <= TRIAL_SIZE
 
 
-def test_rows_that_have_ended_do_not_count() -> None:
-    tree = random_tree(seed=1, batch_size=3, num_nodes=20)
+def test_rows_count_as_much_as_they_weigh() -> None:
+    """One that has ended weighs nothing, and one that is ahead of others less than these."""
+    tree = random_tree(seed=0, batch_size=3, num_nodes=20)
     sure = tree.scores.clone()
     sure[1:, 1:] = -20.0
-    tree = type(tree)(tree.tokens, tree.parents, tree.depths, sure, tree.ancestors, tree.max_depth)
-    alone, with_others = TreeSizing(costs_of(3)), TreeSizing(costs_of(3))
-    assert alone.cut(tree, [True, False, False]).tokens.shape[1] > with_others.cut(tree, [True] * 3).tokens.shape[1]
+    tree = replace(tree, scores=sure)
+    sizes = [
+        TreeSizing(costs_of(3, draft_ms=10.0, node_ms=0.1)).cut(tree, weights).tokens.shape[1]
+        for weights in ([1.0, 0.0, 0.0], [0.4, 0.4, 0.4], [0.3, 1.0, 1.0], [0.01, 1.0, 1.0])
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[1] > sizes[2] > sizes[3]
+
+
+def test_a_batch_whose_slowest_row_gains_nothing_rests() -> None:
+    """However much the rows gain that are ahead of it, it ends last."""
+    tree = random_tree(seed=1, batch_size=2, num_nodes=20)
+    rests = []
+    for weights in ([1.0, 1.0], [0.05, 1.0]):
+        sizing, num_rests = TreeSizing(costs_of(2, draft_ms=8.0)), 0
+        for _ in range(100):
+            if sizing.pauses():
+                sizing.size_at_rest(weights, None)
+                num_rests += 1
+                sizing.observe([1, 1])
+            else:
+                sizing.cut(tree, weights)
+                sizing.observe([5, 1])
+        rests.append(num_rests)
+    assert rests[0] == 0
+    assert rests[1] > 80
 
 
 def test_drafter_rests_where_the_context_alone_is_faster() -> None:
@@ -175,17 +199,17 @@ def test_drafter_rests_where_the_context_alone_is_faster() -> None:
     for cycle in range(240):
         is_right = cycle < 80
         if sizing.pauses():
-            assert sizing.size_at_rest([True], branch) == best
+            assert sizing.size_at_rest([1.0], branch) == best
             assert isinstance(sizing.reason, DraftingPause)
             assert sizing.reason.size == best
             assert sizing.reason.drafted_speed < sizing.reason.undrafted_speed
         else:
-            tree = sizing.cut(branch.added_to(sizing.weigh(drafted), is_chain=False), [True], branch)
+            tree = sizing.cut(branch.added_to(sizing.weigh(drafted), is_chain=False), [1.0], branch)
             assert tree.tokens.shape[1] > 1
             num_drafted[is_right] += 1
         # The drafter's own tokens are right where the context's are not.
         sizing.observe([7 if is_right else 5], [6 if is_right else 0])
-    assert num_drafted[True] < 10
+    assert num_drafted[1.0] < 10
     assert num_drafted[False] >= 160 - LONGEST_PAUSE
 
 
@@ -198,10 +222,10 @@ def test_what_the_context_alone_would_have_done_is_counted_in_all_rows(monkeypat
     ways = ({}, 6, (6 + 3 + 0) / 3), ({"rows_together": True}, 0, 0), ({"in_lockstep": True}, 0, 0)
     for options, size, accepted in ways:
         sizing = TreeSizing(costs, **options)
-        drafted = sizing.cut(tree, [True] * 3, branch).tokens.shape[1] - 1
+        drafted = sizing.cut(tree, [1.0] * 3, branch).tokens.shape[1] - 1
         # What was committed happens to be right in the third row, too, whose branch was not worth being drafted.
         sizing.observe([7, 4, 7], [6, 3, 6])
-        assert sizing.size_at_rest([True] * 3, branch) == size
+        assert sizing.size_at_rest([1.0] * 3, branch) == size
         plain_ms, node_ms = 10 + 2 * 0.1, 3 * 0.1
         assert seen[-1] == pytest.approx(
             (6.0, float(costs.cycle_ms(drafted)), 1 + accepted, plain_ms + size * node_ms)
@@ -265,4 +289,4 @@ def test_what_is_accepted_seldom_gives_way_to_the_context() -> None:
         sizing = TreeSizing(costs_of(), curve)
         kept[curve is not None] = set(branch.added_to(sizing.weigh(sure), is_chain=False).tokens[0].tolist())
     assert not kept[False] & {91, 92, 93}
-    assert kept[True] >= {91, 92, 93}
+    assert kept[1.0] >= {91, 92, 93}

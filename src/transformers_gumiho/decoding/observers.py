@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Literal
 
-from ..drafting.tree_size import DraftingPause, SizeChoice
+from ..drafting.tree_size import SizeReason
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 
@@ -45,7 +45,7 @@ class GenerationObserver:
                 drafted path, the last token is a draft instead of a bonus token.
         """
 
-    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+    def on_tree_sized(self, reason: SizeReason) -> None:
         """
         Is called before each cycle of a drafter that has `cycle_costs`, once its tree is there.
 
@@ -125,7 +125,7 @@ class GenerationEvents:
                 stack.callback(observer.on_stage_end, stage)
             yield
 
-    def tree_sized(self, reason: SizeChoice | DraftingPause | None) -> None:
+    def tree_sized(self, reason: SizeReason | None) -> None:
         """Tells why the next tree has its size."""
         if reason is not None:
             for observer in self.observers:

@@ -29,14 +29,16 @@ logger = logging.get_logger(__name__)
 
 # Committed tokens after which a run ends, so that the drafter reads them: all at once, which takes memory.
 _MOST_UNTOLD = 256
+# Tokens by which a row is ahead of the slowest one of its batch when its next token counts half.
+_HALVING_LEAD = 4.0
 
 
 class UpcomingTrees:
     """
     The draft trees of a generation, one for each cycle: the drafter's, and what the context drafts. With `cycle_costs`
     a tree has the size that makes most of the cycle's time, and where the drafter is not worth its time, it is what
-    the context drafts, or the root alone. Without, a text that goes on as its context did is drafted by that alone,
-    in longer and longer runs. What was committed meanwhile is kept for when the drafter drafts again.
+    the context drafts, or the root alone. A text that goes on as its context did is drafted by that alone, in longer
+    and longer runs. What was committed meanwhile is kept for when the drafter drafts again.
 
     Args:
         session: Of the target, which has read the prompt.
@@ -79,7 +81,7 @@ class UpcomingTrees:
         if sizing is not None:
             num_right = () if self._context_drafts is None else self._context_drafts.num_right
             sizing.observe(path.accepted_lengths, num_right)
-        at_rest = sizing if sizing is not None and sizing.pauses() else None
+        at_rest = sizing if sizing is not None and run is None and sizing.pauses() else None
         # As wide as always, if the drafter is told of this cycle alone.
         is_narrow = run is not None or at_rest is not None or bool(self._untold)
         self._untold.append(self._committed_path(path, output, is_narrow))
@@ -97,21 +99,26 @@ class UpcomingTrees:
 
     def _run_lengths(self) -> range:
         """
-        Returns how many tokens the context may draft in a run: more than trees have, and one less than are missing, as
-        the pass chooses one itself. None where sizes are chosen or fixed, in chains, whose targets may have to run
-        again what was wrong, and where the drafter has much to read.
+        Returns how many tokens the context may draft in a run: more than trees have (where their sizes are chosen,
+        than it drafts otherwise), and one less than are missing, as the pass chooses one itself. None where shapes are
+        fixed, in chains, whose targets may have to run again what was wrong, and where the drafter has much to read.
         """
         num_untold = sum(part.tokens.shape[1] for part in self._untold)
-        is_other = self._sizing is not None or self._session.shapes.are_fixed or self._settings.branching_factor == 1
-        if is_other or num_untold >= _MOST_UNTOLD:
+        settings, context = self._settings, self._context_drafts
+        is_other = self._session.shapes.are_fixed or settings.branching_factor == 1
+        if context is None or is_other or num_untold >= _MOST_UNTOLD:
             return range(0)
-        num_missing = self._sequences.max_length - max(self._sequences.lengths)
-        return range(self._settings.num_assistant_tokens + 1, num_missing)
+        usual = settings.num_assistant_tokens if self._sizing is None else context.num_tokens
+        return range(usual + 1, self._sequences.max_length - max(self._sequences.lengths))
 
     def _run(self, branch: ContextBranch) -> DraftTree:
         length = branch.tokens.shape[1]
         with self._events.stage("draft"):
-            return branch.alone(self._sequences.last_tokens(), length, length)
+            tree = branch.alone(self._sequences.last_tokens(), length, length)
+        if self._sizing is not None:
+            self._sizing.run(branch)
+            self._events.tree_sized(self._sizing.reason)
+        return tree
 
     def _draft(self, committed: CommittedTokens, branch: ContextBranch | None) -> DraftTree:
         settings, sizing = self._settings, self._sizing
@@ -127,7 +134,7 @@ class UpcomingTrees:
             if sizing is None:
                 return tree
             # On a GPU the host waits for the scores here, once more in a cycle than without costs.
-            tree = sizing.cut(tree, self._open_rows(), branch)
+            tree = sizing.cut(tree, self._row_weights(), branch)
         self._events.tree_sized(sizing.reason)
         return tree
 
@@ -135,13 +142,23 @@ class UpcomingTrees:
         settings = self._settings
         most = settings.tree_depth if settings.branching_factor == 1 else settings.num_assistant_tokens
         with self._events.stage("draft"):
-            root, size = self._sequences.last_tokens(), sizing.size_at_rest(self._open_rows(), branch)
+            root, size = self._sequences.last_tokens(), sizing.size_at_rest(self._row_weights(), branch)
             tree = bare_root(root) if branch is None or size == 0 else branch.alone(root, size, most)
         self._events.tree_sized(sizing.reason)
         return tree
 
-    def _open_rows(self) -> list[bool]:
-        return [self._sequences.is_open(row) for row in range(len(self._sequences.lengths))]
+    def _row_weights(self) -> list[float]:
+        """
+        Returns what a further token counts in each row: nothing where the row has ended, and half as much for every
+        [`_HALVING_LEAD`] tokens that it is ahead of the slowest one. A batch takes as long as that.
+        """
+        sequences = self._sequences
+        lengths = {row: length for row, length in enumerate(sequences.lengths) if sequences.is_open(row)}
+        slowest = min(lengths.values(), default=0)
+        return [
+            2.0 ** ((slowest - lengths[row]) / _HALVING_LEAD) if row in lengths else 0.0
+            for row in range(len(sequences.lengths))
+        ]
 
     def _committed_prompt(self, output: TargetOutput) -> CommittedTokens:
         """Returns what the drafter reads of the prompt: with a cache of the caller's, the part that was run."""

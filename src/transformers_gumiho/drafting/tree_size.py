@@ -65,6 +65,26 @@ class DraftingPause:
     size: int = 0
 
 
+@dataclass(frozen=True)
+class ContextRun:
+    """
+    Why a cycle verifies what the context drafts, alone, and more of it than otherwise: all that it drafted before was
+    right.
+
+    Attributes:
+        size: Tokens that are verified.
+        expected: Those of them that are expected to be accepted.
+        cycle_ms: Milliseconds that the cycle should take.
+    """
+
+    size: int
+    expected: float
+    cycle_ms: float
+
+
+SizeReason = SizeChoice | DraftingPause | ContextRun
+
+
 def sizes_up_to(num_drafted: int, sizes: Sequence[int] = TREE_SIZES) -> tuple[int, ...]:
     """Returns the sizes to choose among, for a tree of `num_drafted` tokens: those that are smaller, and all of it."""
     return (*(size for size in sizes if size < num_drafted), num_drafted)
@@ -88,6 +108,7 @@ def choose_size(
     costs: BatchCosts,
     correction: float = 1.0,
     drafter_rests: bool = False,
+    weights: np.ndarray | None = None,
 ) -> SizeChoice:
     """
     Chooses the size that maximises (1 + expected accepted tokens) / time; of equal ones the smallest.
@@ -98,9 +119,10 @@ def choose_size(
         costs: Of cycles with so many rows.
         correction: What expectations are to be multiplied by.
         drafter_rests: All tokens are from the context.
+        weights (`(B,)`): What the tokens of each row count; by default all of them the same.
     """
     # All rows of a batch count together: their mean is what each of them has of the time.
-    totals = np.concatenate(([0.0], probabilities.mean(axis=0).cumsum()))
+    totals = np.concatenate(([0.0], np.average(probabilities, axis=0, weights=weights).cumsum()))
     expected = correction * totals[list(sizes)]
     cycle_ms = costs.undrafted_ms(sizes) if drafter_rests else costs.cycle_ms(sizes)
     best = int(((1 + expected) / cycle_ms).argmax())

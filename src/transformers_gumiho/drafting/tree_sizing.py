@@ -9,7 +9,16 @@ import torch
 from ..model.cycle_costs import AcceptanceCurve, BatchCosts
 from ..tree.draft_tree import DraftTree
 from .context_branch import ContextBranch
-from .tree_size import TREE_SIZES, DraftingPause, SizeChoice, choose_size, path_probabilities, sizes_up_to
+from .tree_size import (
+    TREE_SIZES,
+    ContextRun,
+    DraftingPause,
+    SizeChoice,
+    SizeReason,
+    choose_size,
+    path_probabilities,
+    sizes_up_to,
+)
 
 
 # What a cycle counts for after each further one that drafted: drafts get better and worse within a text.
@@ -123,10 +132,10 @@ class BackOff:
 
 class TreeSizing:
     """
-    Fits the trees of a generation. Before each cycle [`pauses`] says whether the drafter rests; if so,
-    [`size_at_rest`] says how many tokens of the context's branch to verify. Else the drafter's tree goes through
-    [`weigh`], is joined with the branch, and [`cut`] says which part to verify. After it [`observe`] is told what came
-    of it.
+    Fits the trees of a generation. Before each cycle that is no run of the context's ([`run`]), [`pauses`] says
+    whether the drafter rests; if so, [`size_at_rest`] says how many tokens of the context's branch to verify. Else the
+    drafter's tree goes through [`weigh`], is joined with the branch, and [`cut`] says which part to verify. After it
+    [`observe`] is told what came of it.
 
     Args:
         costs: Of cycles with as many rows as there are.
@@ -152,21 +161,28 @@ class TreeSizing:
         self._correction = AcceptanceCorrection()
         self._back_off = BackOff(costs.plain_ms)
         self._tries_again = False
+        self._weights = np.zeros(0)  # of the rows, as they were when the newest tree was cut
         self._at_rest: SizeChoice | None = None  # what would have been verified had the drafter rested
         self._has_branch = np.zeros(0, dtype=bool)  # the rows that have a branch of the context
-        self.reason: SizeChoice | DraftingPause | None = None
+        self.reason: SizeReason | None = None
+
+    def run(self, branch: ContextBranch) -> None:
+        """Takes in that the next cycle verifies all of a branch of one row, and nothing else."""
+        size = branch.scores.shape[1]
+        expected = float(path_probabilities(branch.scores).sum())
+        self.reason = ContextRun(size, expected, float(self._costs.undrafted_ms(size)))
 
     def pauses(self) -> bool:
-        """Whether the drafter rests in the next cycle. To be called once for each cycle."""
+        """Whether the drafter rests in the next cycle. To be called once for each cycle that is no run."""
         if not self._back_off.pauses():
             return False
         # The text is another one when drafting is tried again, and may be one that the drafter knows better.
         self._correction, self._tries_again = AcceptanceCorrection(), True
         return True
 
-    def size_at_rest(self, is_open: Sequence[bool], branch: ContextBranch | None) -> int:
+    def size_at_rest(self, weights: Sequence[float], branch: ContextBranch | None) -> int:
         """Returns how many tokens of the context's branch a cycle verifies in which the drafter rests."""
-        choice, back_off = self._choose_at_rest(is_open, branch), self._back_off
+        choice, back_off = self._choose_at_rest(np.array(weights), branch), self._back_off
         size = 0 if choice is None else choice.size
         self.reason = DraftingPause(back_off.drafted_speed, back_off.undrafted_speed, back_off.num_left, size)
         return size
@@ -179,18 +195,20 @@ class TreeSizing:
         drafted = self._curve.log_probabilities(tree.scores[:, 1:]).cummin(dim=1).values
         return replace(tree, scores=torch.cat((tree.scores[:, :1], drafted), dim=1))
 
-    def cut(self, tree: DraftTree, is_open: Sequence[bool], branch: ContextBranch | None = None) -> DraftTree:
+    def cut(self, tree: DraftTree, weights: Sequence[float], branch: ContextBranch | None = None) -> DraftTree:
         """
-        Returns the part of a tree that is worth most for its cost, where only the rows that are open gain by it.
+        Returns the part of a tree that is worth most for its cost.
 
         Args:
             tree: With the scores that [`weigh`] returns.
-            is_open: Which rows are.
+            weights: What a token counts in each row: nothing where the row has ended.
             branch: What the context drafted, which the tree holds as well where it is likely.
         """
-        scores = tree.scores[:, 1:].numpy(force=True).astype(np.float64)[list(is_open)]
+        self._weights = np.array(weights)
+        is_open = self._weights > 0
+        scores = tree.scores[:, 1:].numpy(force=True).astype(np.float64)[is_open]
         sizes = sizes_up_to(scores.shape[1], self._sizes)
-        self._at_rest = self._choose_at_rest(is_open, branch)
+        self._at_rest = self._choose_at_rest(self._weights, branch)
         if branch is not None:
             self._has_branch = branch.scores[:, 0] > -np.inf
         if self._tries_again:
@@ -198,7 +216,9 @@ class TreeSizing:
             most = TRIAL_SIZE + (self._at_rest.size if self._at_rest is not None else 0)
             sizes = tuple(size for size in sizes if size <= most)
         probabilities = path_probabilities(scores, self._rows_together)
-        choice = choose_size(probabilities, sizes, self._costs, self._correction.factor)
+        choice = choose_size(
+            probabilities, sizes, self._costs, self._correction.factor, weights=self._weights[is_open]
+        )
         self._back_off.expect(1 + choice.expected[choice.place], choice.cycle_ms[choice.place])
         self.reason = choice
         return tree.first(choice.size)
@@ -215,7 +235,8 @@ class TreeSizing:
         got = np.array(accepted_lengths)
         if not isinstance(choice, SizeChoice) or not got.any():
             return
-        tokens = float(got[got > 0].mean())
+        weights = self._weights[got > 0]
+        tokens = float(np.average(got[got > 0], weights=weights))
         self._tries_again = False
         self._correction.observe(choice.expected[choice.place] / choice.correction, tokens - 1)
         at_rest = self._at_rest
@@ -226,15 +247,16 @@ class TreeSizing:
         self._back_off.observe(
             tokens,
             choice.cycle_ms[choice.place],
-            1 + float(right.min() if self._in_lockstep else right.mean()),
+            1 + float(right.min() if self._in_lockstep else np.average(right, weights=weights)),
             at_rest.cycle_ms[at_rest.place],
         )
 
-    def _choose_at_rest(self, is_open: Sequence[bool], branch: ContextBranch | None) -> SizeChoice | None:
+    def _choose_at_rest(self, weights: np.ndarray, branch: ContextBranch | None) -> SizeChoice | None:
         if branch is None:
             return None
+        is_open = weights > 0
         # A column of the branch is a depth: what all rows get is what all of them have right up to there.
-        probabilities = path_probabilities(branch.scores[list(is_open)], self._in_lockstep)
+        probabilities = path_probabilities(branch.scores[is_open], self._in_lockstep)
         # Not as many as the branch has, if that is none of them: in fixed shapes it would take functions of its own.
         sizes = [size for size in self._sizes if size <= probabilities.shape[1]]
-        return choose_size(probabilities, sizes, self._costs, drafter_rests=True)
+        return choose_size(probabilities, sizes, self._costs, drafter_rests=True, weights=weights[is_open])

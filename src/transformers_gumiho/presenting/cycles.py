@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..decoding.observers import GenerationObserver, observing
-from ..drafting.tree_size import DraftingPause, SizeChoice
+from ..drafting.tree_size import SizeReason
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath, ChildFinder
 
@@ -34,7 +34,7 @@ class Cycle:
     scores: tuple[float, ...]
     accepted: tuple[int, ...]
     bonus_token: int | None
-    reason: SizeChoice | DraftingPause | None = None
+    reason: SizeReason | None = None
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -86,23 +86,21 @@ def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
 class _CycleWatcher(GenerationObserver):
     def __init__(self, watch: Callable[[Cycle], None]):
         self.watch = watch
-        self._reason: SizeChoice | DraftingPause | None = None
+        self._reason: SizeReason | None = None
 
     def on_generation_begin(self, batch_size: int) -> None:
         if batch_size != 1:
             raise ValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
         self._reason = None  # the drafter of an earlier generation may have had costs
 
-    def on_tree_sized(self, reason: SizeChoice | DraftingPause) -> None:
+    def on_tree_sized(self, reason: SizeReason) -> None:
         self._reason = reason
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
         self.watch(_describe_cycle(tree, path.nodes, path.tokens, self._reason))
 
 
-def _describe_cycle(
-    tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor, reason: SizeChoice | DraftingPause | None
-) -> Cycle:
+def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor, reason: SizeReason | None) -> Cycle:
     """Returns the cycle that visited `nodes` `(1, n)` and chose `tokens` `(1, n)` after them."""
     accepted = nodes[0, 1:].tolist()
     # A text that ends within a drafted path ends with a draft, and there is no bonus token.

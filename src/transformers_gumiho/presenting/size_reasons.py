@@ -1,6 +1,6 @@
 """Why a cycle verified as many drafted tokens as it did, in a line."""
 
-from ..drafting.tree_size import DraftingPause, SizeChoice
+from ..drafting.tree_size import ContextRun, DraftingPause, SizeReason
 
 
 # What probabilities are where cycles have costs, at the end of what they are elsewhere.
@@ -9,8 +9,14 @@ OTHERWISE = " (or as often as such paths were accepted, and for tokens from the 
 _NUM_ALTERNATIVES = 4
 
 
-def describe_size(reason: SizeChoice | DraftingPause) -> str:
-    """Returns one line on the size of a tree: what was expected of it and of others, or why nothing was drafted."""
+def describe_size(reason: SizeReason) -> str:
+    """Returns one line on the size of a tree: what was expected of it and of others, or why the drafter rests."""
+    if isinstance(reason, ContextRun):
+        speed = 1e3 * (1 + reason.expected) / reason.cycle_ms
+        return (
+            f"{reason.size} tokens from the context alone, a run, as all before were right: {reason.expected:.2f} "
+            f"accepted tokens expected in {reason.cycle_ms:.1f} ms, {speed:.0f} tokens/s"
+        )
     if isinstance(reason, DraftingPause):
         drafted = f"{reason.size} tokens from the context alone" if reason.size else "nothing drafted"
         return (
