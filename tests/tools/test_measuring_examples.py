@@ -295,3 +295,48 @@ def test_what_is_played_is_what_decoding_does(lookup: int, has_costs: bool, monk
     ]
     assert played.ms == pytest.approx(sum(map(float, ms)))
     assert max(lengths) > 2
+
+
+@pytest.mark.parametrize("lookup", [0, 5])
+@pytest.mark.parametrize("draft_ms", [4.0, 12.0])
+def test_batches_that_are_played_are_those_of_decoding(
+    lookup: int, draft_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = load("bound_sizes", monkeypatch)
+    script = load("play_batches", monkeypatch)
+    pair = ROOT / "examples" / "demo_pair"
+    target, tokenizer, drafter = bound.load_pair(str(pair / "target"), str(pair / "gumiho"), "float32")
+    prompts = [tokenizer(text).input_ids for text in ("def read(self):", "import", "for line in")]
+    args = bound.BoundArguments("", max_size=12, max_new_tokens=60)
+    texts = [bound.read_text(args, target, drafter, prompt) for prompt in prompts]
+    width = max(map(len, prompts))
+    rows = {
+        "input_ids": torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
+        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+    }
+    table = make_cost_table(dtype="float32", draft_ms=draft_ms)
+    settings = {"num_assistant_tokens": 12, "prompt_lookup_num_tokens": lookup}
+    costs, looked_up = bound.CycleCostTable.parse(table).for_batch(3), bound.Lookup(lookup) if lookup else None
+    sizes = []
+    for cycle_costs in (table, None):
+        with bound.decoding_settings(drafter, settings | {"cycle_costs": cycle_costs}):
+            output = target.generate(
+                **rows, assistant_model=drafter, max_new_tokens=60, do_sample=False, return_dict_in_generate=True
+            )
+        assert [row.tolist()[width:] for row in output.sequences] == [text.tokens for text in texts]
+        sizes.append(output.tree_sizes)
+    fitting, fixed = sizes
+    played = list(script.play_fitting(texts, costs, script.TreeSizing(costs), looked_up))
+    assert [size for size, _ in played] == fitting
+    assert script.play_fixed(texts, costs, 12, looked_up) == pytest.approx(len(fixed) * float(costs.cycle_ms(12)))
+    by_the_mean = list(script.play_fitting(texts, costs, script.TreeSizing(costs), looked_up, script.equal_weights))
+    assert played != by_the_mean
+    # A batch of one is what bound_sizes.py plays, but for runs.
+    alone = bound.SizesThatFit(costs_of_one := bound.CycleCostTable.parse(table).for_batch(1), None, 12)
+    alone.has_runs = False
+    for text in texts:
+        alone.sizing = script.TreeSizing(costs_of_one)
+        played = script.play_fitting([text], costs_of_one, script.TreeSizing(costs_of_one), looked_up)
+        assert sum(ms for _, ms in played) == pytest.approx(
+            bound.play([text], costs_of_one, lambda: alone, looked_up).ms
+        )

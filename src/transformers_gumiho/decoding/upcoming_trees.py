@@ -10,7 +10,7 @@ from ..drafting.committed_tokens import CommittedTokens
 from ..drafting.context_branch import ContextBranch
 from ..drafting.context_drafts import ContextDrafts
 from ..drafting.settings import DraftingSettings
-from ..drafting.tree_size import COMPILED_TREE_SIZES, TREE_SIZES
+from ..drafting.tree_size import COMPILED_TREE_SIZES, TREE_SIZES, row_weights
 from ..drafting.tree_sizing import TreeSizing
 from ..model.modeling_gumiho import GumihoModel
 from ..target.feature_reader import TargetStates
@@ -29,8 +29,6 @@ logger = logging.get_logger(__name__)
 
 # Committed tokens after which a run ends, so that the drafter reads them: all at once, which takes memory.
 _MOST_UNTOLD = 256
-# Tokens by which a row is ahead of the slowest one of its batch when its next token counts half.
-_HALVING_LEAD = 4.0
 
 
 class UpcomingTrees:
@@ -148,17 +146,10 @@ class UpcomingTrees:
         return tree
 
     def _row_weights(self) -> list[float]:
-        """
-        Returns what a further token counts in each row: nothing where the row has ended, and half as much for every
-        [`_HALVING_LEAD`] tokens that it is ahead of the slowest one. A batch takes as long as that.
-        """
         sequences = self._sequences
-        lengths = {row: length for row, length in enumerate(sequences.lengths) if sequences.is_open(row)}
-        slowest = min(lengths.values(), default=0)
-        return [
-            2.0 ** ((slowest - lengths[row]) / _HALVING_LEAD) if row in lengths else 0.0
-            for row in range(len(sequences.lengths))
-        ]
+        return row_weights(
+            [length if sequences.is_open(row) else None for row, length in enumerate(sequences.lengths)]
+        )
 
     def _committed_prompt(self, output: TargetOutput) -> CommittedTokens:
         """Returns what the drafter reads of the prompt: with a cache of the caller's, the part that was run."""

@@ -12,6 +12,8 @@ from ..model.cycle_costs import BatchCosts
 TREE_SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 63, 80, 96, 128, 160, 192, 256)
 # Where each size takes compiled functions of its own.
 COMPILED_TREE_SIZES = (0, 3, 7, 12, 20, 32, 48, 63, 96, 128, 256)
+# Tokens by which a row is ahead of the slowest one of its batch when its next token counts half.
+_HALVING_LEAD = 4.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,17 @@ SizeReason = SizeChoice | DraftingPause | ContextRun
 def sizes_up_to(num_drafted: int, sizes: Sequence[int] = TREE_SIZES) -> tuple[int, ...]:
     """Returns the sizes to choose among, for a tree of `num_drafted` tokens: those that are smaller, and all of it."""
     return (*(size for size in sizes if size < num_drafted), num_drafted)
+
+
+def row_weights(lengths: Sequence[int | None]) -> list[float]:
+    """
+    Returns what a further token counts in each row of a batch, which takes as long as its slowest row.
+
+    Args:
+        lengths: The tokens that each row has so far; `None` where it has ended, and nothing counts.
+    """
+    slowest = min((length for length in lengths if length is not None), default=0)
+    return [0.0 if length is None else 0.5 ** ((length - slowest) / _HALVING_LEAD) for length in lengths]
 
 
 def path_probabilities(scores: np.ndarray, rows_together: bool = False) -> np.ndarray:
