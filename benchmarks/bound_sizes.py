@@ -153,12 +153,17 @@ class Way:
     def __init__(self, size: int):
         self.size = self.most_from_context = size
 
-    def size_at_rest(self, branch: ContextBranch | None) -> int | None:
-        """Returns how many tokens of the context's branch are verified if the drafter rests; `None` if it drafts."""
-        return None
+    def rests(self) -> bool:
+        """Whether the drafter rests in the next cycle."""
+        return False
 
-    def run(self, branch: ContextBranch) -> None:
-        """Takes in that a cycle verifies all of a branch, and nothing else."""
+    def takes_run(self, branch: ContextBranch) -> bool:
+        """Whether the next cycle verifies all of a branch, and nothing else."""
+        return True
+
+    def size_at_rest(self, branch: ContextBranch | None) -> int:
+        """Returns how many tokens of the context's branch are verified where the drafter rests."""
+        return 0
 
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
         """Returns what is verified of a drafter's tree and the context's branch."""
@@ -177,7 +182,10 @@ class ContextAlone(Way):
     def __init__(self, costs: BatchCosts, max_size: int):
         self.costs, self.most_from_context = costs, max_size
 
-    def size_at_rest(self, branch: ContextBranch | None) -> int | None:
+    def rests(self) -> bool:
+        return True
+
+    def size_at_rest(self, branch: ContextBranch | None) -> int:
         if branch is None:
             return 0
         probabilities = path_probabilities(branch.scores)
@@ -193,11 +201,14 @@ class SizesThatFit(Way):
         self.size = 0
         self.sizing, self.most_from_context = TreeSizing(costs, curve), max_size
 
-    def size_at_rest(self, branch: ContextBranch | None) -> int | None:
-        return self.sizing.size_at_rest([1.0], branch) if self.sizing.pauses() else None
+    def rests(self) -> bool:
+        return self.sizing.pauses()
 
-    def run(self, branch: ContextBranch) -> None:
-        self.sizing.run(branch)
+    def takes_run(self, branch: ContextBranch) -> bool:
+        return self.sizing.takes_run(branch)
+
+    def size_at_rest(self, branch: ContextBranch | None) -> int:
+        return self.sizing.size_at_rest([1.0], branch)
 
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
         tree = self.sizing.weigh(drafted)
@@ -265,17 +276,20 @@ def play_text(text: Text, costs: BatchCosts, way: Way, lookup: Lookup | None, no
         branch = None if context is None else context.draft(torch.device("cpu"), lengths)
         if num_tokens:
             way.observe(num_tokens, 0 if context is None else context.num_right[0])
-        root = text.trees[place].tokens[:, 0]
-        if branch is not None and branch.is_run:
-            way.run(branch)
+        root, rests = text.trees[place].tokens[:, 0], way.rests()
+        is_run = branch is not None and branch.is_run and way.takes_run(branch)
+        if branch is not None and not is_run:
+            branch = branch.first(most)
+        if branch is not None and is_run:
             length = branch.tokens.shape[1]
             tree, ms = branch.alone(root, length, length), float(costs.undrafted_ms(length))
-        elif (size := way.size_at_rest(branch)) is None:
+        elif not rests:
             tree = way.tree(place, text.trees[place], branch)
             num_drafted = tree.tokens.shape[1] - 1
             is_rest = nothing_is_rest and num_drafted == 0
             ms = costs.plain_ms if is_rest else float(costs.cycle_ms(num_drafted))
         else:
+            size = way.size_at_rest(branch)
             tree = bare_root(root) if branch is None or size == 0 else branch.alone(root, size, way.most_from_context)
             ms = float(costs.undrafted_ms(size))
         num_tokens = text.advance(place, tree)

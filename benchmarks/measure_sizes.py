@@ -100,7 +100,7 @@ class Record:
 
 
 class SizesAtRest(GenerationObserver):
-    """Keeps the sizes of the trees of cycles in which the drafter rested."""
+    """Keeps the sizes of the trees of cycles in which the drafter rested, runs of the context's drafts included."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -169,7 +169,12 @@ def decode(
         begin = time.perf_counter()
         output = target.generate(**batch, **arguments, **kwargs, return_dict_in_generate=True)
         synchronize(target.device)
-        return time.perf_counter() - begin, output, at_rest.sizes
+        seconds = time.perf_counter() - begin
+    sizes = at_rest.sizes
+    if way.settings and way.settings["cycle_costs"] is None:
+        # Nobody tells of trees of fixed size; what is more is a run.
+        sizes = [size for size in output.tree_sizes if size > way.settings["num_assistant_tokens"]]
+    return seconds, output, sizes
 
 
 def compare(

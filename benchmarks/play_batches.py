@@ -5,7 +5,8 @@
 As in `bound_sizes.py`, texts are decoded once, and the drafter's trees kept after each of their tokens. Then batches
 of these texts, put together at random, are played through: with trees of fixed sizes, with sizes that fit by the mean
 of the rows, and with sizes that fit as decoding chooses them, for the rows that are behind. A batch takes as long as
-its slowest row; what cycles cost is the table's.
+its slowest row; what cycles cost is the table's. With `--shortest 16` texts end anywhere from their 16th token on,
+as answers do in a chat; without, most of them are as long as `--max_new_tokens`.
 """
 
 import json
@@ -37,6 +38,9 @@ class BatchArguments(BoundArguments):
     batch_sizes: list[int] = field(default_factory=lambda: [4, 8])
     fixed_sizes: list[int] = field(default_factory=lambda: [2, 3, 4, 6, 8, 12], metadata={"help": "Of fixed trees."})
     num_rounds: int = field(default=4, metadata={"help": "How often the texts are put into batches."})
+    shortest: int | None = field(
+        default=None, metadata={"help": "End texts at random, at this number of tokens at least (default: nowhere)."}
+    )
     seed: int = 0
 
 
@@ -139,11 +143,21 @@ def play_fitting(
         accepted = batch.advance(tree)
 
 
+def ended_at_random(text: Text, number: random.Random, shortest: int) -> Text:
+    """Returns the beginning of a text, of at least `shortest` tokens."""
+    length = number.randint(min(shortest, len(text.tokens)), len(text.tokens))
+    return Text(text.prompt, text.tokens[:length], text.trees[: length - 1])
+
+
 def put_into_batches(texts: list[Text], batch_size: int, args: BatchArguments) -> list[list[Text]]:
     """Returns batches of texts, in which each text is as often as there are rounds, but for what is left over."""
+    if batch_size > len(texts):
+        raise SystemExit(f"Batches of {batch_size} need as many texts, got {len(texts)}: raise --num_prompts.")
     number, batches = random.Random(args.seed), []
     for _ in range(args.num_rounds):
         shuffled = number.sample(texts, len(texts))
+        if args.shortest is not None:
+            shuffled = [ended_at_random(text, number, max(args.shortest, 2)) for text in shuffled]
         batches += [shuffled[k : k + batch_size] for k in range(0, len(texts) - batch_size + 1, batch_size)]
     return batches
 

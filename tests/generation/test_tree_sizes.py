@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding import upcoming_trees
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
@@ -247,6 +248,14 @@ def test_what_is_copied_is_drafted_in_runs_with_costs_too() -> None:
             drafted = target.generate(**arguments, assistant_model=drafter)
         assert torch.equal(drafted, plain)
         runs = [reason.size for reason in seen.reasons if isinstance(reason, ContextRun)]
+        expected = [reason.expected for reason in seen.reasons if isinstance(reason, ContextRun)]
+        estimated = [
+            float(tree.scores[0, 1:].exp().sum())
+            for tree, reason in zip(seen.trees, seen.reasons, strict=True)
+            if isinstance(reason, ContextRun)
+        ]
+        assert expected[0] == pytest.approx(estimated[0])
+        assert all(one <= most + 1e-4 for one, most in zip(expected, estimated, strict=True))
         assert {10, 20} <= set(runs), "twice as many as were right, and at most four times as many as it drafts"
         assert set(runs) <= set(range(6, 21))
         assert {type(reason) for reason in seen.reasons} >= {SizeChoice, ContextRun}
@@ -254,8 +263,42 @@ def test_what_is_copied_is_drafted_in_runs_with_costs_too() -> None:
             if isinstance(reason, ContextRun):
                 assert tree.tokens.shape[1] == reason.size + 1
                 assert tree.depths.tolist() == [list(range(reason.size + 1))]
-                assert reason.expected == pytest.approx(float(tree.scores[0, 1:].exp().sum()))
                 assert length[0] <= reason.size + 1
+
+
+def test_runs_go_on_through_a_pause_and_the_drafter_reads_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that does not fit must not end them; what it drafts after all is what it drafts without a pause."""
+    target, drafter = make_pair(costs={"draft_ms": 60.0}, prompt_lookup_num_tokens=5)
+    arguments = {**make_prompts([9]), "max_new_tokens": 400, "do_sample": False, "assistant_model": drafter}
+    plain = target.generate(**make_prompts([9]), max_new_tokens=400, do_sample=False)
+    monkeypatch.setattr(upcoming_trees, "_MOST_UNTOLD", 40)
+    drafted: list[dict[int, list[int]]] = []
+    draft = GumihoCandidateGenerator.draft_tree
+    known: list[int] = []
+
+    def keeping(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
+        tree = draft(self, committed)
+        known.append(sum(committed.accepted_lengths))
+        drafted[-1][sum(known)] = tree.tokens[0].tolist()
+        return tree
+
+    monkeypatch.setattr(GumihoCandidateGenerator, "draft_tree", keeping)
+    for costs, lookup in ((drafter.generation_config.cycle_costs, 5), (None, 0)):
+        drafter.generation_config.cycle_costs = costs
+        drafted.append({})
+        known.clear()
+        with observing(seen := Cycles()):
+            assert torch.equal(target.generate(**arguments, prompt_lookup_num_tokens=lookup), plain)
+        if costs is not None:
+            untold, most_in_run = 0, 0
+            for reason, length in zip(seen.reasons, seen.lengths, strict=True):
+                most_in_run = max(most_in_run, untold if isinstance(reason, ContextRun) else 0)
+                untold = 0 if isinstance(reason, SizeChoice) else untold + length[0]
+            assert most_in_run > 80, "more than the drafter may miss where it does not rest"
+    with_pauses, always = drafted
+    shared = with_pauses.keys() & always.keys()
+    assert len(shared) > 1
+    assert all(with_pauses[place] == always[place][: len(with_pauses[place])] for place in shared)
 
 
 def test_without_costs_every_tree_has_the_size_that_is_set() -> None:
@@ -314,6 +357,8 @@ def test_while_the_drafter_rests_the_context_drafts(
                 assert seen.trees[place].tokens.shape[1] == seen.reasons[place].size + 1
             most[name] = max(max(seen.lengths[place]) for place in pauses)
             rests.append(len(pauses) / len(seen.reasons))
+            has_runs = any(isinstance(reason, ContextRun) for reason in seen.reasons)
+            assert has_runs == (name == "with context" and lengths == [9] and branching_factor == 3 and not shapes)
         assert most["with context"] > 3
         assert most["without"] == 1
     assert min(rests) > 0.5

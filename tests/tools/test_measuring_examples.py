@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.drafting.tree_size import SizeChoice, SizeReason
+from transformers_gumiho.drafting.tree_size import ContextRun, SizeChoice, SizeReason
 from transformers_gumiho.target import session
 from transformers_gumiho.tree.draft_tree import choose_nodes
 from transformers_gumiho.tuning.timing import DecodingTime
@@ -295,6 +295,7 @@ def test_what_is_played_is_what_decoding_does(lookup: int, has_costs: bool, monk
     ]
     assert played.ms == pytest.approx(sum(map(float, ms)))
     assert max(lengths) > 2
+    assert any(isinstance(why, ContextRun) for why in seen.reasons) == (has_costs and lookup > 0)
 
 
 @pytest.mark.parametrize("lookup", [0, 5])
@@ -331,6 +332,11 @@ def test_batches_that_are_played_are_those_of_decoding(
     assert script.play_fixed(texts, costs, 12, looked_up) == pytest.approx(len(fixed) * float(costs.cycle_ms(12)))
     by_the_mean = list(script.play_fitting(texts, costs, script.TreeSizing(costs), looked_up, script.equal_weights))
     assert played != by_the_mean
+    ended = script.ended_at_random(texts[0], script.random.Random(0), 2)
+    assert 2 <= len(ended.tokens) == len(ended.trees) + 1 < 60
+    assert texts[0].tokens[: len(ended.tokens)] == ended.tokens
+    with pytest.raises(SystemExit, match=r"Batches of 4 need as many texts, got 3: raise --num_prompts"):
+        script.put_into_batches(texts, 4, script.BatchArguments(""))
     # A batch of one is what bound_sizes.py plays, but for runs.
     alone = bound.SizesThatFit(costs_of_one := bound.CycleCostTable.parse(table).for_batch(1), None, 12)
     alone.has_runs = False

@@ -50,7 +50,8 @@ class GenerationObserver:
         Is called before each cycle of a drafter that has `cycle_costs`, once its tree is there.
 
         Args:
-            reason: Why the tree has its size, or why the drafter rests.
+            reason: Why the tree has its size: one was chosen ([`SizeChoice`]), the drafter rests ([`DraftingPause`]),
+                or what the context drafts is a run ([`ContextRun`]).
         """
 
 

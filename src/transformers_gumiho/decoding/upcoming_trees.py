@@ -73,13 +73,16 @@ class UpcomingTrees:
 
     def after(self, path: AcceptedPath, output: TargetOutput) -> DraftTree:
         """Returns the tree after a cycle that has committed `path`, for which the target computed `output`."""
-        branch = self._look_up(self._run_lengths())
-        run = branch if branch is not None and branch.is_run else None
-        sizing = self._sizing
+        branch, run = self._look_up(self._run_lengths()), None
+        sizing, context = self._sizing, self._context_drafts
         if sizing is not None:
-            num_right = () if self._context_drafts is None else self._context_drafts.num_right
-            sizing.observe(path.accepted_lengths, num_right)
-        at_rest = sizing if sizing is not None and run is None and sizing.pauses() else None
+            sizing.observe(path.accepted_lengths, () if context is None else context.num_right)
+        at_rest = sizing if sizing is not None and sizing.pauses() else None
+        if branch is not None and context is not None and branch.is_run:
+            if sizing is None or sizing.takes_run(branch):
+                run = branch
+            else:
+                branch = branch.first(context.num_tokens)
         # As wide as always, if the drafter is told of this cycle alone.
         is_narrow = run is not None or at_rest is not None or bool(self._untold)
         self._untold.append(self._committed_path(path, output, is_narrow))
@@ -99,14 +102,16 @@ class UpcomingTrees:
         """
         Returns how many tokens the context may draft in a run: more than trees have (where their sizes are chosen,
         than it drafts otherwise), and one less than are missing, as the pass chooses one itself. None where shapes are
-        fixed, in chains, whose targets may have to run again what was wrong, and where the drafter has much to read.
+        fixed, in chains, whose targets may have to run again what was wrong, and where the drafter has much to read
+        (in a pause it reads nothing either way).
         """
-        num_untold = sum(part.tokens.shape[1] for part in self._untold)
-        settings, context = self._settings, self._context_drafts
-        is_other = self._session.shapes.are_fixed or settings.branching_factor == 1
-        if context is None or is_other or num_untold >= _MOST_UNTOLD:
+        settings, sizing, context = self._settings, self._sizing, self._context_drafts
+        if context is None or self._session.shapes.are_fixed or settings.branching_factor == 1:
             return range(0)
-        usual = settings.num_assistant_tokens if self._sizing is None else context.num_tokens
+        num_untold = sum(part.tokens.shape[1] for part in self._untold)
+        if num_untold >= _MOST_UNTOLD and not (sizing is not None and sizing.is_pausing):
+            return range(0)
+        usual = settings.num_assistant_tokens if sizing is None else context.num_tokens
         return range(usual + 1, self._sequences.max_length - max(self._sequences.lengths))
 
     def _run(self, branch: ContextBranch) -> DraftTree:
@@ -114,7 +119,6 @@ class UpcomingTrees:
         with self._events.stage("draft"):
             tree = branch.alone(self._sequences.last_tokens(), length, length)
         if self._sizing is not None:
-            self._sizing.run(branch)
             self._events.tree_sized(self._sizing.reason)
         return tree
 
@@ -147,9 +151,12 @@ class UpcomingTrees:
 
     def _row_weights(self) -> list[float]:
         sequences = self._sequences
-        return row_weights(
-            [length if sequences.is_open(row) else None for row, length in enumerate(sequences.lengths)]
-        )
+        # Where rows end together, what one has beyond the last end is cut off.
+        has_enough = [not sequences.is_open(row) for row in range(len(sequences.lengths))]
+        if None not in sequences.ends:
+            has_enough = [length >= sequences.final_length for length in sequences.lengths]
+        rows = zip(sequences.lengths, has_enough, strict=True)
+        return row_weights([None if is_enough else length for length, is_enough in rows])
 
     def _committed_prompt(self, output: TargetOutput) -> CommittedTokens:
         """Returns what the drafter reads of the prompt: with a cache of the caller's, the part that was run."""

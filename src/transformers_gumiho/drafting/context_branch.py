@@ -45,6 +45,10 @@ class ContextBranch:
             is_run,
         )
 
+    def first(self, num_tokens: int) -> "ContextBranch":
+        """Returns the branch of no more than the first `num_tokens` tokens, which is no run."""
+        return ContextBranch(self.tokens[:, :num_tokens], self.log_probs[:, :num_tokens], self.scores[:, :num_tokens])
+
     def added_to(self, tree: DraftTree, is_chain: bool) -> DraftTree:
         """Returns the best nodes of a tree and of the branch, as many as the tree has; of a chain, the better path."""
         return (take_better_chain if is_chain else merge_branch)(tree, self.tokens, self.log_probs)

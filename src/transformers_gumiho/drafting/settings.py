@@ -37,7 +37,7 @@ class DraftingSettings:
             depth 1 down, of which the last goes on below. By default (`None`) 2/3.
         draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
         cycle_costs: What cycles cost here: each then verifies as many drafted tokens as make the most of its time, at
-            most `num_assistant_tokens`, or none. By default (`None`) all of them.
+            most `num_assistant_tokens` but for runs, or none. By default (`None`) all of them.
         sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
         prompt_lookup_num_tokens: The most tokens that are drafted from the context, by how it went on where its newest
             tokens stood before; 0 (the default) for none. Where they were right, more of them follow, in runs. A call

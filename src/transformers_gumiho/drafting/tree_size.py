@@ -14,6 +14,8 @@ TREE_SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48,
 COMPILED_TREE_SIZES = (0, 3, 7, 12, 20, 32, 48, 63, 96, 128, 256)
 # Tokens by which a row is ahead of the slowest one of its batch when its next token counts half.
 _HALVING_LEAD = 4.0
+# A longer lead counts as this one: a row that is open counts something.
+_LONGEST_LEAD = 64
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class SizeChoice:
     Attributes:
         size: Drafted tokens that are verified.
         sizes: Those that could have been, increasing.
-        expected: For each of these sizes, the drafted tokens that are expected to be accepted in a row.
+        expected: For each of these sizes, the drafted tokens that are expected to be accepted in a row: the mean of
+            the rows, as much as each weighs.
         cycle_ms: For each of them, the milliseconds that a cycle should take.
         plain_ms: Those of a step of plain decoding.
         correction: What expectations were multiplied by, as accepted tokens were told from expected ones before.
@@ -75,7 +78,7 @@ class ContextRun:
 
     Attributes:
         size: Tokens that are verified.
-        expected: Those of them that are expected to be accepted.
+        expected: Those of them that are expected to be accepted, fewer where earlier runs had fewer than expected.
         cycle_ms: Milliseconds that the cycle should take.
     """
 
@@ -100,7 +103,8 @@ def row_weights(lengths: Sequence[int | None]) -> list[float]:
         lengths: The tokens that each row has so far; `None` where it has ended, and nothing counts.
     """
     slowest = min((length for length in lengths if length is not None), default=0)
-    return [0.0 if length is None else 0.5 ** ((length - slowest) / _HALVING_LEAD) for length in lengths]
+    leads = (None if length is None else min(length - slowest, _LONGEST_LEAD) for length in lengths)
+    return [0.0 if lead is None else 0.5 ** (lead / _HALVING_LEAD) for lead in leads]
 
 
 def path_probabilities(scores: np.ndarray, rows_together: bool = False) -> np.ndarray:
@@ -134,7 +138,7 @@ def choose_size(
         drafter_rests: All tokens are from the context.
         weights (`(B,)`): What the tokens of each row count; by default all of them the same.
     """
-    # All rows of a batch count together: their mean is what each of them has of the time.
+    # All rows of a batch have the same time.
     totals = np.concatenate(([0.0], np.average(probabilities, axis=0, weights=weights).cumsum()))
     expected = correction * totals[list(sizes)]
     cycle_ms = costs.undrafted_ms(sizes) if drafter_rests else costs.cycle_ms(sizes)

@@ -132,10 +132,13 @@ class BackOff:
 
 class TreeSizing:
     """
-    Fits the trees of a generation. Before each cycle that is no run of the context's ([`run`]), [`pauses`] says
-    whether the drafter rests; if so, [`size_at_rest`] says how many tokens of the context's branch to verify. Else the
-    drafter's tree goes through [`weigh`], is joined with the branch, and [`cut`] says which part to verify. After it
-    [`observe`] is told what came of it.
+    Fits the trees of a generation. Before each cycle [`pauses`] says whether the drafter rests. If the context offers
+    a run, [`takes_run`] says whether to verify that. Else, where the drafter rests, [`size_at_rest`] says how many
+    tokens of the context's branch to verify. Where it does not rest, its tree goes through [`weigh`], is joined with
+    the branch, and [`cut`] says which part to verify. After the cycle [`observe`] is told what came of it.
+
+    The rows of a batch have weights, one for each row: what a further token of it counts, and 0 where it has ended. At
+    least one row has not.
 
     Args:
         costs: Of cycles with as many rows as there are.
@@ -159,6 +162,8 @@ class TreeSizing:
         self._in_lockstep = in_lockstep or rows_together
         self._sizes = sizes
         self._correction = AcceptanceCorrection()
+        self._run_correction = AcceptanceCorrection()
+        self._expected_of_run = 0.0  # without that correction
         self._back_off = BackOff(costs.plain_ms)
         self._tries_again = False
         self._weights = np.zeros(0)  # of the rows, as they were when the newest tree was cut
@@ -166,18 +171,33 @@ class TreeSizing:
         self._has_branch = np.zeros(0, dtype=bool)  # the rows that have a branch of the context
         self.reason: SizeReason | None = None
 
-    def run(self, branch: ContextBranch) -> None:
-        """Takes in that the next cycle verifies all of a branch of one row, and nothing else."""
-        size = branch.scores.shape[1]
-        expected = float(path_probabilities(branch.scores).sum())
-        self.reason = ContextRun(size, expected, float(self._costs.undrafted_ms(size)))
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the drafter rests in the cycle after the next call of [`pauses`], too."""
+        return self._back_off.num_left > 0
 
     def pauses(self) -> bool:
-        """Whether the drafter rests in the next cycle. To be called once for each cycle that is no run."""
+        """Whether the drafter rests in the next cycle. To be called once for each cycle."""
         if not self._back_off.pauses():
             return False
         # The text is another one when drafting is tried again, and may be one that the drafter knows better.
         self._correction, self._tries_again = AcceptanceCorrection(), True
+        return True
+
+    def takes_run(self, branch: ContextBranch) -> bool:
+        """
+        Whether the next cycle verifies all of a branch of one row, a run, and nothing else: where that should be no
+        slower than plain decoding, and than the newest cycles that drafted.
+        """
+        size, back_off = branch.scores.shape[1], self._back_off
+        self._expected_of_run = float(path_probabilities(branch.scores).sum())
+        expected = min(self._run_correction.factor, 1.0) * self._expected_of_run
+        run = ContextRun(size, expected, float(self._costs.undrafted_ms(size)))
+        if 1e3 * (1 + expected) / run.cycle_ms < max(back_off.drafted_speed, 1e3 / self._costs.plain_ms):
+            # What runs failed before is forgotten in time.
+            self._run_correction.observe(0.0, 0.0)
+            return False
+        self.reason = run
         return True
 
     def size_at_rest(self, weights: Sequence[float], branch: ContextBranch | None) -> int:
@@ -233,6 +253,8 @@ class TreeSizing:
         """
         choice = self.reason
         got = np.array(accepted_lengths)
+        if isinstance(choice, ContextRun):
+            self._run_correction.observe(self._expected_of_run, float(got[0] - 1))
         if not isinstance(choice, SizeChoice) or not got.any():
             return
         weights = self._weights[got > 0]
