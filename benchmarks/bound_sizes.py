@@ -278,8 +278,8 @@ def play_text(text: Text, costs: BatchCosts, way: Way, lookup: Lookup | None, no
             way.observe(num_tokens, 0 if context is None else context.num_right[0])
         root, rests = text.trees[place].tokens[:, 0], way.rests()
         is_run = branch is not None and branch.is_run and way.takes_run(branch)
-        if branch is not None and not is_run:
-            branch = branch.first(most)
+        if context is not None and branch is not None and branch.is_run and not is_run:
+            branch = context.refuse(branch)
         if branch is not None and is_run:
             length = branch.tokens.shape[1]
             tree, ms = branch.alone(root, length, length), float(costs.undrafted_ms(length))

@@ -135,6 +135,24 @@ def test_a_text_that_goes_on_as_before_is_drafted_in_longer_and_longer_runs() ->
     assert (branch.tokens.shape[1], branch.is_run) == (2, False), "both were right, and another token followed"
 
 
+def test_a_run_that_is_refused_is_offered_again_in_the_next_cycle() -> None:
+    """What is drafted in its place is as many tokens as ever, and all of them are right, and the one behind them."""
+    text = [1, 2, 3, 4, 5] * 3
+    drafts = ContextDrafts(lambda starts: [text[starts[0] :]], [0], num_tokens=3, max_ngram_size=2, vocab_size=50)
+    assert not drafts.draft(CPU, range(4, 100)).is_run
+    for _ in range(4):
+        text += [1 + (len(text) + place) % 5 for place in range(4)]
+        run = drafts.draft(CPU, range(4, 100))
+        assert run.is_run
+        assert run.tokens.shape == (1, 6)
+        branch = drafts.refuse(run)
+        assert not branch.is_run
+        assert branch.tokens.tolist() == [[1 + (len(text) + place) % 5 for place in range(3)]]
+        assert branch.scores.shape == branch.log_probs.shape == (1, 3)
+    text += [1 + (len(text) + place) % 5 for place in range(3)] + [9]
+    assert not drafts.draft(CPU, range(4, 100)), "the token behind them was another one"
+
+
 def test_runs_are_of_texts_alone_and_their_logits_fit_in_memory() -> None:
     assert [longest_run(num_tokens) for num_tokens in (1, 10, 16, 40)] == [4, 40, 64, 64]
     texts = [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2]]

@@ -82,7 +82,7 @@ class UpcomingTrees:
             if sizing is None or sizing.takes_run(branch):
                 run = branch
             else:
-                branch = branch.first(context.num_tokens)
+                branch = context.refuse(branch)
         # As wide as always, if the drafter is told of this cycle alone.
         is_narrow = run is not None or at_rest is not None or bool(self._untold)
         self._untold.append(self._committed_path(path, output, is_narrow))

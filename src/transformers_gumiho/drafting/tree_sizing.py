@@ -24,6 +24,8 @@ from .tree_size import (
 # What a cycle counts for after each further one that drafted: drafts get better and worse within a text.
 _FORGETTING_ACCEPTANCE = 0.95
 _FORGETTING_SPEED = 0.85
+# What runs count for after each further one that was not taken because of them.
+_FORGETTING_REFUSED = 0.8
 # What is left of the cycles before a pause when drafting is tried again: that trial should tell more than they do.
 _LEFT_BY_PAUSE = 0.25
 # For how many expected tokens it stands that the expectation is right, before anything was observed.
@@ -57,6 +59,11 @@ class AcceptanceCorrection:
         """Counts a cycle with the tokens that were expected, without this correction, and accepted in a row."""
         self._accepted = _FORGETTING_ACCEPTANCE * self._accepted + accepted
         self._expected = _FORGETTING_ACCEPTANCE * self._expected + expected
+
+    def forget(self) -> None:
+        """Makes what was observed count less: what it is about was left undone once more because of it."""
+        self._accepted *= _FORGETTING_REFUSED
+        self._expected *= _FORGETTING_REFUSED
 
 
 class BackOff:
@@ -194,8 +201,7 @@ class TreeSizing:
         expected = min(self._run_correction.factor, 1.0) * self._expected_of_run
         run = ContextRun(size, expected, float(self._costs.undrafted_ms(size)))
         if 1e3 * (1 + expected) / run.cycle_ms < max(back_off.drafted_speed, 1e3 / self._costs.plain_ms):
-            # What runs failed before is forgotten in time.
-            self._run_correction.observe(0.0, 0.0)
+            self._run_correction.forget()
             return False
         self.reason = run
         return True
