@@ -30,9 +30,10 @@ for _ in range(2):  # the first round warms up
         seconds[name] = time.perf_counter() - start
 
 plain, drafted = outputs.values()
-print(tokenizer.decode(drafted.sequences[0]))
+length = inputs.input_ids.shape[1]
+print(f"--- prompt\n{prompt}\n--- with the drafter\n{tokenizer.decode(drafted.sequences[0, length:])}\n---")
 print(f"\nthe same tokens as plain generate()  {torch.equal(plain.sequences, drafted.sequences)}")
 lengths = drafted.accepted_lengths[0]
 print(f"tokens per cycle (tau)               {sum(lengths) / len(lengths):.2f}")
 for name, output in outputs.items():
-    print(f"{name:<36} {len(output.sequences[0, inputs.input_ids.shape[1] :]) / seconds[name]:.0f} tokens/s")
+    print(f"{name:<36} {len(output.sequences[0, length:]) / seconds[name]:.0f} tokens/s")

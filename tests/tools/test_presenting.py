@@ -496,6 +496,15 @@ def test_wrong_commands_are_answered_with_the_usage(
         (["--target", "no/such/folder"], "^gumiho generate: There is no folder 'no/such/folder'. Give an existing"),
         (["--assistant", "./gumihoo"], "^gumiho generate: There is no folder './gumihoo'"),
         (["--dtype", "flaot32"], "^gumiho generate: There is no precision 'flaot32'. Give 'auto', 'float32'"),
+        (["--device_map", "cuda:7"], "^gumiho generate: There is no device 'cuda:7' here. Leave the device map out"),
+        (
+            ["--target", str(DEMO_TARGET.with_name("gumiho"))],
+            "^gumiho generate: .*/gumiho' is a drafter, and no target",
+        ),
+        (
+            ["--assistant", str(DEMO_TARGET.parents[1] / "smollm2" / "gumiho")],
+            "^gumiho generate: This Gumiho drafter has a vocabulary of 49152, but LlamaForCausalLM has one of 4096",
+        ),
     ],
 )
 def test_what_a_user_can_mend_is_told_without_a_traceback(

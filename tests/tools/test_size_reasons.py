@@ -29,6 +29,8 @@ def test_reason_is_told_in_a_line() -> None:
     assert describe_size(pause) == (
         "nothing drafted: the newest drafts gave 80 tokens/s, without the drafter 100; tried again after 3 more cycles"
     )
+    assert describe_size(replace(pause, num_left=1)).endswith("tried again after 1 more cycle")
+    assert describe_size(replace(pause, num_left=0)).endswith("tried again in the next cycle")
     assert describe_size(replace(pause, size=7)).startswith("7 tokens from the context alone: the newest drafts gave")
     assert describe_size(ContextRun(size=20, expected=14.0, cycle_ms=60.0)) == (
         "20 tokens from the context alone, a run, as all before were right: 14.00 accepted tokens expected in 60.0 "

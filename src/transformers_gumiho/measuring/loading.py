@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..model.modeling_gumiho import GumihoModel
 from ..target.placement import drafter_device
+from ..target.requirements import check_pair
 
 
 def load_pair(
@@ -23,15 +24,22 @@ def load_pair(
 
     Raises:
         FileNotFoundError: A name looks like a folder, and there is none.
-        ValueError: There is no such precision.
+        ValueError: There is no such precision or device, or the two are no pair.
     """
     for name in (target, assistant):
         _check_folder(name)
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
+    if device_map is not None and device_map.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"There is no device {device_map!r} here. Leave the device map out, or give 'cpu'.")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map or device)
+    if isinstance(model, GumihoModel):
+        raise ValueError(
+            f"{target!r} is a drafter, and no target. Give the model that it was trained for as the target."
+        )
     drafter = GumihoModel.from_pretrained(assistant, dtype=model.dtype, device_map=drafter_device(model))
+    check_pair(model, drafter)
     drafter.share_embedding(model)
     return model, AutoTokenizer.from_pretrained(target), drafter
 

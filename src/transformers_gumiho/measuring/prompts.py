@@ -58,6 +58,8 @@ def read_questions(
     else:
         dataset = _load_dataset(path, name, split)
         rows = list(dataset.select(range(min(num_questions or len(dataset), len(dataset)))))
+    if num_questions is not None and num_questions < 1:
+        raise ValueError(f"At least one question has to be read, got {num_questions}.")
     if not rows:
         raise ValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
     return [_read_question(row, index, column, name) for index, row in enumerate(rows)]

@@ -32,7 +32,7 @@ def generate(args: GenerateArguments) -> list[Answer]:
     Answers a prompt, or every line that is typed, as it is decoded, and tells the acceptance length tau and the speed.
     Accepted drafts are coloured; what the target chose itself is plain. Where the tokenizer has a chat template the
     lines are a conversation; otherwise each of them is continued for itself. Ctrl-C ends an answer, Ctrl-D the
-    conversation. With `args.compare` plain decoding answers after the drafter, from the same random numbers.
+    conversation. With `--compare` plain decoding answers after the drafter, from the same random numbers.
 
     Returns:
         The answers with the drafter.

@@ -21,7 +21,7 @@ def describe_size(reason: SizeReason) -> str:
         drafted = f"{reason.size} tokens from the context alone" if reason.size else "nothing drafted"
         return (
             f"{drafted}: the newest drafts gave {reason.drafted_speed:.0f} tokens/s, without the drafter "
-            f"{reason.undrafted_speed:.0f}; tried again after {reason.num_left} more cycles"
+            f"{reason.undrafted_speed:.0f}; tried again {_after(reason.num_left)}"
         )
     place, speeds = reason.place, reason.tokens_per_second
     others = [other for other in range(len(speeds)) if other != place]
@@ -33,3 +33,9 @@ def describe_size(reason: SizeReason) -> str:
         f"{reason.correction:.2f}, as observed) in {reason.cycle_ms[place]:.1f} ms, {speeds[place]:.0f} tokens/s "
         f"({alternatives}plain: {1e3 / reason.plain_ms:.0f})"
     )
+
+
+def _after(num_cycles: int) -> str:
+    if num_cycles == 0:
+        return "in the next cycle"
+    return f"after {num_cycles} more cycle{'s' if num_cycles > 1 else ''}"
