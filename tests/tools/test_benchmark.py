@@ -222,6 +222,8 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         Question("2", "all", ("It goes\u2028on",)),
     ]
     assert len(read_questions(name, num_questions=2)) == 2
+    with pytest.raises(ValueError, match="At least one question has to be read, got 0"):
+        read_questions(name, num_questions=0)
     column = write_jsonl(tmp_path / "other.jsonl", [{"body": "x"}])
     assert read_questions(column, column="body")[0].turns == ("x",)
     with pytest.raises(
