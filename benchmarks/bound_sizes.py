@@ -118,6 +118,19 @@ def read_text(args: BoundArguments, target: PreTrainedModel, drafter: GumihoMode
     return Text(prompt, tokens, trees[: len(tokens) - 1])
 
 
+def read_texts(args: BoundArguments) -> tuple[list[Text], CycleCostTable, "Lookup | None"]:
+    """Returns the texts that are played, those of one token left out, what cycles cost, and how the context drafts."""
+    table = CycleCostTable.parse(json.loads(Path(args.cost_table).read_text(encoding="utf-8")))
+    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype)
+    if args.prompt_lookup_num_tokens is not None:
+        drafter.generation_config.prompt_lookup_num_tokens = args.prompt_lookup_num_tokens
+    lookup = lookup_of(drafter)
+    questions = read_questions(args.prompts, num_questions=args.first_prompt + args.num_prompts)[args.first_prompt :]
+    prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
+    texts = [read_text(args, target, drafter, prompt) for prompt in prompts]
+    return [text for text in texts if text.trees], table, lookup
+
+
 @dataclass(frozen=True)
 class Lookup:
     """Drafts from the context: how many tokens at most, after how many newest ones."""
@@ -376,17 +389,10 @@ def rows_of(
 def main() -> None:
     (args,) = HfArgumentParser(BoundArguments, description=__doc__).parse_args_into_dataclasses()
     logging.set_verbosity_error()
-    table = CycleCostTable.parse(json.loads(Path(args.cost_table).read_text(encoding="utf-8")))
+    texts, table, lookup = read_texts(args)
     costs, curve = table.for_batch(1), table.curve(is_sampling=False)
-    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype)
-    if args.prompt_lookup_num_tokens is not None:
-        drafter.generation_config.prompt_lookup_num_tokens = args.prompt_lookup_num_tokens
-    lookup = lookup_of(drafter)
-    questions = read_questions(args.prompts, num_questions=args.first_prompt + args.num_prompts)[args.first_prompt :]
-    prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    texts = [read_text(args, target, drafter, prompt) for prompt in prompts]
     print(f"{sum(len(text.trees) for text in texts)} places of {len(texts)} texts")
-    played = dict(rows_of([text for text in texts if text.trees], costs, curve, args.max_size, lookup))
+    played = dict(rows_of(texts, costs, curve, args.max_size, lookup))
     best = next(one for name, one in played.items() if name.startswith("the best fixed size,"))
     plain = played["plain decoding"]
     print("| way | speed-up by the table | against the best fixed size | tau |\n|---|---|---|---|")

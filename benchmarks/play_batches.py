@@ -9,23 +9,18 @@ its slowest row; what cycles cost is the table's. With `--shortest 16` texts end
 as answers do in a chat; without, most of them are as long as `--max_new_tokens`.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
-from pathlib import Path
 
 import torch
-from bound_sizes import BoundArguments, Lookup, Text, lookup_of, read_text
+from bound_sizes import BoundArguments, Lookup, Text, read_texts
 from transformers import HfArgumentParser, logging
 
 from transformers_gumiho.drafting.context_branch import ContextBranch
 from transformers_gumiho.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.drafting.tree_size import row_weights
 from transformers_gumiho.drafting.tree_sizing import TreeSizing
-from transformers_gumiho.measuring.loading import load_pair
-from transformers_gumiho.measuring.prompts import encode_turn, read_questions
 from transformers_gumiho.model.cycle_costs import BatchCosts, CycleCostTable
 from transformers_gumiho.tree.draft_tree import DraftTree, bare_root
 
@@ -180,14 +175,7 @@ def speeds_of(
 def main() -> None:
     (args,) = HfArgumentParser(BatchArguments, description=__doc__).parse_args_into_dataclasses()
     logging.set_verbosity_error()
-    table = CycleCostTable.parse(json.loads(Path(args.cost_table).read_text(encoding="utf-8")))
-    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype)
-    if args.prompt_lookup_num_tokens is not None:
-        drafter.generation_config.prompt_lookup_num_tokens = args.prompt_lookup_num_tokens
-    lookup = lookup_of(drafter)
-    questions = read_questions(args.prompts, num_questions=args.first_prompt + args.num_prompts)[args.first_prompt :]
-    prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    texts = [text for text in map(partial(read_text, args, target, drafter), prompts) if text.trees]
+    texts, table, lookup = read_texts(args)
     batches = {size: put_into_batches(texts, size, args) for size in args.batch_sizes}
     speeds = {size: dict(speeds_of(batches[size], table, args, lookup)) for size in args.batch_sizes}
     print(f"| way | {' | '.join(f'batches of {size}' for size in args.batch_sizes)} |")

@@ -510,6 +510,7 @@ def test_wrong_commands_are_answered_with_the_usage(
 def test_what_a_user_can_mend_is_told_without_a_traceback(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     given = ["--target", str(DEMO_TARGET), "--assistant", str(DEMO_TARGET.with_name("gumiho")), "--prompt", "a"]
     monkeypatch.setattr(sys, "argv", ["gumiho", "generate", *given, *options])
     with pytest.raises(SystemExit, match=message):
