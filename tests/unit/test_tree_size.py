@@ -21,6 +21,7 @@ from transformers_gumiho.drafting.tree_size import (
     sizes_up_to,
 )
 from transformers_gumiho.drafting.tree_sizing import (
+    FIRST_PAUSE,
     LONGEST_PAUSE,
     TRIAL_SIZE,
     AcceptanceCorrection,
@@ -130,10 +131,10 @@ def test_pauses_double_up_to_a_limit_and_begin_anew_after_success() -> None:
             pauses[-1] += 1
     assert [pause > 0 for pause in pauses] == [speed < 100 for speed in speeds]
     failing = [pause for pause in pauses[:12] if pause]
-    assert failing == [min(4 * 2**n, LONGEST_PAUSE) for n in range(len(failing))]
+    assert failing == [min(FIRST_PAUSE * 2**n, LONGEST_PAUSE) for n in range(len(failing))]
     assert len(failing) >= 6
     assert pauses[14:17] == [0, 0, 0], "drafts are worth their time again"
-    assert [pause for pause in pauses[17:] if pause][:3] == [4, 8, 16]
+    assert [pause for pause in pauses[17:] if pause][:3] == [8, 16, 32]
 
 
 def test_observed_acceptance_decides() -> None:
@@ -194,6 +195,20 @@ def test_a_batch_whose_slowest_row_gains_nothing_rests() -> None:
         rests.append(num_rests)
     assert rests[0] == 0
     assert rests[1] > 80
+
+
+def test_at_rest_what_a_row_gains_that_is_ahead_is_lost() -> None:
+    """The other row gets one token of each such cycle, so that nothing is gained by verifying more."""
+    branch = ContextBranch.make([[7] * 6] * 2, [[-0.1] * 6, [-math.inf] * 6], CPU)
+    sizes = {}
+    for lead in (0, 2, 4):
+        sizing = TreeSizing(costs_of(2, draft_ms=6.0, node_ms=1.5))
+        while not sizing.pauses():
+            sizing.cut(random_tree(seed=0, batch_size=2, num_nodes=20), [1.0, 1.0], branch)
+            sizing.observe([1, 1], [0, 0])
+        sizes[lead] = sizing.size_at_rest(row_weights([10 + lead, 10]), branch)
+    assert sizes[0] >= 4
+    assert sizes[2] == sizes[4] == 0
 
 
 def test_drafter_rests_where_the_context_alone_is_faster() -> None:

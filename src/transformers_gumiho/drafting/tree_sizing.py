@@ -36,11 +36,14 @@ _MOST_EXPECTED_SPEEDUP = 2.0
 # How much of the speed of drafts from the context alone is enough to go on drafting: few cycles tell little, and a
 # drafter that rests by mistake does so for a while.
 _CLEARLY = 0.9
+# The power of the rows' weights in cycles at rest: rows without a match get one token, and what others get besides is
+# lost unless they are the slowest.
+_SHARPER_AT_REST = 4
 # Drafted tokens that are verified at most when drafting is tried again, beside as many as the context would have
 # drafted alone: enough to tell whether it pays.
 TRIAL_SIZE = 4
 # Cycles without the drafter before it is tried again: at first, and at most.
-FIRST_PAUSE = 4
+FIRST_PAUSE = 8
 LONGEST_PAUSE = 64
 
 
@@ -208,7 +211,7 @@ class TreeSizing:
 
     def size_at_rest(self, weights: Sequence[float], branch: ContextBranch | None) -> int:
         """Returns how many tokens of the context's branch a cycle verifies in which the drafter rests."""
-        choice, back_off = self._choose_at_rest(np.array(weights), branch), self._back_off
+        choice, back_off = self._choose_at_rest(np.array(weights) ** _SHARPER_AT_REST, branch), self._back_off
         size = 0 if choice is None else choice.size
         self.reason = DraftingPause(back_off.drafted_speed, back_off.undrafted_speed, back_off.num_left, size)
         return size
