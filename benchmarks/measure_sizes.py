@@ -241,7 +241,8 @@ def main() -> None:
             measured = texts[args.num_tuning_prompts :]
             whole = measured[: len(measured) // size * size]
             inputs = padded_batches(tokenizer, whole, size, target.device)
-            report(compare(target, ways, inputs, temperature, args.max_new_tokens), table.for_batch(size))
+            records = compare(target, ways, inputs, temperature, args.max_new_tokens)
+            report(records, table.for_batch(size, is_sampling=temperature > 0))
 
 
 if __name__ == "__main__":

@@ -529,3 +529,43 @@ def test_costs_of_another_machine_are_used_with_a_warning(caplog: pytest.LogCapt
         assert found.count("`cycle_costs` were measured on") == 1
         assert next(iter(entry.values())) in found
         assert "Let `gumiho tune` measure here" in found
+
+
+def test_sampled_cycles_are_sized_by_what_sampled_ones_cost() -> None:
+    """Drafting that pays greedily may not pay where each token is drawn."""
+    target, drafter = make_pair(num_assistant_tokens=7)
+    dear = {"sampled_draft_ms": [90.0, 90.0], "sampled_plain_ms": [10.0, 10.0]}
+    drafted = {}
+    for is_sampling in (False, True):
+        for name, costs in (("alike", {}), ("dear", dear)):
+            drafter.generation_config.cycle_costs = make_cost_table(**COSTS, **costs)
+            torch.manual_seed(0)
+            output = target.generate(
+                **make_prompts([5]), max_new_tokens=40, do_sample=is_sampling, assistant_model=drafter,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            drafted[is_sampling, name] = sum(output.tree_sizes)
+    assert drafted[False, "alike"] == drafted[False, "dear"]
+    assert drafted[True, "dear"] < drafted[True, "alike"]
+
+
+def test_a_warning_does_not_come_in_the_middle_of_a_streamed_text(caplog: pytest.LogCaptureFixture) -> None:
+    target, drafter = make_pair()
+    drafter.generation_config.cycle_costs = make_cost_table(**COSTS, machine="a toaster")
+    seen: list[str] = []
+
+    class Stream(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            seen.append(caplog.text)
+
+        def end(self) -> None:
+            pass
+
+    warn = logging.get_logger("transformers_gumiho.decoding.upcoming_trees").warning_once
+    warn.cache_clear()
+    with caplog.at_level("WARNING"):
+        options = {"max_new_tokens": 8, "do_sample": False}
+        target.generate(**make_prompts([5]), assistant_model=drafter, streamer=Stream(), **options)
+    after_prompt = seen[1:]  # the first one is the prompt, which `generate()` streams itself
+    assert len(after_prompt) == 8
+    assert all("a toaster" in text for text in after_prompt)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from targets import make_drafter, make_prompts, make_target
+from transformers import PreTrainedModel
 from tuning_results import make_result
 
 from transformers_gumiho.drafting.settings import DraftingSettings
@@ -26,7 +27,7 @@ from transformers_gumiho.tuning import (
     measure_cost_table,
 )
 from transformers_gumiho.tuning.cost_table import forcing_table, typical_rows
-from transformers_gumiho.tuning.timing import DecodingTime
+from transformers_gumiho.tuning.timing import DecodingTime, time_drafted, time_plain
 
 
 SETTINGS = {"num_assistant_tokens": 12, "branching_factor": 3, "tree_depth": 7, "draft_temperature": 1.0}
@@ -103,6 +104,50 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     assert table.dtype == "float64"
 
 
+def test_sampled_cycles_are_told_in_the_times_of_the_greedy_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is twice as slow when they are timed."""
+
+    def drafted(_: Any, __: Any, ids: torch.Tensor, settings: dict[str, Any], **options: Any) -> DecodingTime:
+        table = CycleCostTable.parse(settings["cycle_costs"])
+        (size,) = (s for s, ms in zip(table.tree_sizes, table.verify_ms[0], strict=True) if ms == 1.0)
+        slow = 2.0 if options["do_sample"] else 1.0
+        verify, rest = 0.010 + 0.001 * size, 0.007 if options["do_sample"] else 0.004
+        return DecodingTime(verify_seconds=slow * verify, cycle_seconds=slow * (verify + rest))
+
+    def plain(*_: Any, **options: Any) -> DecodingTime:
+        return DecodingTime(num_tokens=1, seconds=2.0 * 0.012 if options["do_sample"] else 0.010)
+
+    monkeypatch.setattr(cost_table, "time_drafted", drafted)
+    monkeypatch.setattr(cost_table, "time_plain", plain)
+    target = make_target()
+    for largest in (12, 2):
+        settings = SETTINGS | {"num_assistant_tokens": largest}
+        table = measure_cost_table(
+            target, make_drafter(target), [Answer(torch.arange(40) % 7, 10)], settings, 8, batch_sizes=(1,), repeats=1,
+            sampling={"temperature": 0.9},
+        )  # fmt: skip
+        assert (table.draft_ms, table.plain_ms) == (pytest.approx((4.0,)), pytest.approx((10.0,)))
+        assert (table.sampled_draft_ms, table.sampled_plain_ms) == (pytest.approx((7.0,)), pytest.approx((12.0,)))
+
+
+def test_texts_with_the_padding_token_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of them is taken for padding, which would be masked."""
+    target, masks = make_target(), []
+    target.generation_config.pad_token_id = 3
+    prompts = torch.tensor([[3, 6, 3], [5, 4, 3]])
+    generate = type(target).generate
+
+    def noting_masks(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        masks.append(kwargs["attention_mask"])
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "generate", noting_masks)
+    assert time_plain(target, prompts, max_new_tokens=4, do_sample=False).num_tokens == 3
+    settings = SETTINGS | {"num_assistant_tokens": 4}
+    time_drafted(target, make_drafter(target), prompts, settings, max_new_tokens=4, do_sample=False)
+    assert [mask.tolist() for mask in masks] == [[[1, 1, 1]] * 2] * 2
+
+
 def test_rows_of_a_batch_are_different_texts() -> None:
     answers = [Answer(torch.arange(start, start + 60), 20) for start in (0, 100)]
     rows = typical_rows(answers, 20, 3)
@@ -121,6 +166,8 @@ def test_what_is_found_are_settings_of_a_drafter(monkeypatch: pytest.MonkeyPatch
     fitted = fit_sizes(target, drafter, prompts, SETTINGS | {"num_assistant_tokens": 6}, args)
     assert drafter.generation_config.to_dict() == before
     assert list(fitted.measured) == [6, 8]
+    for sampled, greedy in (("sampled_draft_ms", "draft_ms"), ("sampled_plain_ms", "plain_ms")):
+        assert len(getattr(fitted.table, sampled)) == len(getattr(fitted.table, greedy)) == 2
     fitted = replace(fitted, fixed_speed=0.0)
     candidate = Candidate(TreeSettings(6, 3, 7, 1.0), tau=2.0, cycle_seconds=0.1)
     result = make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0})
@@ -154,3 +201,6 @@ def test_gain_is_told() -> None:
         "fitting gains +10.0%"
     ) in text
     assert "PLAIN DECODING IS FASTER" not in text
+    table = replace(table, sampled_draft_ms=(3.0, 5.0), sampled_plain_ms=(9.0, 14.0))
+    text = describe(type(result)(**vars(result) | {"sizes": replace(sizes, table=table)}))
+    assert "    draft    plain    draft    plain\n   1     8.00    9.50     2.00     8.25     3.00     9.00\n" in text

@@ -50,6 +50,8 @@ def test_table_comes_back_with_the_drafters_files(tmp_path: Path) -> None:
         (make_cost_table(sampling={"scores": [-1.0]}), "of its `sampling`, it lacks `shares`"),
         (make_cost_table(sampling=CURVE | {"scores": [-1.0, -3.0]}), "of its `sampling`, its `scores` must increase"),
         (make_cost_table(greedy=CURVE | {"shares": [0.5, 0.1]}), "of its `greedy`, its `shares` must never decrease"),
+        (make_cost_table(sampled_draft_ms=[4.0]), "`sampled_draft_ms` must hold a number for each of 2 batch sizes"),
+        (make_cost_table(sampled_plain_ms=[4.0, 0]), "`sampled_plain_ms` must hold positive numbers, got 0"),
     ],
 )
 def test_malformed_tables_are_refused(costs: Any, message: str) -> None:
@@ -58,6 +60,17 @@ def test_malformed_tables_are_refused(costs: Any, message: str) -> None:
         ValueError, match=f"`cycle_costs` must be None or a table as `gumiho tune` writes it, .*{message}"
     ):
         DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+
+
+def test_sampled_cycles_have_costs_of_their_own() -> None:
+    """Where they were measured; else they are taken to cost what greedy ones do."""
+    measured = make_cost_table(sampled_draft_ms=[6.0, 9.0], sampled_plain_ms=[11.0, 14.0])
+    greedy, sampled = (CycleCostTable.parse(measured).for_batch(4, is_sampling) for is_sampling in (False, True))
+    assert greedy == CycleCostTable.parse(make_cost_table()).for_batch(4, True)
+    assert sampled.plain_ms == 14.0
+    assert sampled.draft_ms - greedy.draft_ms == 9.0 - 4.0
+    assert sampled.verify_ms == greedy.verify_ms
+    assert CycleCostTable.parse(CycleCostTable.parse(measured).as_dict()).sampled_plain_ms == (11.0, 14.0)
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:

@@ -27,7 +27,7 @@ from .observers import GenerationEvents
 from .sequences import CommittedSequences
 from .step_records import CycleRecords
 from .token_choice import TokenChooser
-from .upcoming_trees import UpcomingTrees
+from .upcoming_trees import UpcomingTrees, warn_of_other_machine
 
 
 logger = logging.get_logger(__name__)
@@ -72,6 +72,7 @@ def decode_with_tree(
     """
     is_chain = verification_kind(target) == "chain"
     settings = _drafting_settings(target, assistant_model, generation_config)
+    warn_of_other_machine(target, settings)  # before a streamer gets anything
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
     _check_prompt(target, input_ids, model_kwargs, max_new_tokens)

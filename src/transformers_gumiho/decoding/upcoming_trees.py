@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..drafting.candidate_generator import GumihoCandidateGenerator
@@ -189,6 +190,17 @@ class UpcomingTrees:
         )
 
 
+def warn_of_other_machine(target: PreTrainedModel, settings: DraftingSettings) -> None:
+    """Warns, once, where what cycles cost was measured on another machine than the target's, or in another dtype."""
+    table, here = settings.cycle_costs, (machine_name(target.device), str(target.dtype).removeprefix("torch."))
+    if table is not None and (table.machine, table.dtype) != here:
+        logger.warning_once(
+            f"The drafter's `cycle_costs` were measured on {table.machine!r} in {table.dtype}, and this is "
+            f"{here[0]!r} in {here[1]}: trees may have other sizes than the best. Let `gumiho tune` measure here, or "
+            f"set `cycle_costs` to None in the drafter's `generation_config`."
+        )
+
+
 def _make_generator(
     session: TargetSession,
     drafter: GumihoModel,
@@ -240,15 +252,8 @@ def _tree_sizing(session: TargetSession, settings: DraftingSettings, chooser: To
     table = settings.cycle_costs
     if table is None:
         return None
-    here = machine_name(session.device), str(session.model.dtype).removeprefix("torch.")
-    if (table.machine, table.dtype) != here:
-        logger.warning_once(
-            f"The drafter's `cycle_costs` were measured on {table.machine!r} in {table.dtype}, and this is "
-            f"{here[0]!r} in {here[1]}: trees may have other sizes than the best. Let `gumiho tune` measure here, or "
-            f"set `cycle_costs` to None in the drafter's `generation_config`."
-        )
     return TreeSizing(
-        table.for_batch(chooser.batch_size),
+        table.for_batch(chooser.batch_size, chooser.do_sample),
         table.curve(chooser.do_sample),
         chooser.rows_together,
         chooser.in_lockstep,

@@ -211,7 +211,7 @@ class TreeSizing:
 
     def size_at_rest(self, weights: Sequence[float], branch: ContextBranch | None) -> int:
         """Returns how many tokens of the context's branch a cycle verifies in which the drafter rests."""
-        choice, back_off = self._choose_at_rest(np.array(weights) ** _SHARPER_AT_REST, branch), self._back_off
+        choice, back_off = self._choose_at_rest(np.array(weights), branch), self._back_off
         size = 0 if choice is None else choice.size
         self.reason = DraftingPause(back_off.drafted_speed, back_off.undrafted_speed, back_off.num_left, size)
         return size
@@ -278,7 +278,7 @@ class TreeSizing:
         self._back_off.observe(
             tokens,
             choice.cycle_ms[choice.place],
-            1 + float(right.min() if self._in_lockstep else np.average(right, weights=weights)),
+            1 + float(right.min() if self._in_lockstep else np.average(right, weights=_weights_at_rest(weights))),
             at_rest.cycle_ms[at_rest.place],
         )
 
@@ -290,4 +290,10 @@ class TreeSizing:
         probabilities = path_probabilities(branch.scores[is_open], self._in_lockstep)
         # Not as many as the branch has, if that is none of them: in fixed shapes it would take functions of its own.
         sizes = [size for size in self._sizes if size <= probabilities.shape[1]]
-        return choose_size(probabilities, sizes, self._costs, drafter_rests=True, weights=weights[is_open])
+        counting = _weights_at_rest(weights[is_open])
+        return choose_size(probabilities, sizes, self._costs, drafter_rests=True, weights=counting)
+
+
+def _weights_at_rest(weights: np.ndarray) -> np.ndarray:
+    """Returns what the tokens of each row count in a cycle in which the drafter rests."""
+    return weights**_SHARPER_AT_REST

@@ -89,6 +89,8 @@ class CycleCostTable:
         plain_ms: For each batch size, milliseconds of a step of plain decoding.
         greedy: How often drafted tokens were accepted; `None` takes the drafter's own probabilities.
         sampling: The same where tokens are sampled.
+        sampled_draft_ms: `draft_ms` where tokens are sampled; `None` takes the same.
+        sampled_plain_ms: `plain_ms` where tokens are sampled; `None` takes the same.
     """
 
     machine: str
@@ -100,6 +102,8 @@ class CycleCostTable:
     plain_ms: Numbers
     greedy: AcceptanceCurve | None = None
     sampling: AcceptanceCurve | None = None
+    sampled_draft_ms: Numbers | None = None
+    sampled_plain_ms: Numbers | None = None
 
     @classmethod
     def parse(cls, value: Any) -> "CycleCostTable":
@@ -109,7 +113,7 @@ class CycleCostTable:
         Raises:
             ValueError: Something is missing or malformed; the message is the end of a sentence about the table.
         """
-        _check_keys(value, _REQUIRED, ("greedy", "sampling"))
+        _check_keys(value, _REQUIRED, ("greedy", "sampling", *_SAMPLED))
         for name in ("machine", "dtype"):
             if not isinstance(value[name], str):
                 raise ValueError(f"its `{name}` must be a text, got {value[name]!r}")
@@ -120,6 +124,7 @@ class CycleCostTable:
         rows = value["verify_ms"]
         if not isinstance(rows, (list, tuple)) or len(rows) != len(batch_sizes):
             raise ValueError(f"its `verify_ms` must be a list with a list for each of {len(batch_sizes)} batch sizes")
+        sampled = {name: value.get(name) for name in _SAMPLED}
         return cls(
             machine=value["machine"],
             dtype=value["dtype"],
@@ -130,20 +135,29 @@ class CycleCostTable:
             plain_ms=_positive(value["plain_ms"], "plain_ms", len(batch_sizes), "batch sizes"),
             greedy=_parse_curve(value.get("greedy"), "greedy"),
             sampling=_parse_curve(value.get("sampling"), "sampling"),
+            **{
+                name: None if ms is None else _positive(ms, name, len(batch_sizes), "batch sizes")
+                for name, ms in sampled.items()
+            },
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the table in dictionaries, lists and numbers, as `parse` reads it."""
         return _in_lists(asdict(self))
 
-    def for_batch(self, batch_size: int) -> BatchCosts:
-        """Returns what cycles with so many rows cost: between the measured ones what lies between."""
+    def for_batch(self, batch_size: int, is_sampling: bool = False) -> BatchCosts:
+        """
+        Returns what cycles with so many rows cost, greedy or sampled: between the measured ones what lies between.
+        """
+        draft, plain = self.draft_ms, self.plain_ms
+        if is_sampling:
+            draft, plain = self.sampled_draft_ms or draft, self.sampled_plain_ms or plain
 
         def at(values: Sequence[float]) -> float:
             return _at(batch_size, self.batch_sizes, values)
 
         verify = tuple(at([row[place] for row in self.verify_ms]) for place in range(len(self.tree_sizes)))
-        return BatchCosts(self.tree_sizes, verify, at(self.draft_ms), at(self.plain_ms))
+        return BatchCosts(self.tree_sizes, verify, at(draft), at(plain))
 
     def curve(self, is_sampling: bool) -> AcceptanceCurve | None:
         """Returns how often drafted tokens are accepted in this way of decoding, `None` where nobody knows."""
@@ -151,6 +165,7 @@ class CycleCostTable:
 
 
 _REQUIRED = ("machine", "dtype", "batch_sizes", "tree_sizes", "verify_ms", "draft_ms", "plain_ms")
+_SAMPLED = ("sampled_draft_ms", "sampled_plain_ms")
 
 
 def _check_keys(value: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:

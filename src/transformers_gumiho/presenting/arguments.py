@@ -29,6 +29,13 @@ class TerminalArguments(PairArguments):
     color: Literal["auto", "always", "never"] = field(
         default="auto", metadata={"help": "auto: in a terminal, unless NO_COLOR is set."}
     )
+    prompt_lookup_num_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Also draft so many tokens that followed the same words before; 0 for none (default: the "
+            "drafter's setting)."
+        },
+    )
 
 
 @dataclass(kw_only=True)
@@ -39,13 +46,6 @@ class GenerateArguments(TerminalArguments):
     max_new_tokens: int = field(default=256, metadata={"help": "Tokens of each answer, at most."})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy."})
     seed: int = field(default=0, metadata={"help": "For sampling."})
-    prompt_lookup_num_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Also draft so many tokens that followed the same words before; 0 for none (default: the "
-            "drafter's setting)."
-        },
-    )
     compare: bool = field(
         default=False, metadata={"help": "Then answer by plain decoding, too, and tell how the two compare."}
     )

@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -14,7 +15,14 @@ from ..drafting.context_drafts import longest_run
 from ..drafting.settings import DraftingSettings
 from ..measuring.prompts import encode_turn
 from ..model.modeling_gumiho import GumihoModel
-from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
+from .answering import (
+    Answer,
+    describe_answer,
+    describe_comparison,
+    logit_gap,
+    sampling_settings,
+    stream_answer,
+)
 from .arguments import GenerateArguments, ShowArguments
 from .colours import wants_colours
 from .cycles import Cycle, watch_cycles
@@ -72,7 +80,7 @@ def show(args: ShowArguments) -> Cycle:
         from .tree_picture import draw_picture
     target, tokenizer, drafter = load(args)
     prompt = _encode(tokenizer, [args.prompt], [])
-    committed, cycle = _decode_until(target, drafter, prompt, args.step)
+    committed, cycle = _decode_until(target, drafter, prompt, args.step, args.prompt_lookup_num_tokens)
     labels = label_cycle(tokenizer, committed, cycle)
     temperatures = describe_temperatures(drafter)
     colours = wants_colours(args.color, sys.stdout)
@@ -134,25 +142,36 @@ def _typed_lines() -> Iterator[str]:
     sys.stdout.write("\n")
 
 
+class _IsReached(Exception):
+    """The cycle that is looked for has been run."""
+
+
 def _decode_until(
-    target: PreTrainedModel, drafter: GumihoModel, prompt: list[int], step: int
+    target: PreTrainedModel, drafter: GumihoModel, prompt: list[int], step: int, prompt_lookup_num_tokens: int | None
 ) -> tuple[list[int], Cycle]:
-    """Returns the text before the cycle with number `step`, and the cycle."""
+    """Returns the text before the cycle with number `step`, and the cycle, after which nothing is decoded."""
     cycles: list[Cycle] = []
+
+    def on_cycle(cycle: Cycle) -> None:
+        cycles.append(cycle)
+        if len(cycles) == step:
+            raise _IsReached
+
     input_ids = torch.tensor([prompt], device=target.device)
     # The first token is chosen after the prompt, and a cycle commits at most a whole path and a bonus token. There is
     # room for one more, as paths near the end of a text are shorter.
     settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
-    longest = max(settings.longest_path, longest_run(settings.prompt_lookup_num_tokens))
-    most = 1 + (step + 1) * (longest + 1)
-    with watch_cycles(cycles.append):
-        text = target.generate(
+    if prompt_lookup_num_tokens is not None:
+        settings = replace(settings, prompt_lookup_num_tokens=prompt_lookup_num_tokens)
+    most = 1 + (step + 1) * (max(settings.longest_path, longest_run(settings.prompt_lookup_num_tokens)) + 1)
+    with watch_cycles(on_cycle), suppress(_IsReached):
+        target.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, max_new_tokens=most,
-            do_sample=False, temperature=None, top_p=None, top_k=None,
+            prompt_lookup_num_tokens=prompt_lookup_num_tokens, **sampling_settings(0.0),
         )  # fmt: skip
     if not cycles:
         raise SystemExit("The text ends before anything is drafted. Give another --prompt.")
     if len(cycles) < step:
         raise SystemExit(f"The text ends after {len(cycles)} cycles; give --step a number from 1 to {len(cycles)}.")
-    num_later = sum(len(cycle.committed) for cycle in cycles[step - 1 :])
-    return text[0, : text.shape[1] - num_later].tolist(), cycles[step - 1]
+    before = [token for cycle in cycles[:-1] for token in cycle.committed]
+    return [*prompt, cycles[0].tokens[0], *before], cycles[-1]

@@ -40,8 +40,9 @@ def measure_acceptance(
     lengths = []
     try:
         for prompt in prompts:
+            ids = prompt[None].to(target.device)
             output = target.generate(
-                prompt[None].to(target.device), assistant_model=drafter, **settings | generate_kwargs
+                ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **settings | generate_kwargs
             )
             lengths.append(output.accepted_lengths[0])
     finally:

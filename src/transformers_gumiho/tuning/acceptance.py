@@ -70,8 +70,9 @@ def profile_acceptance(
         for index, (prompt, of_prompt) in enumerate(zip(prompts, of_prompts, strict=True)):
             torch.manual_seed(index)
             with decoding_settings(drafter, of_prompt | DRAFTER_ALONE):
+                ids = prompt[None].to(target.device)
                 target.generate(
-                    prompt[None].to(target.device), assistant_model=drafter, max_new_tokens=max_new_tokens,
+                    ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=max_new_tokens,
                     **{"do_sample": False} | generate_kwargs,
                 )  # fmt: skip
     if not recorder.cycles:

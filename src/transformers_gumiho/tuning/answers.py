@@ -51,8 +51,9 @@ def decode_answers(
     answers = []
     for index, prompt in enumerate(tqdm(prompts, desc="answering", unit="prompt")):
         torch.manual_seed(index)
+        ids = prompt[None].to(target.device)
         output = target.generate(
-            prompt[None].to(target.device), assistant_model=drafter, max_new_tokens=max_new_tokens,
+            ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=max_new_tokens,
             **{"do_sample": False} | generate_kwargs,
         )  # fmt: skip
         answers.append(Answer(output[0].cpu(), len(prompt)))

@@ -1,7 +1,8 @@
 """Measuring the table `cycle_costs`: what cycles of every size cost, in batches of several sizes."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..measuring.decoding_settings import DRAFTER_ALONE
-from ..model.cycle_costs import CycleCostTable
+from ..model.cycle_costs import CycleCostTable, Numbers
 from ..model.modeling_gumiho import GumihoModel
 from ..target.machine import machine_name
 from .answers import Answer, typical_context
@@ -20,7 +21,33 @@ from .timing import time_drafted, time_plain
 # Drafted tokens of the trees that are timed, and rows of the batches; what is between them is interpolated.
 TIMED_SIZES = (0, 1, 3, 7, 12, 20, 32, 48, 63, 96, 128, 192, 256)
 TIMED_BATCHES = (1, 4, 8)
+# Sampled cycles are timed with trees of these sizes alone: the target's passes are the same, and by how much all else
+# takes longer than in greedy cycles hardly depends on the size.
+_SAMPLED_SIZES = (1, 3, 7, 12)
 _NEVER, _AT_ONCE = 1e9, 1.0
+
+
+@dataclass(frozen=True)
+class _Times:
+    """
+    Milliseconds of cycles, for each batch size.
+
+    Attributes:
+        sizes: Drafted tokens of the trees.
+        verify: Of the target's pass, for each size.
+        rest: Of all else in a cycle, for each size.
+        plain: Of a step of plain decoding.
+    """
+
+    sizes: tuple[int, ...]
+    verify: tuple[Numbers, ...]
+    rest: tuple[Numbers, ...]
+    plain: Numbers
+
+    @property
+    def draft(self) -> Numbers:
+        """Of all else in a cycle, whatever the size."""
+        return tuple(round(statistics.median(of_sizes), 4) for of_sizes in self.rest)
 
 
 @torch.inference_mode()
@@ -32,10 +59,11 @@ def measure_cost_table(
     max_new_tokens: int,
     repeats: int = 3,
     batch_sizes: Sequence[int] | None = None,
-    **generate_kwargs: Any,
+    sampling: dict[str, Any] | None = None,
 ) -> CycleCostTable:
     """
-    Times cycles under `settings` with trees that are cut to every size, and steps of plain decoding, in turns.
+    Times greedy cycles under `settings` with trees that are cut to every size, and steps of plain decoding, in turns;
+    then sampled ones, with trees of few sizes.
 
     Args:
         target: The target.
@@ -46,31 +74,73 @@ def measure_cost_table(
         repeats: A third of the times that each is timed, of which the median counts, told in steps of plain decoding
             of the same turn: the speed of a machine drifts, and what a few more nodes cost is little beside that.
         batch_sizes: Rows of the batches (default: 1, 4 and 8).
-        **generate_kwargs: For `generate()`.
+        sampling: How `generate()` is to sample (its arguments besides `do_sample`); by default no sampled cycles are
+            timed.
     """
-    batch_sizes = TIMED_BATCHES if batch_sizes is None else batch_sizes
+    batch_sizes = tuple(TIMED_BATCHES if batch_sizes is None else batch_sizes)
     largest = settings["num_assistant_tokens"]
     if settings["branching_factor"] == 1:
         largest = min(largest, settings["tree_depth"])
-    sizes = [*(size for size in TIMED_SIZES if size < largest), largest]
+    sizes = (*(size for size in TIMED_SIZES if size < largest), largest)
+    # The longest cycle leaves a whole one after it.
+    most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
+    timed = target, drafter, answers, settings, most, repeats, batch_sizes
+    greedy = _measure_times(*timed, sizes, {"do_sample": False})
+    names = machine_name(target.device), str(target.dtype).removeprefix("torch.")
+    table = CycleCostTable(*names, batch_sizes, sizes, greedy.verify, greedy.draft, greedy.plain)
+    if sampling is None:
+        return table
+    few = tuple(size for size in sizes if size in _SAMPLED_SIZES)
+    sampled = _measure_times(*timed, few, sampling | {"do_sample": True})
+    draft, plain = _in_times_of(greedy, sampled)
+    return replace(table, sampled_draft_ms=draft, sampled_plain_ms=plain)
+
+
+def _measure_times(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    answers: Sequence[Answer],
+    settings: dict[str, Any],
+    max_new_tokens: int,
+    repeats: int,
+    batch_sizes: Sequence[int],
+    sizes: tuple[int, ...],
+    generate_kwargs: dict[str, Any],
+) -> _Times:
     names = machine_name(target.device), str(target.dtype).removeprefix("torch.")
     forced = {size: settings | {"cycle_costs": forcing_table(size, *names)} | DRAFTER_ALONE for size in sizes}
-    # The longest cycle leaves a whole one after it.
-    options = {"do_sample": False, "max_new_tokens": max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)}
-    options |= generate_kwargs
-    verify: list[tuple[float, ...]] = []
-    draft: list[float] = []
+    options = {"max_new_tokens": max_new_tokens} | generate_kwargs
+    verify: list[Numbers] = []
+    rest: list[Numbers] = []
     plain: list[float] = []
+    kind = "sampled" if generate_kwargs["do_sample"] else "greedy"
     with without_end(target):
-        for batch_size in tqdm(batch_sizes, desc="timing sizes", unit="batch size"):
-            ids = typical_rows(answers, options["max_new_tokens"], batch_size).to(target.device)
+        for batch_size in tqdm(batch_sizes, desc=f"timing {kind} cycles", unit="batch size"):
+            ids = typical_rows(answers, max_new_tokens, batch_size).to(target.device)
             turns = [_time_turn(target, drafter, ids, forced, options) for _ in range(3 * repeats + 1)]
             passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
             verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
             verify.append(_milliseconds(smooth(verified).values()))
-            draft += _milliseconds([_paired_median(rests, steps)])
+            rest.append(_milliseconds(_paired_median([turn[size] for turn in rests], steps) for size in sizes))
             plain += _milliseconds([statistics.median(steps)])
-    return CycleCostTable(*names, tuple(batch_sizes), tuple(sizes), tuple(verify), tuple(draft), tuple(plain))
+    return _Times(sizes, tuple(verify), tuple(rest), tuple(plain))
+
+
+def _in_times_of(greedy: _Times, sampled: _Times) -> tuple[Numbers, Numbers]:
+    """
+    Returns milliseconds of drafting and of plain steps where tokens are sampled, for each batch size, in times of the
+    greedy cycles. The target's passes are the same: they tell how the machine's speed has changed meanwhile.
+    """
+    places = [greedy.sizes.index(size) for size in sampled.sizes]
+    drafts, steps = [], []
+    for number, draft in enumerate(greedy.draft):
+        before = [(greedy.verify[number][place], greedy.rest[number][place]) for place in places]
+        after = list(zip(sampled.verify[number], sampled.rest[number], strict=True))
+        speed = statistics.median(old[0] / new[0] for old, new in zip(before, after, strict=True))
+        longer = statistics.median(speed * new[1] - old[1] for old, new in zip(before, after, strict=True))
+        drafts.append(round(draft + max(longer, 0.0), 4))
+        steps.append(round(speed * sampled.plain[number], 4))
+    return tuple(drafts), tuple(steps)
 
 
 def _time_turn(
@@ -79,17 +149,20 @@ def _time_turn(
     ids: torch.Tensor,
     forced: dict[int, dict[str, Any]],
     options: dict[str, Any],
-) -> tuple[dict[int, float], float, float]:
-    """Returns the seconds of the target's pass under each of the settings, of all else in a cycle, and of a step."""
-    passes, rests = {}, []
+) -> tuple[dict[int, float], dict[int, float], float]:
+    """
+    Returns the seconds of the target's pass and of all else in a cycle, under each of the settings, and of a step.
+    """
+    passes, rests = {}, {}
     for size, settings in forced.items():
         # Small trees take many cycles, of which a dozen tell enough.
         length = min(options["max_new_tokens"], 12 * (size + 1))
+        torch.manual_seed(0)
         taken = time_drafted(target, drafter, ids, settings, split=True, **options | {"max_new_tokens": length})
         passes[size] = taken.verify_seconds
-        rests.append(taken.cycle_seconds - taken.verify_seconds)
+        rests[size] = taken.cycle_seconds - taken.verify_seconds
     step = time_plain(target, ids, **options)
-    return passes, statistics.median(rests), step.seconds / step.num_tokens
+    return passes, rests, step.seconds / step.num_tokens
 
 
 def _paired_median(seconds: Sequence[float], steps: Sequence[float]) -> float:
@@ -121,5 +194,5 @@ def typical_rows(answers: Sequence[Answer], num_new_tokens: int, batch_size: int
     return torch.stack([rows[row % len(rows)] for row in range(batch_size)])
 
 
-def _milliseconds(seconds: Any) -> tuple[float, ...]:
+def _milliseconds(seconds: Iterable[float]) -> Numbers:
     return tuple(round(1e3 * value, 4) for value in seconds)

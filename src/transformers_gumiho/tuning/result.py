@@ -99,14 +99,15 @@ def _sizes(sizes: FittedSizes) -> list[str]:
     table = sizes.table
     speeds = ", ".join(f"{speed:.1f} tokens/s up to {size} drafted" for size, speed in sizes.measured.items())
     gain = sizes.measured[sizes.largest] / sizes.fixed_speed - 1
+    sampled = [table.sampled_draft_ms, table.sampled_plain_ms]
+    columns = [table.draft_ms, table.plain_ms, *(column for column in sampled if column is not None)]
+    rests = zip(*columns, strict=True)
     return [
-        "milliseconds of a target pass, by rows and drafted tokens; of drafting; of a plain step",
-        f"rows  {' '.join(f'{size:7d}' for size in table.tree_sizes)}    draft    plain",
+        "milliseconds of a target pass, by rows and drafted tokens; of drafting; of a plain step; both where sampled",
+        f"rows  {' '.join(f'{size:7d}' for size in table.tree_sizes)}{'    draft    plain' * (len(columns) // 2)}",
         *[
-            f"{rows:4d}  {' '.join(f'{ms:7.2f}' for ms in verify)}  {draft:7.2f}  {plain:7.2f}"
-            for rows, verify, draft, plain in zip(
-                table.batch_sizes, table.verify_ms, table.draft_ms, table.plain_ms, strict=True
-            )
+            f"{rows:4d}  {' '.join(f'{ms:7.2f}' for ms in verify)}  {'  '.join(f'{ms:7.2f}' for ms in rest)}"
+            for rows, verify, rest in zip(table.batch_sizes, table.verify_ms, rests, strict=True)
         ],
         f"sizes that fit each cycle: {speeds}; always {sizes.fixed}: {sizes.fixed_speed:.1f}, plain "
         f"decoding: {sizes.plain:.1f}; fitting gains {gain:+.1%}{'' if sizes.pays else ', so the size stays fixed'}",

@@ -83,15 +83,14 @@ def fit_sizes(
     profiled = target, drafter, prompts, args.max_new_tokens, unfitted
     greedy_curve, answers = measure_acceptance_curve(*profiled)
     sampling_curve, _ = measure_acceptance_curve(*profiled, **sampling)
-    options: dict[str, Any] = sampling if args.temperature else {}
     table = measure_cost_table(
-        target, drafter, answers, unfitted, min(args.max_new_tokens, TIMED_TOKENS), args.repeats, **options
+        target, drafter, answers, unfitted, min(args.max_new_tokens, TIMED_TOKENS), args.repeats, sampling=sampling
     )
     table = replace(table, greedy=greedy_curve, sampling=sampling_curve)
     ways = {size: settings | {"num_assistant_tokens": size, "cycle_costs": table.as_dict()} for size in sizes}
     of_prompts = {_FIXED: settings | {"cycle_costs": None}, **ways}
     speeds = decode_in_turns(
         target, drafter, prompts, {name: [way] * len(prompts) for name, way in of_prompts.items()},
-        args.max_new_tokens, **options,
+        args.max_new_tokens, **(sampling if args.temperature else {}),
     )  # fmt: skip
     return FittedSizes(table, fixed, {size: speeds[size] for size in sizes}, speeds[_FIXED], speeds[PLAIN])

@@ -63,7 +63,9 @@ def time_drafted(
         **generate_kwargs: For `generate()`.
     """
     with decoding_settings(drafter, settings), _timer(target.device, split) as taken:
-        output = target.generate(ids, assistant_model=drafter, **generate_kwargs)
+        output = target.generate(
+            ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **generate_kwargs
+        )  # fmt: skip
     taken.num_tokens = output.shape[1] - ids.shape[1] - 1
     return taken
 
@@ -80,7 +82,11 @@ def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: An
         return keep_going
 
     keep_going = torch.zeros(1, dtype=torch.bool, device=ids.device)
-    output = target.generate(ids, stopping_criteria=StoppingCriteriaList([note_first_token]), **generate_kwargs)
+    # With the mask a text whose last token also stands for padding is not taken for padded.
+    output = target.generate(
+        ids, attention_mask=torch.ones_like(ids), stopping_criteria=StoppingCriteriaList([note_first_token]),
+        **generate_kwargs,
+    )  # fmt: skip
     synchronize(target.device)
     return DecodingTime(output.shape[1] - ids.shape[1] - 1, time.perf_counter() - begins[0])
 
