@@ -72,7 +72,6 @@ def decode_with_tree(
     """
     is_chain = verification_kind(target) == "chain"
     settings = _drafting_settings(target, assistant_model, generation_config)
-    warn_of_other_machine(target, settings)  # before a streamer gets anything
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
     _check_prompt(target, input_ids, model_kwargs, max_new_tokens)
@@ -154,6 +153,7 @@ def _drafting_settings(
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
     settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, temperature)
     settings = settings.looking_up(generation_config)
+    warn_of_other_machine(target, settings)  # here, as a streamer has got nothing yet
     obstacle = tree_obstacle(target)
     if obstacle is None:
         return settings

@@ -192,8 +192,11 @@ class UpcomingTrees:
 
 def warn_of_other_machine(target: PreTrainedModel, settings: DraftingSettings) -> None:
     """Warns, once, where what cycles cost was measured on another machine than the target's, or in another dtype."""
-    table, here = settings.cycle_costs, (machine_name(target.device), str(target.dtype).removeprefix("torch."))
-    if table is not None and (table.machine, table.dtype) != here:
+    table = settings.cycle_costs
+    if table is None:
+        return
+    here = machine_name(target.device), str(target.dtype).removeprefix("torch.")
+    if (table.machine, table.dtype) != here:
         logger.warning_once(
             f"The drafter's `cycle_costs` were measured on {table.machine!r} in {table.dtype}, and this is "
             f"{here[0]!r} in {here[1]}: trees may have other sizes than the best. Let `gumiho tune` measure here, or "
