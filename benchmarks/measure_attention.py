@@ -24,6 +24,7 @@ from transformers import DynamicCache, HfArgumentParser, LlamaConfig, LlamaForCa
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
 from transformers_gumiho.decoding.observers import GenerationObserver, Stage, observing
+from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.measuring.stages import synchronize
 from transformers_gumiho.target.grouped_attention import copying_groups
 
@@ -96,7 +97,7 @@ def decode(pair: tuple[PreTrainedModel, GumihoModel], length: int, way: str, arg
     clock, cache = CycleClock(target.device), filled_cache(target, length - 1)
     with WAYS[way](), observing(clock):
         target.generate(
-            ids, past_key_values=cache, max_new_tokens=args.cycles, do_sample=False, assistant_model=gumiho
+            ids, **{CACHE_NAME: cache}, max_new_tokens=args.cycles, do_sample=False, assistant_model=gumiho
         )
     return clock.milliseconds
 
@@ -109,7 +110,7 @@ def measure_memory(args: AttentionArguments, way: str) -> float:
     cache = filled_cache(pair[0], length - 1)
     with WAYS[way](), peak_memory(pair[0].device) as peak:
         pair[0].generate(
-            ids, past_key_values=cache, max_new_tokens=args.cycles, do_sample=False, assistant_model=pair[1]
+            ids, **{CACHE_NAME: cache}, max_new_tokens=args.cycles, do_sample=False, assistant_model=pair[1]
         )
     return (peak.num_bytes or 0) / 1e6
 

@@ -25,6 +25,7 @@ from partly_right_drafts import partly_right_drafts
 from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Qwen3_5TextConfig, logging
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.target import chain_cache, chain_session
 from transformers_gumiho.target.chain_layers import KeptLayer
 
@@ -115,7 +116,7 @@ def measure(target: PreTrainedModel, drafter: GumihoModel, length: int, args: Ch
     with partly_right_drafts(plain, length, args.vocab_size), counting_memory() as memory:
         drafted = target.generate(ids, **settings, assistant_model=drafter, return_dict_in_generate=True)
     handle.remove()
-    layers = drafted.past_key_values.layers
+    layers = drafted[CACHE_NAME].layers
     entries = sum(tensor.nbytes for layer in layers if hasattr(layer, "keys") for tensor in (layer.keys, layer.values))
     states = sum(tensor.nbytes for layer in layers for tensor in tensors(vars(layer))) - entries
     cycles = drafted.accepted_lengths[0]

@@ -33,6 +33,13 @@ from transformers.utils.output_capturing import capture_outputs
 VALIDATION_STEP = "_validate_generation_mode"
 DECODING_STEP = "_assisted_decoding"
 
+# By what name models take and return a cache, and `generate()` hands it on: one for all since 5.24.
+CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
 _CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
 
 # Names that subclasses in this package give a value or a body to, for transformers to find: there is no other place
@@ -129,19 +136,19 @@ def is_stateful(target: PreTrainedModel) -> bool:
 
 
 def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
-    """Whether `generate()` gives the target a `DynamicCache`; some models take a `past_key_values` of another kind."""
+    """Whether `generate()` gives the target a `DynamicCache`; some models take a cache of another kind."""
     return bool(target._supports_default_dynamic_cache())
 
 
 def cache_argument(target: PreTrainedModel) -> str:
     """
-    Returns the argument that the target takes its cache by. `generate()` settles it by the name of the class, but for
-    what it makes no cache for: that goes by the argument of the same name as the output.
+    Returns the argument that the target takes its cache by, which its output has the same name for. Before 5.24
+    `generate()` settled it by the name of the class, but for what it made no cache for.
     """
-    if "mamba" in type(target).__name__.lower():
+    if CACHE_NAME == "past_key_values" and "mamba" in type(target).__name__.lower():
         return "cache_params"
     names = inspect.signature(target.forward).parameters
-    return next((name for name in ("past_key_values", "cache_params", "state") if name in names), "past_key_values")
+    return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
 
 
 def attention_implementation(config: PreTrainedConfig) -> str:
@@ -278,6 +285,7 @@ def dataset_fingerprint(dataset: Any) -> str | None:
 
 
 __all__ = [
+    "CACHE_NAME",
     "DECODING_STEP",
     "OVERRIDDEN",
     "VALIDATION_STEP",

@@ -4,11 +4,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import peft
+import pytest
 import torch
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from targets import make_drafter, make_prompts, make_target
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.internals import CACHE_NAME
 
 
 def lora(**settings: Any) -> LoraConfig:
@@ -51,6 +56,10 @@ def test_peft_model_in_all_its_states() -> None:
     assert len({tuple(text.flatten().tolist()) for text in (base, texts["first"], texts["second"])}) == 3
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"this transformers needs peft {MIN_PEFT_VERSION} for adapters of its own",
+)
 def test_adapters_of_the_model_itself() -> None:
     """As `model.load_adapter` leaves them: the target is no `PeftModel`, but its layers hold adapters."""
     target = make_target()
@@ -87,10 +96,10 @@ def test_an_adapter_switched_while_a_text_goes_on() -> None:
             adapted.set_adapter(name or "first")
             with nullcontext() if name else adapted.disable_adapter():
                 output = adapted.generate(
-                    input_ids=ids, past_key_values=cache, max_new_tokens=12, do_sample=False,
+                    input_ids=ids, **{CACHE_NAME: cache}, max_new_tokens=12, do_sample=False,
                     return_dict_in_generate=True, **assistant,
                 )  # fmt: skip
-            ids, cache = output.sequences, output.past_key_values
+            ids, cache = output.sequences, output[CACHE_NAME]
         texts.append(ids)
     assert torch.equal(*texts)
 

@@ -32,6 +32,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from transformers_gumiho.internals import CACHE_NAME, cache_argument
 from transformers_gumiho.target import continuation
 from transformers_gumiho.target.chain_session import PENDING_PER_DRAFT
 from transformers_gumiho.target.own_caches import make_cache
@@ -87,18 +88,16 @@ def test_cache_of_the_targets_own_class(first: str) -> None:
         plain, drafted = both(target, make_prompts(lengths))
         assert torch.equal(drafted.sequences, plain.sequences)
         assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
-        assert type(drafted.past_key_values) is type(plain.past_key_values)
-        assert drafted.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
+        assert type(drafted[CACHE_NAME]) is type(plain[CACHE_NAME])
+        assert drafted[CACHE_NAME].get_seq_length() == plain.sequences.shape[1] - 1
     if first == "linear_attention":  # plain decoding masks by slots that it does not count
         with pytest.raises(ValueError, match=r"in a padded batch: what it computes .* differs"):
             both(target, make_prompts(BATCH))
-    with pytest.raises(
-        ValueError, match=r"got DynamicCache .* Pass `past_key_values=MiniMaxCache\(\.\.\.\)`, or none"
-    ):
+    with pytest.raises(ValueError, match=rf"got DynamicCache .* Pass `{CACHE_NAME}=MiniMaxCache\(\.\.\.\)`, or none"):
         target.generate(
             **make_prompts([5]),
             max_new_tokens=4,
-            past_key_values=DynamicCache(config=target.config),
+            **{CACHE_NAME: DynamicCache(config=target.config)},
             assistant_model=make_chain_drafter(target),
         )
 
@@ -112,7 +111,7 @@ def test_states_that_lie_in_no_cache(family: str, batch: list[int] | None) -> No
             plain, drafted = both(target, make_prompts(lengths), do_sample=do_sample)
             assert torch.equal(drafted.sequences, plain.sequences)
             assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
-            ours, theirs = drafted.past_key_values, plain.past_key_values
+            ours, theirs = drafted[CACHE_NAME], plain[CACHE_NAME]
             assert type(ours) is type(theirs)
             pairs = zip(entries(ours), entries(theirs), strict=True)
             for our_state, their_state in pairs:
@@ -156,21 +155,21 @@ def test_returned_cache_is_that_of_plain_decoding(family: str, lengths: list[int
     target.generation_config.eos_token_id = [int(first[0, -20])]
     plain, drafted = both(target, prompt, max_new_tokens=40)
     assert torch.equal(drafted.sequences, plain.sequences)
-    pairs = list(zip(entries(drafted.past_key_values), entries(plain.past_key_values), strict=True))
+    pairs = list(zip(entries(drafted[CACHE_NAME]), entries(plain[CACHE_NAME]), strict=True))
     assert len(pairs) >= 4
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     if len(lengths) > 1:
         return
     target.generation_config.eos_token_id = None
-    name = "cache_params" if family == "mamba2" else "past_key_values"
+    name = cache_argument(target)
     longer = torch.cat((plain.sequences, torch.tensor([[3, 7]])), dim=1)
     prompt = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
-    expected = target.generate(**prompt, **{name: plain.past_key_values}, max_new_tokens=20)
+    expected = target.generate(**prompt, **{name: plain[CACHE_NAME]}, max_new_tokens=20)
     with partly_right_drafts(expected, longer.shape[1]):
         texts = target.generate(
             **prompt,
-            **{name: drafted.past_key_values},
+            **{name: drafted[CACHE_NAME]},
             max_new_tokens=20,
             assistant_model=make_chain_drafter(target),
         )
@@ -317,13 +316,13 @@ def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
             target.generate(
                 **prompt,
                 max_new_tokens=40,
-                past_key_values=cache,
+                **{CACHE_NAME: cache},
                 streamer=Breaks(),
                 assistant_model=make_chain_drafter(target),
             )
         assert 5 <= cache.get_seq_length() < 5 + 14
         longer = {"input_ids": plain[:, :25], "attention_mask": torch.ones(1, 25, dtype=torch.long)}
-        assert torch.equal(target.generate(**longer, past_key_values=cache, max_new_tokens=20), plain)
+        assert torch.equal(target.generate(**longer, **{CACHE_NAME: cache}, max_new_tokens=20), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -379,7 +378,7 @@ def test_what_fails_when_it_is_tried_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(continuation, "_measured", {})
 
     def take_one_token(module: Any, args: Any, kwargs: Any) -> None:
-        if kwargs["input_ids"].shape[1] > 1 and kwargs["past_key_values"].get_seq_length() > 0:
+        if kwargs["input_ids"].shape[1] > 1 and kwargs[CACHE_NAME].get_seq_length() > 0:
             raise RuntimeError("One token at a time, please.")
 
     target.register_forward_pre_hook(take_one_token, with_kwargs=True)
@@ -394,7 +393,7 @@ def test_what_chains_do_not_allow() -> None:
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, cache_implementation="static")
     cache = DynamicCache(config=target.config, offloading=True)
     with pytest.raises(ValueError, match=r"needs an ordinary `DynamicCache`.*and offloading"):
-        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, past_key_values=cache)
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, **{CACHE_NAME: cache})
 
     class WindowedStates(DynamicLayer):
         pass
@@ -402,7 +401,7 @@ def test_what_chains_do_not_allow() -> None:
     cache = DynamicCache(config=target.config)
     cache.layers[1] = WindowedStates()
     with pytest.raises(ValueError, match="keeps WindowedStates in its cache"):
-        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, past_key_values=cache)
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, **{CACHE_NAME: cache})
 
 
 def test_the_log_says_once_that_chains_are_drafted(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,7 @@ def test_trees_are_drafted_across_devices(
             drafter,
             lm_head=lambda features: features.to(device) @ head.T,
             settings=DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, 1.0),
-            past_key_values=TreeCache(batch_size, 64),
+            cache=TreeCache(batch_size, 64),
             token_ids=token_ids,
             peek_noise=lambda _: noise,
         )

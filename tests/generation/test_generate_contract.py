@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel
-from transformers_gumiho.internals import num_hooks
+from transformers_gumiho.internals import CACHE_NAME, num_hooks
 from transformers_gumiho.target.tree_cache import TreeCache
 
 
@@ -309,9 +309,9 @@ def test_returned_values_equal_plain_ones(family: str, settings: dict[str, Any])
     for name in ("scores", "logits"):
         torch.testing.assert_close(getattr(drafted, name), getattr(plain, name), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(drafted.hidden_states, plain.hidden_states)
-    assert type(drafted.past_key_values) is DynamicCache
-    assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
-    for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    assert type(drafted[CACHE_NAME]) is DynamicCache
+    assert drafted[CACHE_NAME].get_seq_length() == plain[CACHE_NAME].get_seq_length()
+    for ours, theirs in zip(drafted[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys)
         torch.testing.assert_close(ours.values, theirs.values)
 
@@ -345,7 +345,7 @@ def test_cycles_commit_what_is_returned_where_rows_end_together(
         return_dict_in_generate=True,
     )
     assert output.sequences.shape[1] == minimum
-    assert output.past_key_values.get_seq_length() == minimum - 1
+    assert output[CACHE_NAME].get_seq_length() == minimum - 1
     for lengths in output.accepted_lengths:
         assert sum(lengths) == minimum - 5 - 1
         assert all(length > 0 for length in lengths)
@@ -367,11 +367,11 @@ def test_following_call_continues_from_the_returned_cache(family: str, first_is_
     whole = model.generate(**prompt, max_new_tokens=40, do_sample=False)
     first = {"assistant_model": draft} if first_is_drafted else {}
     cache = DynamicCache(config=model.config)
-    begun = model.generate(**prompt, max_new_tokens=15, do_sample=False, past_key_values=cache, **first)
+    begun = model.generate(**prompt, max_new_tokens=15, do_sample=False, **{CACHE_NAME: cache}, **first)
     assert cache.get_seq_length() == begun.shape[1] - 1
     for assistant in ({"assistant_model": draft}, {}):
         continued = model.generate(
-            begun, max_new_tokens=25, do_sample=False, past_key_values=copy.deepcopy(cache), **assistant
+            begun, max_new_tokens=25, do_sample=False, **{CACHE_NAME: copy.deepcopy(cache)}, **assistant
         )
         assert torch.equal(continued, whole)
 
@@ -539,13 +539,13 @@ def test_cache_of_a_batch_after_an_exception_is_a_prefix_of_every_row(
             max_new_tokens=40,
             assistant_model=drafter,
             streamer=StopsTheStream(),
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
         )
     length = cache.get_seq_length()
     assert 5 < length < 45
     mask = torch.cat((prompts["attention_mask"], torch.ones(3, length + 1 - 5, dtype=torch.long)), dim=1)
     continued = target.generate(
-        plain[:, : length + 1], attention_mask=mask, max_length=45, do_sample=False, past_key_values=cache
+        plain[:, : length + 1], attention_mask=mask, max_length=45, do_sample=False, **{CACHE_NAME: cache}
     )
     assert torch.equal(continued, plain)
 
@@ -585,7 +585,7 @@ def test_exception_leaves_the_target_as_it_was(
     with pytest.raises(error, match="stop here"):
         target.generate(
             **make_prompts([5]), max_new_tokens=40, assistant_model=drafter, stopping_criteria=[Interrupts(error)],
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
         )  # fmt: skip
     assert [num_hooks(module) for module in target.modules()] == hooks
     assert target.config.to_dict() == config
@@ -595,6 +595,6 @@ def test_exception_leaves_the_target_as_it_was(
     length = cache.get_seq_length()
     assert 5 <= length < 45
     continued = target.generate(
-        plain[:, : length + 1], max_length=45, do_sample=False, past_key_values=cache, assistant_model=drafter
+        plain[:, : length + 1], max_length=45, do_sample=False, **{CACHE_NAME: cache}, assistant_model=drafter
     )
     assert torch.equal(continued, plain)

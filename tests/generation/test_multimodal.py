@@ -25,6 +25,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from transformers_gumiho.internals import CACHE_NAME
+
 
 IMAGE, IMAGE_START, OTHER = 9, 8, 10
 WINDOW = 6
@@ -180,7 +182,7 @@ def test_a_second_turn_goes_on_from_the_cache(name: str) -> None:
     texts = []
     for assistant in ({}, {"assistant_model": drafter}):
         cache = DynamicCache(config=target.config)
-        settings = {"do_sample": False, "past_key_values": cache, **assistant}
+        settings = {"do_sample": False, CACHE_NAME: cache, **assistant}
         first = target.generate(**prompt, max_new_tokens=15, **settings)
         question = torch.cat((first, torch.tensor([[2, 5, 1]])), dim=1)
         texts.append(target.generate(question, max_new_tokens=15, **settings))

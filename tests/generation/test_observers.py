@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationEvents, GenerationObserver, Stage, observing
+from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.measuring.stages import stage_timer
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.verification import AcceptedPath
@@ -213,9 +214,9 @@ def test_an_observer_that_raises_leaves_the_callers_cache_whole(
 
     prompt, cache = make_prompts([5]), DynamicCache(config=target.config)
     with pytest.raises(KeyError, match=stage), observing(Raising()):
-        target.generate(**prompt, assistant_model=drafter, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        target.generate(**prompt, assistant_model=drafter, **{CACHE_NAME: cache}, max_new_tokens=9, do_sample=False)
     plain = DynamicCache(config=target.config)
-    target(**prompt, past_key_values=plain)
+    target(**prompt, **{CACHE_NAME: plain})
     assert cache.get_seq_length() == 5
     for ours, theirs in zip(cache.layers, plain.layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys)

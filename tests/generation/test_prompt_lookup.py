@@ -16,7 +16,7 @@ from transformers_gumiho.decoding import upcoming_trees
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.drafting.drafter import GumihoDrafter
-from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.verification import AcceptedPath
 
@@ -199,7 +199,7 @@ def test_a_run_in_which_the_text_ends_or_turns_is_that_of_plain_decoding() -> No
                 )  # fmt: skip
             assert torch.equal(drafted.sequences, expected.sequences)
             torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(expected.logits))
-            assert drafted.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+            assert drafted[CACHE_NAME].get_seq_length() == expected[CACHE_NAME].get_seq_length()
             num_runs += sum(tree.tokens.shape[1] > 10 for tree in trees.trees)
     assert num_runs > 10
 

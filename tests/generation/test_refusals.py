@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.internals import adopt_attention_implementation
+from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,10 @@ def test_ways_of_generating(target: PreTrainedModel, settings: dict[str, Any], m
 def test_caches_of_the_caller(target: PreTrainedModel) -> None:
     static = StaticCache(config=target.config, max_cache_len=32)
     refuses(
-        target, "ordinary `DynamicCache`.*got StaticCache.*set `cache_implementation='static'`", past_key_values=static
+        target, "ordinary `DynamicCache`.*got StaticCache.*set `cache_implementation='static'`", **{CACHE_NAME: static}
     )
     offloaded = DynamicCache(config=target.config, offloading=True)
-    refuses(target, "and offloading", past_key_values=offloaded)
+    refuses(target, "and offloading", **{CACHE_NAME: offloaded})
 
 
 def test_encoder_decoder() -> None:
@@ -77,7 +77,7 @@ def test_padding_that_a_pass_over_a_tree_would_read_differently() -> None:
 
 def test_target_without_a_cache() -> None:
     gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
-    refuses(gpt, "takes no cache and no states")
+    refuses(gpt, "takes neither a cache nor states")
 
 
 def test_attention_that_takes_no_mask(target: PreTrainedModel) -> None:

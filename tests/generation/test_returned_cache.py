@@ -9,6 +9,7 @@ from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
 from transformers import DynamicCache, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.internals import CACHE_NAME
 
 
 EOS = 3
@@ -56,7 +57,7 @@ def converse(target: PreTrainedModel, drafter: GumihoModel, turns: tuple[str, ..
         inputs = {
             "input_ids": torch.cat((output.sequences, words), dim=1),
             "attention_mask": torch.cat((mask, torch.ones_like(words)), dim=1),
-            "past_key_values": output.past_key_values,
+            CACHE_NAME: output[CACHE_NAME],
         }
     return outputs
 
@@ -87,7 +88,7 @@ def test_every_row_holds_the_entries_of_all_its_tokens(
         plain, drafted = (decode(target, drafter, name, **prompts) for name in (PLAIN, turn))
         mask = ragged_mask(prompts["attention_mask"], plain.sequences)[:, :-1].bool()
         num_ended_before += int((~mask[:, -1]).sum())
-        expected, cache = plain.past_key_values, drafted.past_key_values
+        expected, cache = plain[CACHE_NAME], drafted[CACHE_NAME]
         assert isinstance(cache, DynamicCache)
         assert cache.get_seq_length() == expected.get_seq_length() == mask.shape[1]
         for ours, theirs in zip(cache.layers, expected.layers, strict=True):

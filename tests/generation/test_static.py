@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
 from transformers_gumiho.target.cycle_shapes import CycleShapes
 
 
@@ -76,7 +76,7 @@ def test_cache_can_be_continued_from() -> None:
     first = target.generate(
         **prompt, max_new_tokens=9, cache_implementation="static", return_dict_in_generate=True, **greedy
     )
-    second = target.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=9, **greedy)
+    second = target.generate(first.sequences, **{CACHE_NAME: first[CACHE_NAME]}, max_new_tokens=9, **greedy)
     assert torch.equal(second, target.generate(**prompt, max_new_tokens=18, do_sample=False))
 
 

@@ -23,7 +23,7 @@ from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGene
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.tree_size import ContextRun, DraftingPause, SizeChoice, SizeReason
 from transformers_gumiho.drafting.tree_sizing import TreeSizing
-from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.verification import AcceptedPath
 
@@ -173,8 +173,8 @@ def test_what_is_returned_and_streamed_is_that_of_plain_decoding(do_sample: bool
     for ours, theirs in zip(drafted.hidden_states, plain.hidden_states, strict=True):
         torch.testing.assert_close(ours, theirs)
     # The cache is that of plain decoding: a conversation goes on from it.
-    assert drafted.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
-    for ours, theirs in zip(drafted.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    assert drafted[CACHE_NAME].get_seq_length() == plain[CACHE_NAME].get_seq_length()
+    for ours, theirs in zip(drafted[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys)
     lengths = drafted.accepted_lengths[0]
     assert len(lengths) == len(drafted.tree_sizes)

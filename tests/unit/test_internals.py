@@ -25,7 +25,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, StaticCach
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoGenerationMixin, GumihoModel, internals
 from transformers_gumiho.decoding import dispatch
-from transformers_gumiho.internals import OVERRIDDEN
+from transformers_gumiho.internals import CACHE_NAME, OVERRIDDEN
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 
@@ -139,7 +139,7 @@ def test_the_prompt_is_run_in_chunks_where_generate_does() -> None:
     for settings, num_passes in ((GenerationConfig(), 1), (GenerationConfig(prefill_chunk_size=2), 3)):
         lengths.clear()
         cache = DynamicCache(config=target.config)
-        kwargs = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
+        kwargs = {CACHE_NAME: cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
         logits = internals.run_prompt(target, ids, settings, kwargs | {"position_ids": torch.arange(5)[None]}).logits
         assert len(lengths) == num_passes
         assert cache.get_seq_length() == 5
@@ -161,9 +161,9 @@ def test_only_what_may_be_compiled_on_this_device_is() -> None:
     target = make_target()
     cache = StaticCache(config=target.config, max_cache_len=8)
     anywhere = GenerationConfig(compile_config=internals.compile_on_every_device())
-    assert internals.would_compile(target, {"past_key_values": cache}, anywhere)
-    assert not internals.would_compile(target, {"past_key_values": cache}, GenerationConfig())
-    assert not internals.would_compile(target, {"past_key_values": DynamicCache()}, anywhere)
+    assert internals.would_compile(target, {CACHE_NAME: cache}, anywhere)
+    assert not internals.would_compile(target, {CACHE_NAME: cache}, GenerationConfig())
+    assert not internals.would_compile(target, {CACHE_NAME: DynamicCache()}, anywhere)
 
 
 def test_what_a_target_keeps_of_its_context() -> None:
@@ -175,8 +175,8 @@ def test_what_a_target_keeps_of_its_context() -> None:
     for target in (llama, mamba):
         name = internals.cache_argument(target)
         output = target.generate(torch.tensor([[1, 2]]), max_new_tokens=2, return_dict_in_generate=True)
-        assert output.past_key_values is not None
-        target(torch.tensor([[1, 2]]), **{name: output.past_key_values})
+        assert output[CACHE_NAME] is not None
+        target(torch.tensor([[1, 2]]), **{name: output[CACHE_NAME]})
 
 
 def test_attention_is_adopted_from_another_config() -> None:

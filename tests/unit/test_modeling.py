@@ -352,9 +352,9 @@ def test_cache_continues_the_serial_head() -> None:
     model, inputs = make_model(), make_inputs()
     whole = model(**inputs).serial_features
     first = model(**{name: value[:, :5] for name, value in inputs.items()}, use_cache=True)
-    rest = model(**{name: value[:, 5:] for name, value in inputs.items()}, past_key_values=first.past_key_values)
+    rest = model(**{name: value[:, 5:] for name, value in inputs.items()}, cache=first.cache)
     torch.testing.assert_close(torch.cat((first.serial_features, rest.serial_features), dim=1), whole)
-    assert model(**inputs).past_key_values is None
+    assert model(**inputs).cache is None
 
 
 def test_left_padding_changes_nothing() -> None:

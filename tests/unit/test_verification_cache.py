@@ -65,7 +65,7 @@ def check_pass(cache: VerificationCache, case: Case, held: list[list[torch.Tenso
     mask = cache.attention_mask(visible, depths, torch.float32, case.window)
     new = make_entries(batch_size, NUM_NODES)
     for layer, entries in enumerate(new):
-        keys, values = cache.past_key_values.update(entries, -entries, layer)
+        keys, values = cache.argument.update(entries, -entries, layer)
         assert mask.shape == (batch_size, 1, NUM_NODES, keys.shape[2])
         for row, entries_of_row in enumerate(held):
             length = len(entries_of_row)

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..drafting.settings import DraftingSettings
-from ..internals import cache_argument
+from ..internals import CACHE_NAME, cache_argument
 from ..model.modeling_gumiho import GumihoModel
 from ..target.continuation import check_continuation
 from ..target.cycle_shapes import CycleShapes, cycle_shapes
@@ -124,7 +124,7 @@ def decode_with_tree(
 
 
 def _output(
-    sequences: CommittedSequences, chooser: TokenChooser, records: CycleRecords, past_key_values: Any
+    sequences: CommittedSequences, chooser: TokenChooser, records: CycleRecords, cache: Any
 ) -> GumihoGenerateOutput:
     num_steps = sequences.final_length - sequences.prompt_length
     num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
@@ -134,9 +134,9 @@ def _output(
         scores=chooser.scores.until(num_steps),
         logits=chooser.logits.until(num_steps),
         hidden_states=records.hidden_states.until(num_steps),
-        past_key_values=past_key_values,
         accepted_lengths=accepted_lengths,
         tree_sizes=records.tree_sizes[: max(map(len, accepted_lengths))],
+        **{CACHE_NAME: cache},
     )
 
 
@@ -176,7 +176,7 @@ def _prepare_shapes(
     if shapes.are_fixed:
         # The static cache that `generate()` prepared is dropped; unless the prompt is read in chunks it has taken no
         # memory yet.
-        model_kwargs["past_key_values"] = make_cache(target)
+        model_kwargs[CACHE_NAME] = make_cache(target)
     elif model_kwargs.get(cache_argument(target)) is None:
         # `generate()` leaves a cache of the target's own class to the prompt's pass.
         model_kwargs[cache_argument(target)] = make_cache(target)

@@ -221,7 +221,7 @@ def _make_generator(
         drafter,
         lm_head=head,
         settings=settings,
-        past_key_values=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
+        cache=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
         shapes=session.shapes,
         token_ids=token_ids,
         peek_noise=chooser.peek_noise,

@@ -33,7 +33,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         lm_head: The target's output head, from hidden states `(..., H)` to logits `(..., V)`, or `(..., K)` with
             `token_ids`.
         settings ([`DraftingSettings`]): Shape of the tree.
-        past_key_values ([`TreeCache`]): An empty cache for the drafter.
+        cache ([`TreeCache`]): An empty cache for the drafter.
         max_length (`int`, *optional*): Tokens of the longest text, prompt included; no candidate goes beyond it.
         eos_token_ids: Tokens that end a text; no candidate goes beyond the first of them that was drafted.
         read_last: What the target does between its last hidden states `(1, T, ...)` and its output projection, where
@@ -48,7 +48,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         assistant_model: GumihoModel,
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         settings: DraftingSettings,
-        past_key_values: TreeCache,
+        cache: TreeCache,
         max_length: int | None = None,
         eos_token_ids: Collection[int] = (),
         read_last: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -62,7 +62,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         # otherwise, so all are asked for.
         self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": -1 if layer_ids is None else True}
         self.device = assistant_model.fc.weight.device
-        self.drafter = GumihoDrafter(assistant_model, lm_head, settings, past_key_values, **drafter_kwargs)
+        self.drafter = GumihoDrafter(assistant_model, lm_head, settings, cache, **drafter_kwargs)
         self.max_length = max_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self._read_last = read_last

@@ -28,7 +28,7 @@ class GumihoDrafter:
         lm_head: Maps the target's hidden states `(..., H)` to logits `(..., V)`; takes and returns tensors on the
             target's device. With `token_ids`, to the logits `(..., K)` of these tokens.
         settings ([`DraftingSettings`]): Shape of the tree.
-        past_key_values ([`TreeCache`]): An empty cache for the serial head.
+        cache ([`TreeCache`]): An empty cache for the serial head.
         shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
         token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
             vocabulary.
@@ -43,7 +43,7 @@ class GumihoDrafter:
         model: GumihoModel,
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         settings: DraftingSettings,
-        past_key_values: TreeCache,
+        cache: TreeCache,
         shapes: CycleShapes | None = None,
         token_ids: torch.Tensor | None = None,
         peek_noise: Callable[[int], torch.Tensor | None] | None = None,
@@ -52,7 +52,7 @@ class GumihoDrafter:
         self.model = model
         self.lm_head = lm_head
         self.settings = settings
-        self.cache = past_key_values
+        self.cache = cache
         self.token_ids = token_ids
         self._peek_noise = peek_noise
         self._around_pass = around_pass
@@ -68,7 +68,7 @@ class GumihoDrafter:
             with torch.no_grad():
                 self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids)
         self._committed = [(causal[:, :n, :n], offsets[:, :n]) for n in range(self._num_committed + 1)]
-        self._recombinations = self._find_recombinations(len(past_key_values.lengths))
+        self._recombinations = self._find_recombinations(len(cache.lengths))
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
         self._heads_temperatures = temperatures[model.config.num_serial_tokens :, None, None]

@@ -79,7 +79,7 @@ class GumihoConfig(PreTrainedConfig):
     """
 
     model_type = "gumiho"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache"]
     sub_configs: ClassVar[dict[str, type]] = {"model": LlamaConfig}
 
     model: LlamaConfig | dict[str, Any] | None = None

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from ..internals import adopt_attention_implementation, capture_outputs
+from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from .checkpoint_conversion import (
     IGNORED_KEYS,
     check_fit,
@@ -42,7 +42,7 @@ class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel)
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["cache"]
     _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -238,7 +238,7 @@ class GumihoModel(GumihoPreTrainedModel):
         fused: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """
@@ -249,20 +249,20 @@ class GumihoModel(GumihoPreTrainedModel):
             attention_mask: `(B, past + T)` with 0 at padding, or `(B, 1, T, keys)` in the form that the attention
                 implementation takes, which is then used as it is.
             position_ids (`(B, T)`): Positions for the rotary embedding; counted on from the cache where not given.
-            past_key_values: The serial head's cache. Extended in place.
+            cache: The serial head's cache. Extended in place.
 
         Returns:
             `(B, T, H)`: the serial features.
         """
         if position_ids is None:
-            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past_length = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
         mask = create_causal_mask(
             config=self.config.get_text_config(),
             inputs_embeds=fused,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
+            **{CACHE_NAME: cache},
         )
         position_embeddings = self.rotary_emb(fused, position_ids)
         features = fused
@@ -271,9 +271,9 @@ class GumihoModel(GumihoPreTrainedModel):
                 features,
                 attention_mask=mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
+                use_cache=cache is not None,
                 position_embeddings=position_embeddings,
+                **{CACHE_NAME: cache},
                 **kwargs,
             )
         return features
@@ -285,7 +285,7 @@ class GumihoModel(GumihoPreTrainedModel):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         unroll: bool = False,
         further_steps: int = 0,
@@ -301,7 +301,7 @@ class GumihoModel(GumihoPreTrainedModel):
                 H)` where the drafter reads k layers, see [`read_target`].
             attention_mask (*optional*): As in [`run_serial_head`].
             position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
-            past_key_values (`Cache`, *optional*): The serial head's cache; extended in place.
+            cache (`Cache`, *optional*): The serial head's cache; extended in place.
             use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
             unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
                 feature instead of the target's state, at every position, as it happens in drafting. For training and
@@ -318,10 +318,10 @@ class GumihoModel(GumihoPreTrainedModel):
                 f"`hidden_states` must have shape (batch, tokens, {width}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
-        if unroll and (past_key_values is not None or use_cache):
-            raise ValueError("`unroll=True` runs whole texts. Leave `past_key_values` and `use_cache` out.")
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config.get_text_config())
+        if unroll and (cache is not None or use_cache):
+            raise ValueError("`unroll=True` runs whole texts. Leave `cache` and `use_cache` out.")
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))
         unrolled_features = None
         if unroll:
@@ -329,7 +329,7 @@ class GumihoModel(GumihoPreTrainedModel):
                 self, input_ids, fused, further_steps, attention_mask, position_ids, **kwargs
             )
         else:
-            serial_features = self.run_serial_head(fused, attention_mask, position_ids, past_key_values, **kwargs)
+            serial_features = self.run_serial_head(fused, attention_mask, position_ids, cache, **kwargs)
         if serial_only:
             num_paths = max(input_ids.shape[1] - self.config.num_serial_tokens, 0)
             parallel_features = serial_features.new_zeros(len(input_ids), 0, num_paths, serial_features.shape[-1])
@@ -341,7 +341,7 @@ class GumihoModel(GumihoPreTrainedModel):
             serial_features=serial_features,
             parallel_features=parallel_features,
             unrolled_features=unrolled_features,
-            past_key_values=past_key_values,
+            cache=cache,
         )
 
     def _path_inputs(self, input_ids: torch.Tensor, serial_features: torch.Tensor) -> torch.Tensor:

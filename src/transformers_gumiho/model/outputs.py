@@ -25,7 +25,7 @@ class GumihoOutput(ModelOutput):
             For each serial token j = 1..S-1 beyond the first, and any `further_steps` after them, `(B, T - j, H)`: at
             position t, the prediction of the target's hidden state t+1+j that the serial head makes from its own
             feature of token j-1.
-        past_key_values (`Cache`, *optional*):
+        cache (`Cache`, *optional*):
             The keys and values of the serial head, with `use_cache=True`.
         hidden_states (`tuple[torch.Tensor]`, *optional*):
             Input of the serial head and output of each of its layers, each `(B, T, H)`.
@@ -36,7 +36,7 @@ class GumihoOutput(ModelOutput):
     serial_features: torch.Tensor | None = None
     parallel_features: torch.Tensor | None = None
     unrolled_features: tuple[torch.Tensor, ...] | None = None
-    past_key_values: Cache | None = None
+    cache: Cache | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
 

@@ -47,7 +47,7 @@ class ChainCache(VerificationCache):
         return [self._length] * self._batch_size
 
     @property
-    def past_key_values(self) -> Any:
+    def argument(self) -> Any:
         """The caller's cache. It holds neither pending tokens nor, until the next pass, only accepted ones."""
         return as_argument(self._cache)
 
@@ -87,7 +87,7 @@ class ChainCache(VerificationCache):
         self._num_accepted -= max(num_removed)
         self._length -= max(num_removed)
 
-    def restore(self, past_key_values: Any) -> None:
+    def restore(self, caller_cache: Any) -> None:
         """Leaves in the caller's cache what was committed and is not pending. The end of this cache."""
         self._settle()
         self._kept = self._pending = None

@@ -56,7 +56,7 @@ class ChainSession(TargetSession):
         model_inputs = self.model.prepare_inputs_for_generation(
             tokens,
             **self._node_kwargs(num_tokens) | self._image_mask(start + num_nodes),
-            **{cache_argument(self.model): self.cache.past_key_values},
+            **{cache_argument(self.model): self.cache.argument},
             attention_mask=self._attention_mask(start + num_nodes),
             **({} if self._model_kwargs.get("position_ids") is None else {"position_ids": position_ids}),
         )

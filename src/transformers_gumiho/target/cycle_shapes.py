@@ -10,7 +10,7 @@ import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from ..internals import would_compile
+from ..internals import CACHE_NAME, would_compile
 
 
 # Caches grow by at least so many slots, and by a quarter, so that texts of a little more or less run what is compiled.
@@ -77,7 +77,7 @@ def cycle_shapes(
     """
     if generation_config.cache_implementation != "static":
         return CycleShapes()
-    cache: StaticCache = model_kwargs["past_key_values"]
+    cache: StaticCache = model_kwargs[CACHE_NAME]
     # `generate()` makes it as long as the longest text so far, so that shapes seldom change.
     longest = getattr(cache, "get_max_length", None) or cache.get_max_cache_shape
     capacity = CycleShapes(0).slots_for(longest() + num_nodes)

@@ -4,6 +4,7 @@ import inspect
 from typing import Any, get_args, get_origin
 
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ..internals import cache_argument, keeps_dynamic_cache
 from .feature_reader import find_decoder
@@ -35,12 +36,15 @@ def cache_class(target: PreTrainedModel) -> type | None:
     parameter = inspect.signature(find_decoder(target).forward).parameters.get(name)
     kinds = get_args(parameter.annotation) if parameter is not None else ()
     kinds = tuple(get_origin(kind) or kind for kind in kinds)
-    holds_states = name != "past_key_values"
-    return next((kind for kind in kinds if _is_derived(kind) or (holds_states and kind is not type(None))), None)
+    return next((kind for kind in kinds if _is_derived(kind) or _holds_states(kind)), None)
 
 
 def _is_derived(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, DynamicCache)
+
+
+def _holds_states(kind: Any) -> bool:
+    return not (isinstance(kind, type) and issubclass(kind, (Cache, type(None))))
 
 
 def make_cache(target: PreTrainedModel) -> DynamicCache | None:
@@ -55,9 +59,9 @@ def make_cache(target: PreTrainedModel) -> DynamicCache | None:
     return own() if _is_derived(kind) else None
 
 
-def as_cache(past_key_values: Any) -> Any:
+def as_cache(kept: Any) -> Any:
     """Returns what a target keeps as a cache whose attributes can be kept and put back."""
-    return BareStates(past_key_values) if isinstance(past_key_values, list) else past_key_values
+    return BareStates(kept) if isinstance(kept, list) else kept
 
 
 def as_argument(cache: Any) -> Any:

@@ -133,8 +133,8 @@ def check_target(target: PreTrainedModel) -> None:
     check_attention(target)
     if cache_class(target) is None:
         raise ValueError(
-            f"{name} takes no cache and no states (`past_key_values`, `cache_params` or `state`), behind which drafts "
-            f"could be verified. Generate without `assistant_model`."
+            f"{name} takes neither a cache nor states, behind which drafts could be verified. Generate without "
+            f"`assistant_model`."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")

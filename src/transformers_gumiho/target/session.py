@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..internals import attention_implementation
+from ..internals import attention_implementation, cache_argument
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 from .cycle_shapes import CycleShapes
@@ -130,7 +130,7 @@ class TargetSession:
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
-            past_key_values=self.cache.past_key_values,
+            **{cache_argument(self.model): self.cache.argument},
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=position_ids,
         )
@@ -190,9 +190,7 @@ class TargetSession:
     def _node_kwargs(self, num_nodes: int) -> dict[str, Any]:
         """Returns the arguments of the caller that go to every pass, extended to `num_nodes` nodes where needed."""
         handled = (
-            "past_key_values",
-            "cache_params",
-            "state",
+            cache_argument(self.model),
             "attention_mask",
             "position_ids",
             "inputs_embeds",

@@ -104,7 +104,7 @@ class TreeCache(Cache, VerificationCache):
         return self.slots.lengths
 
     @property
-    def past_key_values(self) -> "TreeCache":
+    def argument(self) -> "TreeCache":
         """The cache itself."""
         return self
 
@@ -178,8 +178,8 @@ class TreeCache(Cache, VerificationCache):
     def truncate(self, num_removed: Sequence[int]) -> None:
         self.slots.set_lengths([length - number for length, number in zip(self.lengths, num_removed, strict=True)])
 
-    def restore(self, past_key_values: Any) -> None:
+    def restore(self, caller_cache: Any) -> None:
         """Moves the committed entries back to the cache they came from; shorter rows end in zeros."""
-        move_to(past_key_values, self.layers, self.buffers, self.lengths)
+        move_to(caller_cache, self.layers, self.buffers, self.lengths)
         self.layers.clear()
         self.buffers.free()

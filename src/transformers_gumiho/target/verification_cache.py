@@ -23,7 +23,7 @@ class VerificationCache(ABC):
 
     @property
     @abstractmethod
-    def past_key_values(self) -> Cache:
+    def argument(self) -> Cache:
         """What a pass of the target reads and writes."""
 
     @abstractmethod
@@ -67,5 +67,5 @@ class VerificationCache(ABC):
         """Gives up the newest `num_removed[b]` committed entries of each row."""
 
     @abstractmethod
-    def restore(self, past_key_values: Any) -> None:
+    def restore(self, caller_cache: Any) -> None:
         """Moves the committed entries back to the caller's cache that they came from. The end of this cache."""

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-from ..internals import has_placement_hook
+from ..internals import CACHE_NAME, has_placement_hook
 from ..target.feature_reader import FeatureReader, TargetStates
 from ..target.output_head import drafting_head, output_head
 
@@ -108,8 +108,8 @@ class OnlineFeatures:
             config=self.config.get_text_config(decoder=True),
             inputs_embeds=like,
             attention_mask=None,
-            past_key_values=None,
             position_ids=position_ids,
+            **{CACHE_NAME: None},
         )
 
     def _check_packing(self, device: torch.device) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from ...internals import CACHE_NAME
 from ...target.feature_reader import find_decoder
 from ...target.prediction_head import projected_states
 from ..target_features import OnlineFeatures
@@ -175,8 +176,8 @@ class _Batch:
             input_ids=ids.to(self.device),
             attention_mask=mask,
             position_ids=positions.to(self.device),
-            past_key_values=self.cache,
             use_cache=True,
+            **{CACHE_NAME: self.cache},
         ).last_hidden_state
         return projected_states(self.continuing.target, states)
 
