@@ -12,7 +12,7 @@ MAX_LAYERS = 4
 
 # By name of the field, where the default is a number.
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB_SIZE),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "input_embedding_size"), 32),
     **dict.fromkeys(("output_embedding_size", "attention_hidden_size", "word_embed_proj_dim", "emb_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "dff"), 48),
@@ -67,6 +67,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # A cache gets as many layers as the encoder has.
     "blenderbot": {"encoder_layers": 4},
     "blt": {"encoder_hash_byte_group_vocab": 64},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "layer_types": _SLIDING_AND_FULL,
@@ -128,13 +129,13 @@ TOKENS += ("eod_token_id", "forced_eos_token_id")
 OF_LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 
-def small_config(model_type: str) -> PreTrainedConfig:
+def small_config(model_type: str, **settings: Any) -> PreTrainedConfig:
     """
     Returns a config of a causal language model of a few layers, each kind of layer among them, with `VOCAB_SIZE`
-    tokens, of which 0 pads and none ends a text.
+    tokens, of which 0 pads and none ends a text, and with these settings.
     """
     config_class = CONFIG_MAPPING[model_type]
-    overrides = OVERRIDES.get(model_type, {})
+    overrides = OVERRIDES.get(model_type, {}) | settings
     config = config_class(**overrides.get("first", {}))
     return _shrunk(config, {name: value for name, value in overrides.items() if name != "first"})
 

@@ -21,6 +21,8 @@ from transformers import (
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
+    XLMConfig,
+    XLMWithLMHeadModel,
 )
 
 from transformers_gumiho import GumihoConfig, GumihoModel
@@ -77,7 +79,9 @@ def test_padding_that_a_pass_over_a_tree_would_read_differently() -> None:
 
 def test_target_without_a_cache() -> None:
     gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
-    refuses(gpt, "takes neither a cache nor states")
+    xlm = XLMWithLMHeadModel(XLMConfig(n_words=8, emb_dim=32, n_layers=1, n_heads=4))
+    for target in (gpt, xlm):
+        refuses(target, "takes neither a cache nor states")
 
 
 def test_attention_that_takes_no_mask(target: PreTrainedModel) -> None:

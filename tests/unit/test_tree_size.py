@@ -211,6 +211,19 @@ def test_at_rest_what_a_row_gains_that_is_ahead_is_lost() -> None:
     assert sizes[2] == sizes[4] == 0
 
 
+def test_at_rest_only_what_is_clearly_faster_is_verified() -> None:
+    """Of two sizes that cost nearly the same a table may tell the wrong one, and plain decoding is never slower."""
+    sizes = {}
+    for gain in (0.05, 0.1, 0.2):  # a cycle takes a hundredth longer with the token
+        branch = ContextBranch.make([[7]], [[math.log(gain)]], CPU)
+        sizing = TreeSizing(costs_of(draft_ms=6.0, node_ms=0.1))
+        while not sizing.pauses():
+            sizing.cut(random_tree(seed=0, batch_size=1, num_nodes=20), [1.0], branch)
+            sizing.observe([1], [0])
+        sizes[gain] = sizing.size_at_rest([1.0], branch)
+    assert sizes == {0.05: 0, 0.1: 0, 0.2: 1}
+
+
 def test_drafter_rests_where_the_context_alone_is_faster() -> None:
     """It adds nothing to a context that is always right, and is taken up again when that is always wrong."""
     drafted = random_tree(seed=0, batch_size=1, num_nodes=20)

@@ -33,8 +33,9 @@ _PRIOR_TOKENS = 2.0
 # What is expected of the first cycle counts as at most so many times the speed of plain decoding: a drafter that does
 # not fit may be sure of itself.
 _MOST_EXPECTED_SPEEDUP = 2.0
-# How much of the speed of drafts from the context alone is enough to go on drafting: few cycles tell little, and a
-# drafter that rests by mistake does so for a while.
+# How much of the speed of another way is enough to go on: few cycles tell little, and nor does a table where two sizes
+# cost nearly the same. So the drafter goes on beside drafts from the context alone that are not clearly faster, and a
+# cycle at rest is one of plain decoding unless what the context drafts makes it clearly faster.
 _CLEARLY = 0.9
 # The power of the rows' weights in cycles at rest: rows without a match get one token, and what others get besides is
 # lost unless they are the slowest.
@@ -291,7 +292,9 @@ class TreeSizing:
         # Not as many as the branch has, if that is none of them: in fixed shapes it would take functions of its own.
         sizes = [size for size in self._sizes if size <= probabilities.shape[1]]
         counting = _weights_at_rest(weights[is_open])
-        return choose_size(probabilities, sizes, self._costs, drafter_rests=True, weights=counting)
+        choice = choose_size(probabilities, sizes, self._costs, drafter_rests=True, weights=counting)
+        speeds = choice.tokens_per_second
+        return replace(choice, size=0) if speeds[0] >= _CLEARLY * speeds[choice.place] else choice
 
 
 def _weights_at_rest(weights: np.ndarray) -> np.ndarray:

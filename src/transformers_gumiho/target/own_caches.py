@@ -29,14 +29,21 @@ def cache_class(target: PreTrainedModel) -> type | None:
     a class of its own or `list`. `None` for a target that keeps nothing of this.
     """
     name = cache_argument(target)
-    if name not in inspect.signature(target.forward).parameters:
+    taken = inspect.signature(target.forward).parameters
+    if name not in taken or dict in _kinds(
+        taken[name]
+    ):  # XLM has a dictionary by that name, which it cannot go on from
         return None
     if keeps_dynamic_cache(target):
         return DynamicCache
     parameter = inspect.signature(find_decoder(target).forward).parameters.get(name)
-    kinds = get_args(parameter.annotation) if parameter is not None else ()
-    kinds = tuple(get_origin(kind) or kind for kind in kinds)
+    kinds = () if parameter is None else _kinds(parameter)
     return next((kind for kind in kinds if _is_derived(kind) or _holds_states(kind)), None)
+
+
+def _kinds(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    """Returns what an annotation allows."""
+    return tuple(get_origin(kind) or kind for kind in get_args(parameter.annotation))
 
 
 def _is_derived(kind: Any) -> bool:

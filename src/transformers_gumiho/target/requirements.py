@@ -122,6 +122,8 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
         )
     if "local" in getattr(config, "attention_layers", ()):
         return "cuts its local attention windows by cache slot, not by the attention mask"
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
+        return "reads the keys and values of an earlier loop out of its cache itself, where a draft tree has others"
     return None
 
 
