@@ -188,7 +188,10 @@ class Way:
 
 
 class ContextAlone(Way):
-    """The drafter always rests: plain decoding, with what the context drafts as far as it is worth its time."""
+    """
+    The drafter always rests: plain decoding, with what the context drafts as far as it is worth its time. (Decoding
+    takes it only where that is clearly faster.)
+    """
 
     has_runs = False
 

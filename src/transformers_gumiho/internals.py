@@ -145,9 +145,11 @@ def cache_argument(target: PreTrainedModel) -> str:
     Returns the argument that the target takes its cache by, which its output has the same name for. Before 5.24
     `generate()` settled it by the name of the class, but for what it made no cache for.
     """
-    if CACHE_NAME == "past_key_values" and "mamba" in type(target).__name__.lower():
-        return "cache_params"
     names = inspect.signature(target.forward).parameters
+    if CACHE_NAME == "cache":
+        return CACHE_NAME if CACHE_NAME in names or "state" not in names else "state"
+    if "mamba" in type(target).__name__.lower():
+        return "cache_params"
     return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
 
 

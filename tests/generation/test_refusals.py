@@ -81,7 +81,32 @@ def test_target_without_a_cache() -> None:
     gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
     xlm = XLMWithLMHeadModel(XLMConfig(n_words=8, emb_dim=32, n_layers=1, n_heads=4))
     for target in (gpt, xlm):
-        refuses(target, "takes neither a cache nor states")
+        refuses(target, "takes no cache that `generate\\(\\)` goes on from")
+
+
+class HandsOn(LlamaForCausalLM):
+    """As one that was written before 5.24 looks, with `past_key_values` and all other arguments as they come."""
+
+    def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        given = {} if past_key_values is None else {"past_key_values": past_key_values}
+        return super().forward(input_ids, position_ids=position_ids, **given, **kwargs)
+
+
+class Drops(HandsOn):
+    def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("cache", None)
+        return super().forward(input_ids, position_ids, **kwargs)
+
+
+def test_forward_that_was_written_for_an_older_release(target: PreTrainedModel) -> None:
+    drafter, prompt = make_drafter(target), make_prompts([5])
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    old, dropping = (kind(target.config).eval() for kind in (HandsOn, Drops))
+    old.load_state_dict(target.state_dict())
+    drafted = old.generate(**prompt, **settings, assistant_model=drafter)
+    assert torch.equal(drafted, target.generate(**prompt, **settings))
+    with pytest.raises(ValueError, match=f"left the cache empty that it was given as `{CACHE_NAME}`.*Give its"):
+        dropping.generate(**prompt, **settings, assistant_model=drafter)
 
 
 def test_attention_that_takes_no_mask(target: PreTrainedModel) -> None:

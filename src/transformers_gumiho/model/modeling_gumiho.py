@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRotaryEmbedding,
 )
+from transformers.utils.deprecation import deprecate_kwarg
 
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from .checkpoint_conversion import (
@@ -42,7 +43,7 @@ class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel)
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["cache"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["cache", CACHE_NAME]
     _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -278,6 +279,8 @@ class GumihoModel(GumihoPreTrainedModel):
             )
         return features
 
+    # As transformers' own models take the older name.
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @capture_outputs
     def forward(
         self,

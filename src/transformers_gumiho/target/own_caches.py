@@ -1,7 +1,9 @@
 """The cache that a target keeps where the caller gives none: an ordinary one, one of its own class, or bare states."""
 
 import inspect
-from typing import Any, get_args, get_origin
+from collections.abc import Callable
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -29,21 +31,35 @@ def cache_class(target: PreTrainedModel) -> type | None:
     a class of its own or `list`. `None` for a target that keeps nothing of this.
     """
     name = cache_argument(target)
-    taken = inspect.signature(target.forward).parameters
-    if name not in taken or dict in _kinds(
-        taken[name]
-    ):  # XLM has a dictionary by that name, which it cannot go on from
+    if not _takes(target.forward, name):
         return None
     if keeps_dynamic_cache(target):
         return DynamicCache
-    parameter = inspect.signature(find_decoder(target).forward).parameters.get(name)
-    kinds = () if parameter is None else _kinds(parameter)
+    kinds = _kinds(find_decoder(target).forward, name)
     return next((kind for kind in kinds if _is_derived(kind) or _holds_states(kind)), None)
 
 
-def _kinds(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    """Returns what an annotation allows."""
-    return tuple(get_origin(kind) or kind for kind in get_args(parameter.annotation))
+def _takes(forward: Callable[..., Any], name: str) -> bool:
+    """
+    Whether a target's `forward` takes a cache by this name. One that was written for releases before 5.24, around
+    another `forward`, has an older name of its own and hands this one on among its other arguments.
+    """
+    parameters = inspect.signature(forward).parameters
+    if name not in parameters:
+        hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        return hands_on and "past_key_values" in parameters
+    # XLM has had a dictionary of this name since before there were caches.
+    return dict not in _kinds(forward, name)
+
+
+def _kinds(forward: Callable[..., Any], name: str) -> tuple[Any, ...]:
+    """Returns what the annotation of a parameter allows; nothing where there is none."""
+    parameter = inspect.signature(forward).parameters.get(name)
+    if parameter is None or parameter.annotation is parameter.empty:
+        return ()
+    annotation = parameter.annotation
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return tuple(get_origin(kind) or kind for kind in (get_args(annotation) if is_union else (annotation,)))
 
 
 def _is_derived(kind: Any) -> bool:

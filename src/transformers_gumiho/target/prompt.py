@@ -115,6 +115,12 @@ def _run_prompt(
 def _num_entries(model: PreTrainedModel, cache: Any, mask: torch.Tensor | None, num_read: int) -> int:
     """Returns the tokens that the prompt's pass has left in `cache`."""
     if verification_kind(model) == "tree":
+        if not cache.get_seq_length():
+            raise ValueError(
+                f"{type(model).__name__} has left the cache empty that it was given as `{cache_argument(model)}`, the "
+                f"name by which this release of transformers hands it on. Give its `forward` a parameter of that "
+                f"name, or generate without `assistant_model`."
+            )
         return cache.get_seq_length()
     # A cache that holds states alone counts none; the mask has an entry for each.
     return num_read if mask is None else mask.shape[1]

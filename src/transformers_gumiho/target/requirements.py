@@ -122,8 +122,8 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
         )
     if "local" in getattr(config, "attention_layers", ()):
         return "cuts its local attention windows by cache slot, not by the attention mask"
-    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop":
-        return "reads the keys and values of an earlier loop out of its cache itself, where a draft tree has others"
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
+        return "has loops of layers that read what the last loop wrote out of the cache themselves"
     return None
 
 
@@ -135,8 +135,8 @@ def check_target(target: PreTrainedModel) -> None:
     check_attention(target)
     if cache_class(target) is None:
         raise ValueError(
-            f"{name} takes neither a cache nor states, behind which drafts could be verified. Generate without "
-            f"`assistant_model`."
+            f"{name} takes no cache that `generate()` goes on from (`{cache_argument(target)}`), behind which drafts "
+            f"could be verified. Generate without `assistant_model`."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
