@@ -4,14 +4,15 @@
 
 As in `bound_sizes.py`, texts are decoded once, and the drafter's trees kept after each of their tokens. Then batches
 of these texts, put together at random, are played through: with trees of fixed sizes, with sizes that fit by the mean
-of the rows, and with sizes that fit as decoding chooses them, for the rows that are behind. A batch takes as long as
-its slowest row; what cycles cost is the table's. With `--shortest 16` texts end anywhere from their 16th token on,
-as answers do in a chat; without, most of them are as long as `--max_new_tokens`.
+of the rows, and with sizes that fit as decoding chooses them, for the rows that are behind, also for a drafter that is
+as sure and always wrong. A batch takes as long as its slowest row; what cycles cost is the table's. With `--shortest
+16` texts end anywhere from their 16th token on, as answers do in a chat; without, most of them are as long as
+`--max_new_tokens`.
 """
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from bound_sizes import BoundArguments, Lookup, Text, read_texts
@@ -144,6 +145,15 @@ def ended_at_random(text: Text, number: random.Random, shortest: int) -> Text:
     return Text(text.prompt, text.tokens[:length], text.trees[: length - 1])
 
 
+def always_wrong(text: Text) -> Text:
+    """Returns a text whose trees hold tokens that none has, with the scores that they had."""
+    trees = [
+        replace(tree, tokens=torch.cat((tree.tokens[:, :1], torch.full_like(tree.tokens[:, 1:], -1)), dim=1))
+        for tree in text.trees
+    ]
+    return Text(text.prompt, text.tokens, trees)
+
+
 def put_into_batches(texts: list[Text], batch_size: int, args: BatchArguments) -> list[list[Text]]:
     """Returns batches of texts, in which each text is as often as there are rounds, but for what is left over."""
     if batch_size > len(texts):
@@ -165,9 +175,14 @@ def speeds_of(
     plain_ms = sum(max(len(text.trees) for text in texts) for texts in batches) * costs.plain_ms
     for size in args.fixed_sizes:
         yield f"trees of {size}", plain_ms / sum(play_fixed(texts, costs, size, lookup) for texts in batches)
-    for name, weigh in (("for the mean of the rows", equal_weights), ("for those that are behind", row_weights)):
+    wrong = [[always_wrong(text) for text in texts] for texts in batches]
+    for name, played, weigh in (
+        ("for the mean of the rows", batches, equal_weights),
+        ("for those that are behind", batches, row_weights),
+        ("with a drafter that is always wrong", wrong, row_weights),
+    ):
         cycles = [
-            ms for texts in batches for _, ms in play_fitting(texts, costs, TreeSizing(costs, curve), lookup, weigh)
+            ms for texts in played for _, ms in play_fitting(texts, costs, TreeSizing(costs, curve), lookup, weigh)
         ]
         yield f"sizes that fit, {name}", plain_ms / sum(cycles)
 

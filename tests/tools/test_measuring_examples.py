@@ -332,6 +332,9 @@ def test_batches_that_are_played_are_those_of_decoding(
     assert script.play_fixed(texts, costs, 12, looked_up) == pytest.approx(len(fixed) * float(costs.cycle_ms(12)))
     by_the_mean = list(script.play_fitting(texts, costs, script.TreeSizing(costs), looked_up, script.equal_weights))
     assert played != by_the_mean
+    # Where no draft is right a cycle makes one token, whatever it verifies.
+    wrong = script.always_wrong(texts[0])
+    assert script.play_fixed([wrong], costs, 5, None) == pytest.approx(len(wrong.trees) * float(costs.cycle_ms(5)))
     ended = script.ended_at_random(texts[0], script.random.Random(0), 2)
     assert 2 <= len(ended.tokens) == len(ended.trees) + 1 < 60
     assert texts[0].tokens[: len(ended.tokens)] == ended.tokens

@@ -15,15 +15,18 @@ from .tree_size import (
     DraftingPause,
     SizeChoice,
     SizeReason,
+    accepted_weight,
     choose_size,
+    drafted_weights,
     path_probabilities,
     sizes_up_to,
 )
 
 
-# What a cycle counts for after each further one that drafted: drafts get better and worse within a text.
+# What a cycle counts for after each further one that drafted: drafts get better and worse within a text, and few
+# cycles tell little.
 _FORGETTING_ACCEPTANCE = 0.95
-_FORGETTING_SPEED = 0.85
+_FORGETTING_SPEED = 0.93
 # What runs count for after each further one that was not taken because of them.
 _FORGETTING_REFUSED = 0.8
 # What is left of the cycles before a pause when drafting is tried again: that trial should tell more than they do.
@@ -246,6 +249,8 @@ class TreeSizing:
             most = TRIAL_SIZE + (self._at_rest.size if self._at_rest is not None else 0)
             sizes = tuple(size for size in sizes if size <= most)
         probabilities = path_probabilities(scores, self._rows_together)
+        if self._rows_part(self._weights):
+            probabilities = probabilities * drafted_weights(tree.depths[:, 1:].numpy(force=True)[is_open])
         choice = choose_size(
             probabilities, sizes, self._costs, self._correction.factor, weights=self._weights[is_open]
         )
@@ -268,20 +273,28 @@ class TreeSizing:
         if not isinstance(choice, SizeChoice) or not got.any():
             return
         weights = self._weights[got > 0]
-        tokens = float(np.average(got[got > 0], weights=weights))
+        tokens = 1 + float(np.average(self._counted(got[got > 0] - 1), weights=weights))
         self._tries_again = False
         self._correction.observe(choice.expected[choice.place] / choice.correction, tokens - 1)
         at_rest = self._at_rest
         if at_rest is None:
             self._back_off.observe(tokens, choice.cycle_ms[choice.place])
             return
-        right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[got > 0]
+        right = self._counted(np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[got > 0])
         self._back_off.observe(
             tokens,
             choice.cycle_ms[choice.place],
             1 + float(right.min() if self._in_lockstep else np.average(right, weights=_weights_at_rest(weights))),
             at_rest.cycle_ms[at_rest.place],
         )
+
+    def _rows_part(self, weights: np.ndarray) -> bool:
+        """Whether one row can get ahead of another."""
+        return not self._in_lockstep and int((weights > 0).sum()) > 1
+
+    def _counted(self, num_accepted: np.ndarray) -> np.ndarray:
+        """Returns what as many drafted tokens count as each of the open rows has gained in the newest cycle."""
+        return accepted_weight(num_accepted) if self._rows_part(self._weights) else num_accepted
 
     def _choose_at_rest(self, weights: np.ndarray, branch: ContextBranch | None) -> SizeChoice | None:
         if branch is None:
