@@ -239,7 +239,9 @@ class TreeSizing:
         """
         self._weights = np.array(weights)
         is_open = self._weights > 0
-        scores = tree.scores[:, 1:].numpy(force=True).astype(np.float64)[is_open]
+        # Both at once, as each copy waits for the device.
+        both = torch.stack((tree.scores[:, 1:], tree.depths[:, 1:].to(tree.scores.dtype)))
+        scores, depths = both.numpy(force=True).astype(np.float64)[:, is_open]
         sizes = sizes_up_to(scores.shape[1], self._sizes)
         self._at_rest = self._choose_at_rest(self._weights, branch)
         if branch is not None:
@@ -250,7 +252,7 @@ class TreeSizing:
             sizes = tuple(size for size in sizes if size <= most)
         probabilities = path_probabilities(scores, self._rows_together)
         if self._rows_part(self._weights):
-            probabilities = probabilities * drafted_weights(tree.depths[:, 1:].numpy(force=True)[is_open])
+            probabilities = probabilities * drafted_weights(depths)
         choice = choose_size(
             probabilities, sizes, self._costs, self._correction.factor, weights=self._weights[is_open]
         )
