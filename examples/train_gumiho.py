@@ -227,7 +227,10 @@ def make_drafter(args: ScriptArguments, source: PreTrainedModel | CachedFeatures
 
 
 def main() -> None:
-    args, training_args = HfArgumentParser((ScriptArguments, GumihoTrainingArguments)).parse_args_into_dataclasses()
+    with told_in_one_line("train_gumiho.py"):
+        args, training_args = HfArgumentParser(
+            (ScriptArguments, GumihoTrainingArguments)
+        ).parse_args_into_dataclasses()
     set_seed(training_args.seed)
     check_options(args, training_args)
     if not args.packing and not args.streaming:

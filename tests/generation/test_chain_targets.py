@@ -413,3 +413,8 @@ def test_the_log_says_once_that_chains_are_drafted(caplog: pytest.LogCaptureFixt
             target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter)
     assert caplog.text.count("GPTNeoForCausalLM cuts its local attention windows") == 1
     assert caplog.text.count("`branching_factor` is 1 here") == 1
+    # What is refused verifies nothing.
+    refused = make_chain_target("jamba")
+    with caplog.at_level("WARNING"), pytest.raises(ValueError, match="cannot verify drafts"):
+        refused.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(refused))
+    assert caplog.text.count("`branching_factor` is 1 here") == 1

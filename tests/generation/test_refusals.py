@@ -98,13 +98,25 @@ class Drops(HandsOn):
         return super().forward(input_ids, position_ids, **kwargs)
 
 
-def test_forward_that_was_written_for_an_older_release(target: PreTrainedModel) -> None:
+class NamesNothing(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [HandsOn, NamesNothing])
+def test_forward_around_another(target: PreTrainedModel, kind: type[PreTrainedModel]) -> None:
     drafter, prompt = make_drafter(target), make_prompts([5])
     settings = {"max_new_tokens": 20, "do_sample": False}
-    old, dropping = (kind(target.config).eval() for kind in (HandsOn, Drops))
-    old.load_state_dict(target.state_dict())
-    drafted = old.generate(**prompt, **settings, assistant_model=drafter)
+    around = kind(target.config).eval()
+    around.load_state_dict(target.state_dict())
+    drafted = around.generate(**prompt, **settings, assistant_model=drafter)
     assert torch.equal(drafted, target.generate(**prompt, **settings))
+
+
+def test_forward_that_drops_the_cache(target: PreTrainedModel) -> None:
+    drafter, prompt = make_drafter(target), make_prompts([5])
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    dropping = Drops(target.config).eval()
     with pytest.raises(ValueError, match=f"left the cache empty that it was given as `{CACHE_NAME}`.*Give its"):
         dropping.generate(**prompt, **settings, assistant_model=drafter)
 

@@ -168,6 +168,9 @@ def test_what_is_missing_ends_the_program_with_a_line(tmp_path: Path) -> None:
         (["--features_dir", ".", "--dataset_name", "x", "--streaming"], "leave --dataset_name, --streaming out"),
         (["--dataset_name", "x", "--lora_rank", "4"], "give it with --drafter"),
         (["--dataset_name", "x", "--train_only", "parallel"], "a serial head that is there: give its drafter"),
+        pytest.param(
+            ["--bf16"], "You need to assign use_cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
+        ),
     ],
 )
 def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:

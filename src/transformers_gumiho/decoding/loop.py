@@ -71,12 +71,18 @@ def decode_with_tree(
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
     is_chain = verification_kind(target) == "chain"
-    settings = _drafting_settings(target, assistant_model, generation_config)
+    asked = _drafting_settings(target, assistant_model, generation_config)
+    settings = asked.as_chain() if is_chain else asked
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
     _check_prompt(target, input_ids, model_kwargs, max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
     shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes, len(input_ids))
+    if is_chain and asked.branching_factor > 1:
+        logger.warning_once(
+            f"{type(target).__name__} {tree_obstacle(target)}. It verifies chains instead: `branching_factor` is 1 "
+            f"here."
+        )
     chooser = TokenChooser(
         sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain, settings.longest_path + 1
     )
@@ -154,14 +160,7 @@ def _drafting_settings(
     settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, temperature)
     settings = settings.looking_up(generation_config)
     warn_of_other_machine(target, settings)  # here, as a streamer has got nothing yet
-    obstacle = tree_obstacle(target)
-    if obstacle is None:
-        return settings
-    if settings.branching_factor > 1:
-        logger.warning_once(
-            f"{type(target).__name__} {obstacle}. It verifies chains instead: `branching_factor` is 1 here."
-        )
-    return settings.as_chain()
+    return settings
 
 
 def _prepare_shapes(

@@ -41,13 +41,14 @@ def cache_class(target: PreTrainedModel) -> type | None:
 
 def _takes(forward: Callable[..., Any], name: str) -> bool:
     """
-    Whether a target's `forward` takes a cache by this name. One that was written for releases before 5.24, around
-    another `forward`, has an older name of its own and hands this one on among its other arguments.
+    Whether a target's `forward` takes a cache by this name. One around another `forward` may hand it on among other
+    arguments, without a name for it, or with the one that it had before 5.24.
     """
     parameters = inspect.signature(forward).parameters
     if name not in parameters:
-        hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        return hands_on and "past_key_values" in parameters
+        kinds = {parameter.kind for parameter in parameters.values()}
+        is_named_otherwise = "past_key_values" in parameters or inspect.Parameter.VAR_POSITIONAL in kinds
+        return is_named_otherwise and inspect.Parameter.VAR_KEYWORD in kinds
     # XLM has had a dictionary of this name since before there were caches.
     return dict not in _kinds(forward, name)
 

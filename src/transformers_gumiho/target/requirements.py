@@ -113,8 +113,8 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
     if not takes_positions or getattr(config, "alibi", False):
         return (
-            "does not take the positions of its tokens from `position_ids` (ALiBi-style attention counts them "
-            "itself), so the branches of a draft tree cannot share positions"
+            "counts the positions of its tokens itself, instead of taking them as a `position_ids` that its `forward` "
+            "names, so the branches of a draft tree cannot share positions"
         )
     if getattr(config, "cross_attention_layers", None):
         return (
