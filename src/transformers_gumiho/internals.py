@@ -140,12 +140,27 @@ def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
     return bool(target._supports_default_dynamic_cache())
 
 
+def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
+    """
+    Returns what a target's `forward` takes, by name. Of one that hands further arguments on (`**kwargs`) also what the
+    `forward` takes that it overrides: `generate()` gives both what it gives to all.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    overridden = (vars(kind)["forward"] for kind in type(target).__mro__ if "forward" in vars(kind))
+    for forward in (target.forward, *overridden):
+        parameters = inspect.signature(forward).parameters
+        found = {**parameters, **found}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return found
+
+
 def cache_argument(target: PreTrainedModel) -> str:
     """
     Returns the argument that the target takes its cache by, which its output has the same name for. Before 5.24
     `generate()` settled it by the name of the class, but for what it made no cache for.
     """
-    names = inspect.signature(target.forward).parameters
+    names = forward_parameters(target)
     if CACHE_NAME == "cache":
         return CACHE_NAME if CACHE_NAME in names or "state" not in names else "state"
     if "mamba" in type(target).__name__.lower():
@@ -302,6 +317,7 @@ __all__ = [
     "cpu_attention_reads_groups",
     "dataset_fingerprint",
     "drive_one_device",
+    "forward_parameters",
     "generation_step",
     "has_placement_hook",
     "is_own_sdpa_attention",

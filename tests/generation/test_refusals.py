@@ -1,9 +1,11 @@
 """What cannot work is refused before any model runs, with the cause and the way out."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from chains import make_chain_drafter, make_chain_target
 from refusals import refuses
 from targets import make_drafter, make_prompts, make_target
 from tiny_configs import small_config
@@ -14,6 +16,7 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2ForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     PreTrainedModel,
@@ -25,8 +28,9 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho import GumihoConfig, GumihoModel, internals
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
+from transformers_gumiho.target.own_caches import cache_class
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +99,7 @@ class HandsOn(LlamaForCausalLM):
 class Drops(HandsOn):
     def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
         kwargs.pop("cache", None)
-        return super().forward(input_ids, position_ids, **kwargs)
+        return super().forward(input_ids, **kwargs)
 
 
 class NamesNothing(LlamaForCausalLM):
@@ -103,7 +107,12 @@ class NamesNothing(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [HandsOn, NamesNothing])
+class NamesOne(LlamaForCausalLM):
+    def forward(self, input_ids: Any, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [HandsOn, NamesNothing, NamesOne])
 def test_forward_around_another(target: PreTrainedModel, kind: type[PreTrainedModel]) -> None:
     drafter, prompt = make_drafter(target), make_prompts([5])
     settings = {"max_new_tokens": 20, "do_sample": False}
@@ -113,11 +122,48 @@ def test_forward_around_another(target: PreTrainedModel, kind: type[PreTrainedMo
     assert torch.equal(drafted, target.generate(**prompt, **settings))
 
 
-def test_forward_that_drops_the_cache(target: PreTrainedModel) -> None:
+def test_states_are_taken_by_a_forward_around_another() -> None:
+    """`cache_params` is what states were called before 5.24."""
+
+    class AroundMamba2(Mamba2ForCausalLM):
+        def forward(self, input_ids: Any, cache_params: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids, **({"cache_params": cache_params} if cache_params else {}), **kwargs)
+
+    target = make_chain_target("mamba2")
+    around = AroundMamba2(target.config).double().eval()
+    around.load_state_dict(target.state_dict())
+    settings = make_prompts([5]) | {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    drafted = around.generate(**settings, assistant_model=make_chain_drafter(target))
+    assert torch.equal(drafted, target.generate(**settings))
+
+
+def test_annotations_that_say_nothing_are_no_cache() -> None:
+    """Of a decoder whose target `generate()` makes no cache for."""
+    target = make_chain_target("xlstm")
+    decoder = type(target.backbone)
+    for annotation in ("xLSTMCache | None", Any, inspect.Parameter.empty):
+        signature = inspect.signature(decoder.forward)
+        name = internals.cache_argument(target)
+        parameters = [
+            parameter.replace(annotation=annotation) if parameter.name == name else parameter
+            for parameter in signature.parameters.values()
+        ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoder.forward, "__signature__", signature.replace(parameters=parameters), raising=False)
+            assert cache_class(target) is None
+    assert isinstance(cache_class(target), type)
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_forward_that_drops_the_cache(target: PreTrainedModel, is_filled: bool) -> None:
     drafter, prompt = make_drafter(target), make_prompts([5])
-    settings = {"max_new_tokens": 20, "do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    if is_filled:
+        cache = DynamicCache(config=target.config)
+        target(prompt["input_ids"][:, :3], **{CACHE_NAME: cache})
+        settings[CACHE_NAME] = cache
     dropping = Drops(target.config).eval()
-    with pytest.raises(ValueError, match=f"left the cache empty that it was given as `{CACHE_NAME}`.*Give its"):
+    with pytest.raises(ValueError, match=f"added nothing to the cache that it was given as `{CACHE_NAME}`.*Give its"):
         dropping.generate(**prompt, **settings, assistant_model=drafter)
 
 

@@ -27,7 +27,7 @@ class SizeChoice:
         size: Drafted tokens that are verified.
         sizes: Those that could have been, increasing.
         expected: For each of these sizes, the drafted tokens that are expected to be accepted in a row: the mean of
-            the rows, as much as each weighs, and of several rows as much as each further token counts.
+            the rows, as much as each weighs.
         cycle_ms: For each of them, the milliseconds that a cycle should take.
         plain_ms: Those of a step of plain decoding.
         correction: What expectations were multiplied by, as accepted tokens were told from expected ones before.
@@ -105,20 +105,6 @@ def row_weights(lengths: Sequence[int | None]) -> list[float]:
     slowest = min((length for length in lengths if length is not None), default=0)
     leads = (None if length is None else min(length - slowest, _LONGEST_LEAD) for length in lengths)
     return [0.0 if lead is None else 0.5 ** (lead / _HALVING_LEAD) for lead in leads]
-
-
-def drafted_weights(depths: np.ndarray) -> np.ndarray:
-    """
-    Returns what drafted tokens at these depths (from 1) count in a row of a batch: each of them puts the row ahead for
-    the next one, as the other rows seldom gain as much in the same cycle.
-    """
-    return 0.5 ** ((depths - 1) / _HALVING_LEAD)
-
-
-def accepted_weight(num_accepted: np.ndarray) -> np.ndarray:
-    """Returns what so many drafted tokens count that a row of a batch gains in one cycle, by [`drafted_weights`]."""
-    ratio = 0.5 ** (1 / _HALVING_LEAD)
-    return (1 - ratio**num_accepted) / (1 - ratio)
 
 
 def path_probabilities(scores: np.ndarray, rows_together: bool = False) -> np.ndarray:

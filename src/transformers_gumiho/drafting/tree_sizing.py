@@ -15,9 +15,7 @@ from .tree_size import (
     DraftingPause,
     SizeChoice,
     SizeReason,
-    accepted_weight,
     choose_size,
-    drafted_weights,
     path_probabilities,
     sizes_up_to,
 )
@@ -239,9 +237,7 @@ class TreeSizing:
         """
         self._weights = np.array(weights)
         is_open = self._weights > 0
-        # Both at once, as each copy waits for the device.
-        both = torch.stack((tree.scores[:, 1:], tree.depths[:, 1:].to(tree.scores.dtype)))
-        scores, depths = both.numpy(force=True).astype(np.float64)[:, is_open]
+        scores = tree.scores[:, 1:].numpy(force=True).astype(np.float64)[is_open]
         sizes = sizes_up_to(scores.shape[1], self._sizes)
         self._at_rest = self._choose_at_rest(self._weights, branch)
         if branch is not None:
@@ -251,8 +247,6 @@ class TreeSizing:
             most = TRIAL_SIZE + (self._at_rest.size if self._at_rest is not None else 0)
             sizes = tuple(size for size in sizes if size <= most)
         probabilities = path_probabilities(scores, self._rows_together)
-        if self._rows_part(self._weights):
-            probabilities = probabilities * drafted_weights(depths)
         choice = choose_size(
             probabilities, sizes, self._costs, self._correction.factor, weights=self._weights[is_open]
         )
@@ -275,28 +269,20 @@ class TreeSizing:
         if not isinstance(choice, SizeChoice) or not got.any():
             return
         weights = self._weights[got > 0]
-        tokens = 1 + float(np.average(self._counted(got[got > 0] - 1), weights=weights))
+        tokens = float(np.average(got[got > 0], weights=weights))
         self._tries_again = False
         self._correction.observe(choice.expected[choice.place] / choice.correction, tokens - 1)
         at_rest = self._at_rest
         if at_rest is None:
             self._back_off.observe(tokens, choice.cycle_ms[choice.place])
             return
-        right = self._counted(np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[got > 0])
+        right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[got > 0]
         self._back_off.observe(
             tokens,
             choice.cycle_ms[choice.place],
             1 + float(right.min() if self._in_lockstep else np.average(right, weights=_weights_at_rest(weights))),
             at_rest.cycle_ms[at_rest.place],
         )
-
-    def _rows_part(self, weights: np.ndarray) -> bool:
-        """Whether one row can get ahead of another."""
-        return not self._in_lockstep and int((weights > 0).sum()) > 1
-
-    def _counted(self, num_accepted: np.ndarray) -> np.ndarray:
-        """Returns what as many drafted tokens count as each of the open rows has gained in the newest cycle."""
-        return accepted_weight(num_accepted) if self._rows_part(self._weights) else num_accepted
 
     def _choose_at_rest(self, weights: np.ndarray, branch: ContextBranch | None) -> SizeChoice | None:
         if branch is None:

@@ -1,14 +1,13 @@
 """The cache that a target keeps where the caller gives none: an ordinary one, one of its own class, or bare states."""
 
 import inspect
-from collections.abc import Callable
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..internals import cache_argument, keeps_dynamic_cache
+from ..internals import cache_argument, forward_parameters, keeps_dynamic_cache
 from .feature_reader import find_decoder
 
 
@@ -31,36 +30,22 @@ def cache_class(target: PreTrainedModel) -> type | None:
     a class of its own or `list`. `None` for a target that keeps nothing of this.
     """
     name = cache_argument(target)
-    if not _takes(target.forward, name):
+    parameter = forward_parameters(target).get(name)
+    # XLM has had a dictionary of this name since before there were caches.
+    if parameter is None or dict in _kinds(parameter):
         return None
     if keeps_dynamic_cache(target):
         return DynamicCache
-    kinds = _kinds(find_decoder(target).forward, name)
+    parameter = inspect.signature(find_decoder(target).forward).parameters.get(name)
+    kinds = () if parameter is None else _kinds(parameter)
     return next((kind for kind in kinds if _is_derived(kind) or _holds_states(kind)), None)
 
 
-def _takes(forward: Callable[..., Any], name: str) -> bool:
-    """
-    Whether a target's `forward` takes a cache by this name. One around another `forward` may hand it on among other
-    arguments, without a name for it, or with the one that it had before 5.24.
-    """
-    parameters = inspect.signature(forward).parameters
-    if name not in parameters:
-        kinds = {parameter.kind for parameter in parameters.values()}
-        is_named_otherwise = "past_key_values" in parameters or inspect.Parameter.VAR_POSITIONAL in kinds
-        return is_named_otherwise and inspect.Parameter.VAR_KEYWORD in kinds
-    # XLM has had a dictionary of this name since before there were caches.
-    return dict not in _kinds(forward, name)
-
-
-def _kinds(forward: Callable[..., Any], name: str) -> tuple[Any, ...]:
-    """Returns what the annotation of a parameter allows; nothing where there is none."""
-    parameter = inspect.signature(forward).parameters.get(name)
-    if parameter is None or parameter.annotation is parameter.empty:
-        return ()
-    annotation = parameter.annotation
-    is_union = get_origin(annotation) in (Union, UnionType)
-    return tuple(get_origin(kind) or kind for kind in (get_args(annotation) if is_union else (annotation,)))
+def _kinds(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    """Returns what the annotation of a parameter allows."""
+    is_union = get_origin(parameter.annotation) in (Union, UnionType)
+    kinds = get_args(parameter.annotation) if is_union else (parameter.annotation,)
+    return tuple(get_origin(kind) or kind for kind in kinds)
 
 
 def _is_derived(kind: Any) -> bool:
@@ -68,7 +53,9 @@ def _is_derived(kind: Any) -> bool:
 
 
 def _holds_states(kind: Any) -> bool:
-    return not (isinstance(kind, type) and issubclass(kind, (Cache, type(None))))
+    # Not an annotation that is a string, or says nothing.
+    says_nothing = kind in (Any, inspect.Parameter.empty) or not isinstance(kind, type)
+    return not (says_nothing or issubclass(kind, (Cache, type(None))))
 
 
 def make_cache(target: PreTrainedModel) -> DynamicCache | None:

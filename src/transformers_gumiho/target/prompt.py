@@ -65,6 +65,9 @@ def read_prompt(
     # What they are before the pass, which may put others in their places.
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
     caller_cache = model_kwargs.get(cache_argument(model))
+    num_before = (
+        caller_cache.get_seq_length() if caller_cache is not None and verification_kind(model) == "tree" else 0
+    )
     outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
     if caller_cache is None:
         caller_cache = outputs[cache_argument(model)]
@@ -72,7 +75,7 @@ def read_prompt(
     device = states.last.device
     batch_size, num_read = states.last.shape[:2]
     position_ids = position_ids.to(device)
-    length = _num_entries(model, caller_cache, mask, num_read)
+    length = _num_entries(model, caller_cache, mask, num_read, num_before)
     # A cache of fixed shapes never grows.
     reserved = max_new_tokens if shapes.are_fixed else min(max_new_tokens, MAX_RESERVED_TOKENS)
     prompt = TargetPrompt(
@@ -112,14 +115,14 @@ def _run_prompt(
         return outputs, reader.collect(end_capture())
 
 
-def _num_entries(model: PreTrainedModel, cache: Any, mask: torch.Tensor | None, num_read: int) -> int:
-    """Returns the tokens that the prompt's pass has left in `cache`."""
+def _num_entries(model: PreTrainedModel, cache: Any, mask: torch.Tensor | None, num_read: int, num_before: int) -> int:
+    """Returns the tokens that the prompt's pass, of `num_read`, has left in `cache`, which held `num_before`."""
     if verification_kind(model) == "tree":
-        if not cache.get_seq_length():
+        if cache.get_seq_length() <= num_before:
             raise ValueError(
-                f"{type(model).__name__} has left the cache empty that it was given as `{cache_argument(model)}`, the "
-                f"name by which this release of transformers hands it on. Give its `forward` a parameter of that "
-                f"name, or generate without `assistant_model`."
+                f"{type(model).__name__} has added nothing to the cache that it was given as "
+                f"`{cache_argument(model)}`, the name by which this release of transformers hands it on. Give its "
+                f"`forward` a parameter of that name, or generate without `assistant_model`."
             )
         return cache.get_seq_length()
     # A cache that holds states alone counts none; the mask has an entry for each.

@@ -113,8 +113,8 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
     if not takes_positions or getattr(config, "alibi", False):
         return (
-            "counts the positions of its tokens itself, instead of taking them as a `position_ids` that its `forward` "
-            "names, so the branches of a draft tree cannot share positions"
+            "is not given the positions of its tokens (its `forward` names no `position_ids`, or ALiBi counts them), "
+            "so the branches of a draft tree cannot share positions"
         )
     if getattr(config, "cross_attention_layers", None):
         return (
@@ -136,7 +136,7 @@ def check_target(target: PreTrainedModel) -> None:
     if cache_class(target) is None:
         raise ValueError(
             f"{name} takes no cache that `generate()` goes on from (`{cache_argument(target)}`), behind which drafts "
-            f"could be verified. Generate without `assistant_model`."
+            f"could be verified. Give its `forward` a parameter of that name, or generate without `assistant_model`."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
