@@ -79,10 +79,7 @@ def decode_with_tree(
     num_nodes = settings.num_assistant_tokens + 1
     shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes, len(input_ids))
     if is_chain and asked.branching_factor > 1:
-        logger.warning_once(
-            f"{type(target).__name__} {tree_obstacle(target)}. It verifies chains instead: `branching_factor` is 1 "
-            f"here."
-        )
+        _warn_of_chain(target)
     chooser = TokenChooser(
         sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain, settings.longest_path + 1
     )
@@ -161,6 +158,12 @@ def _drafting_settings(
     settings = settings.looking_up(generation_config)
     warn_of_other_machine(target, settings)  # here, as a streamer has got nothing yet
     return settings
+
+
+def _warn_of_chain(target: PreTrainedModel) -> None:
+    logger.warning_once(
+        f"{type(target).__name__} {tree_obstacle(target)}. It verifies chains instead: `branching_factor` is 1 here."
+    )
 
 
 def _prepare_shapes(

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ..internals import cache_argument
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 from .chain_cache import ChainCache
@@ -56,7 +55,7 @@ class ChainSession(TargetSession):
         model_inputs = self.model.prepare_inputs_for_generation(
             tokens,
             **self._node_kwargs(num_tokens) | self._image_mask(start + num_nodes),
-            **{cache_argument(self.model): self.cache.argument},
+            **{self._cache_argument: self.cache.argument},
             attention_mask=self._attention_mask(start + num_nodes),
             **({} if self._model_kwargs.get("position_ids") is None else {"position_ids": position_ids}),
         )

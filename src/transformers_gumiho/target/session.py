@@ -92,6 +92,7 @@ class TargetSession:
         self._model_kwargs = model_kwargs
         self._reader = reader
         self._dtype = dtype
+        self._cache_argument = cache_argument(model)  # not in every pass: it reads signatures
         self._listening = ExitStack()
         self._has_ended = [False] * len(cache.lengths)
         # Plain decoding runs no token at a later position, and a target with a table of positions (one without a
@@ -130,7 +131,7 @@ class TargetSession:
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
-            **{cache_argument(self.model): self.cache.argument},
+            **{self._cache_argument: self.cache.argument},
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=position_ids,
         )
@@ -190,7 +191,7 @@ class TargetSession:
     def _node_kwargs(self, num_nodes: int) -> dict[str, Any]:
         """Returns the arguments of the caller that go to every pass, extended to `num_nodes` nodes where needed."""
         handled = (
-            cache_argument(self.model),
+            self._cache_argument,
             "attention_mask",
             "position_ids",
             "inputs_embeds",
