@@ -148,12 +148,15 @@ def test_texts_with_the_padding_token_are_timed_as_they_are(monkeypatch: pytest.
     assert [mask.tolist() for mask in masks] == [[[1, 1, 1]] * 2] * 2
 
 
-def test_rows_of_a_batch_are_different_texts() -> None:
+def test_rows_of_a_batch_are_different_texts_of_unequal_lengths() -> None:
     answers = [Answer(torch.arange(start, start + 60), 20) for start in (0, 100)]
-    rows = typical_rows(answers, 20, 3)
-    assert rows.shape == (3, 30)
+    rows, mask = typical_rows(answers, 20, 3)
+    assert rows.shape == mask.shape == (3, 30)
     assert not torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], rows[2])
+    assert mask.sum(dim=1).tolist() == [30, 29, 28], "rows are padded as people's are"
+    assert mask[:, -1].tolist() == [1, 1, 1], "on the left"
+    assert typical_rows(answers, 20, 40)[1].sum(dim=1).min() == 1
 
 
 def test_what_is_found_are_settings_of_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:

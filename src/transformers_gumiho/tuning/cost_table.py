@@ -116,8 +116,9 @@ def _measure_times(
     kind = "sampled" if generate_kwargs["do_sample"] else "greedy"
     with without_end(target):
         for batch_size in tqdm(batch_sizes, desc=f"timing {kind} cycles", unit="batch size"):
-            ids = typical_rows(answers, max_new_tokens, batch_size).to(target.device)
-            turns = [_time_turn(target, drafter, ids, forced, options) for _ in range(3 * repeats + 1)]
+            ids, mask = typical_rows(answers, max_new_tokens, batch_size)
+            prompts = {"ids": ids.to(target.device), "attention_mask": mask.to(target.device)}
+            turns = [_time_turn(target, drafter, prompts, forced, options) for _ in range(3 * repeats + 1)]
             passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
             verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
             verify.append(_milliseconds(smooth(verified).values()))
@@ -146,7 +147,7 @@ def _in_times_of(greedy: _Times, sampled: _Times) -> tuple[Numbers, Numbers]:
 def _time_turn(
     target: PreTrainedModel,
     drafter: GumihoModel,
-    ids: torch.Tensor,
+    prompts: dict[str, torch.Tensor],
     forced: dict[int, dict[str, Any]],
     options: dict[str, Any],
 ) -> tuple[dict[int, float], dict[int, float], float]:
@@ -158,10 +159,11 @@ def _time_turn(
         # Small trees take many cycles, of which a dozen tell enough.
         length = min(options["max_new_tokens"], 12 * (size + 1))
         torch.manual_seed(0)
-        taken = time_drafted(target, drafter, ids, settings, split=True, **options | {"max_new_tokens": length})
+        options_of_size = options | {"max_new_tokens": length}
+        taken = time_drafted(target, drafter, settings=settings, split=True, **prompts, **options_of_size)
         passes[size] = taken.verify_seconds
         rests[size] = taken.cycle_seconds - taken.verify_seconds
-    step = time_plain(target, ids, **options)
+    step = time_plain(target, **prompts, **options)
     return passes, rests, step.seconds / step.num_tokens
 
 
@@ -184,14 +186,21 @@ def forcing_table(size: int, machine: str, dtype: str) -> dict[str, Any]:
     return table.as_dict()
 
 
-def typical_rows(answers: Sequence[Answer], num_new_tokens: int, batch_size: int) -> torch.Tensor:
+def typical_rows(answers: Sequence[Answer], num_new_tokens: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns `(batch_size, T)`: parts of the texts, each as long as [`typical_context`]. Different ones as far as there
-    are, as rows that are alike advance together, which costs less.
+    Returns parts of the texts `(batch_size, T)` and their attention mask; the first is as long as [`typical_context`],
+    and each other one shorter by a token than the one before it.
+
+    Different texts as far as there are, as rows that are alike advance together, which costs less. Padded, as rows of
+    a batch nearly always are: passes with a mask take other ways through attention than passes without one, which may
+    be faster or slower.
     """
     length = len(typical_context(answers, num_new_tokens))
-    rows = [answer.tokens[-length:] for answer in answers if len(answer.tokens) >= length]
-    return torch.stack([rows[row % len(rows)] for row in range(batch_size)])
+    texts = [answer.tokens[-length:] for answer in answers if len(answer.tokens) >= length]
+    ids = torch.stack([texts[row % len(texts)] for row in range(batch_size)])
+    num_padding = torch.arange(batch_size).clamp(max=length - 1)
+    mask = (torch.arange(length) >= num_padding[:, None]).long()
+    return ids, mask
 
 
 def _milliseconds(seconds: Iterable[float]) -> Numbers:

@@ -49,29 +49,32 @@ def time_drafted(
     ids: torch.Tensor,
     settings: dict[str, Any],
     split: bool = False,
+    attention_mask: torch.Tensor | None = None,
     **generate_kwargs: Any,
 ) -> DecodingTime:
     """
-    Decodes after `ids` `(1, T)` with the drafter under `settings`.
+    Decodes after `ids` `(B, T)` with the drafter under `settings`.
 
     Args:
         target: The target.
         drafter: The drafter. Its settings are as before afterwards.
-        ids: The prompt.
+        ids: The prompts.
         settings: Decoding settings of the drafter.
         split: Time cycles, and the target's passes in them, which waits for the device twice in each cycle.
+        attention_mask (`(B, T)`): 0 where rows are padded; by default nowhere.
         **generate_kwargs: For `generate()`.
     """
     with decoding_settings(drafter, settings), _timer(target.device, split) as taken:
-        output = target.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **generate_kwargs
-        )  # fmt: skip
+        mask = _mask_of(ids, attention_mask)
+        output = target.generate(ids, attention_mask=mask, assistant_model=drafter, **generate_kwargs)
     taken.num_tokens = output.shape[1] - ids.shape[1] - 1
     return taken
 
 
-def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: Any) -> DecodingTime:
-    """Decodes after `ids` `(1, T)` without a drafter."""
+def time_plain(
+    target: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **generate_kwargs: Any
+) -> DecodingTime:
+    """Decodes after `ids` `(B, T)`, padded where `attention_mask` is 0, without a drafter."""
     begins: list[float] = []
 
     # Not a hook: what reads a prompt may be several passes, and a compiled pass should stay as it is.
@@ -82,13 +85,17 @@ def time_plain(target: PreTrainedModel, ids: torch.Tensor, **generate_kwargs: An
         return keep_going
 
     keep_going = torch.zeros(1, dtype=torch.bool, device=ids.device)
-    # With the mask a text whose last token also stands for padding is not taken for padded.
     output = target.generate(
-        ids, attention_mask=torch.ones_like(ids), stopping_criteria=StoppingCriteriaList([note_first_token]),
+        ids, attention_mask=_mask_of(ids, attention_mask), stopping_criteria=StoppingCriteriaList([note_first_token]),
         **generate_kwargs,
     )  # fmt: skip
     synchronize(target.device)
     return DecodingTime(output.shape[1] - ids.shape[1] - 1, time.perf_counter() - begins[0])
+
+
+def _mask_of(ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    # Without a mask a text whose last token also stands for padding would be taken for padded.
+    return torch.ones_like(ids) if given is None else given
 
 
 @contextmanager
