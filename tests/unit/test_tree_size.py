@@ -270,6 +270,20 @@ def test_what_the_context_alone_would_have_done_is_counted_in_all_rows(monkeypat
         )  # fmt: skip
 
 
+def test_drafter_rests_where_the_slowest_row_gains_nothing() -> None:
+    """A batch takes as long as that one, however much the others get."""
+    tree, costs = random_tree(seed=0, batch_size=2, num_nodes=12), costs_of(8.0, node_ms=0.1)
+    for weights, pauses in (([1.0, 1.0], False), ([1.0, 2.0], True)):
+        sizing = TreeSizing(costs)
+        for _ in range(4):
+            assert not sizing.pauses()
+            sizing.cut(tree, weights)
+            sizing.observe([5, 1])
+            if sizing.is_pausing:
+                break
+        assert sizing.is_pausing == pauses, weights
+
+
 def test_a_branch_alone_is_a_tree() -> None:
     branch = ContextBranch.make([[7, 8, 9], [4, 5, 6]], [[-0.1, -0.2, -0.3], [-0.5, -math.inf, -math.inf]], CPU)
     root = torch.tensor([1, 2])

@@ -38,9 +38,9 @@ _MOST_EXPECTED_SPEEDUP = 2.0
 # cost nearly the same. So the drafter goes on beside drafts from the context alone that are not clearly faster, and a
 # cycle at rest is one of plain decoding unless what the context drafts makes it clearly faster.
 _CLEARLY = 0.9
-# The power of the rows' weights in cycles at rest: rows without a match get one token, and what others get besides is
-# lost unless they are the slowest.
-_SHARPER_AT_REST = 4
+# The power of the rows' weights where cycles are held against plain decoding: every row gets a token of that, and what
+# rows get besides is lost unless they are the slowest.
+_SHARPER_AGAINST_PLAIN = 4
 # Drafted tokens that are verified at most when drafting is tried again, beside as many as the context would have
 # drafted alone: enough to tell whether it pays.
 TRIAL_SIZE = 4
@@ -269,20 +269,17 @@ class TreeSizing:
         if not isinstance(choice, SizeChoice) or not got.any():
             return
         weights = self._weights[got > 0]
-        tokens = float(np.average(got[got > 0], weights=weights))
         self._tries_again = False
-        self._correction.observe(choice.expected[choice.place] / choice.correction, tokens - 1)
-        at_rest = self._at_rest
+        accepted = float(np.average(got[got > 0], weights=weights)) - 1
+        self._correction.observe(choice.expected[choice.place] / choice.correction, accepted)
+        weights, at_rest = _weights_against_plain(weights), self._at_rest
+        tokens, cycle_ms = float(np.average(got[got > 0], weights=weights)), choice.cycle_ms[choice.place]
         if at_rest is None:
-            self._back_off.observe(tokens, choice.cycle_ms[choice.place])
+            self._back_off.observe(tokens, cycle_ms)
             return
         right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[got > 0]
-        self._back_off.observe(
-            tokens,
-            choice.cycle_ms[choice.place],
-            1 + float(right.min() if self._in_lockstep else np.average(right, weights=_weights_at_rest(weights))),
-            at_rest.cycle_ms[at_rest.place],
-        )
+        undrafted_tokens = 1 + float(right.min() if self._in_lockstep else np.average(right, weights=weights))
+        self._back_off.observe(tokens, cycle_ms, undrafted_tokens, at_rest.cycle_ms[at_rest.place])
 
     def _choose_at_rest(self, weights: np.ndarray, branch: ContextBranch | None) -> SizeChoice | None:
         if branch is None:
@@ -292,12 +289,12 @@ class TreeSizing:
         probabilities = path_probabilities(branch.scores[is_open], self._in_lockstep)
         # Not as many as the branch has, if that is none of them: in fixed shapes it would take functions of its own.
         sizes = [size for size in self._sizes if size <= probabilities.shape[1]]
-        counting = _weights_at_rest(weights[is_open])
+        counting = _weights_against_plain(weights[is_open])
         choice = choose_size(probabilities, sizes, self._costs, drafter_rests=True, weights=counting)
         speeds = choice.tokens_per_second
         return replace(choice, size=0) if speeds[0] >= _CLEARLY * speeds[choice.place] else choice
 
 
-def _weights_at_rest(weights: np.ndarray) -> np.ndarray:
-    """Returns what the tokens of each row count in a cycle in which the drafter rests."""
-    return weights**_SHARPER_AT_REST
+def _weights_against_plain(weights: np.ndarray) -> np.ndarray:
+    """Returns what the tokens of each row count where a cycle is held against a step of plain decoding."""
+    return weights**_SHARPER_AGAINST_PLAIN

@@ -71,8 +71,9 @@ def measure_cost_table(
         answers: Texts; the cycles come after parts of them.
         settings: Decoding settings of the drafter; `num_assistant_tokens` is the largest size.
         max_new_tokens: Tokens of each run.
-        repeats: A third of the times that each is timed, of which the median counts, told in steps of plain decoding
-            of the same turn: the speed of a machine drifts, and what a few more nodes cost is little beside that.
+        repeats: The times that each sampled cycle is timed, and a third of those that each greedy one is, of which
+            the median counts, told in steps of plain decoding of the same turn: the speed of a machine drifts, and
+            what a few more nodes cost is little beside that.
         batch_sizes: Rows of the batches (default: 1, 4 and 8).
         sampling: How `generate()` is to sample (its arguments besides `do_sample`); by default no sampled cycles are
             timed.
@@ -84,14 +85,15 @@ def measure_cost_table(
     sizes = (*(size for size in TIMED_SIZES if size < largest), largest)
     # The longest cycle leaves a whole one after it.
     most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
-    timed = target, drafter, answers, settings, most, repeats, batch_sizes
-    greedy = _measure_times(*timed, sizes, {"do_sample": False})
+    timed = target, drafter, answers, settings, most
+    greedy = _measure_times(*timed, 3 * repeats, batch_sizes, sizes, {"do_sample": False})
     names = machine_name(target.device), str(target.dtype).removeprefix("torch.")
     table = CycleCostTable(*names, batch_sizes, sizes, greedy.verify, greedy.draft, greedy.plain)
     if sampling is None:
         return table
     few = tuple(size for size in sizes if size in _SAMPLED_SIZES)
-    sampled = _measure_times(*timed, few, sampling | {"do_sample": True})
+    # The median over these sizes counts, so that each need not be timed as often.
+    sampled = _measure_times(*timed, repeats, batch_sizes, few, sampling | {"do_sample": True})
     draft, plain = _in_times_of(greedy, sampled)
     return replace(table, sampled_draft_ms=draft, sampled_plain_ms=plain)
 
@@ -102,7 +104,7 @@ def _measure_times(
     answers: Sequence[Answer],
     settings: dict[str, Any],
     max_new_tokens: int,
-    repeats: int,
+    num_turns: int,
     batch_sizes: Sequence[int],
     sizes: tuple[int, ...],
     generate_kwargs: dict[str, Any],
@@ -118,7 +120,7 @@ def _measure_times(
         for batch_size in tqdm(batch_sizes, desc=f"timing {kind} cycles", unit="batch size"):
             ids, mask = typical_rows(answers, max_new_tokens, batch_size)
             prompts = {"ids": ids.to(target.device), "attention_mask": mask.to(target.device)}
-            turns = [_time_turn(target, drafter, prompts, forced, options) for _ in range(3 * repeats + 1)]
+            turns = [_time_turn(target, drafter, prompts, forced, options) for _ in range(num_turns + 1)]
             passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
             verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
             verify.append(_milliseconds(smooth(verified).values()))
