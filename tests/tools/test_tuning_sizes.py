@@ -1,6 +1,7 @@
 """What tuning measures for sizes that fit: how often drafts are accepted, and what cycles cost."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import PreTrainedModel
 from tuning_results import make_result
 
+from transformers_gumiho.decoding import loop
 from transformers_gumiho.drafting.settings import DraftingSettings
 from transformers_gumiho.model.cycle_costs import CycleCostTable
 from transformers_gumiho.tuning import (
@@ -74,10 +76,12 @@ def test_forced_size_is_that_of_every_cycle(size: int) -> None:
 def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that is now faster and now slower, with a slow spell now and then."""
     seen: list[tuple[int, int]] = []
+    paddings: list[list[int]] = []
     drift = itertools.cycle([5.0, 1.3, 0.7, 1.0])
     speeds = [next(drift)]
 
-    def drafted(_: Any, __: Any, ids: torch.Tensor, settings: dict[str, Any], **___: Any) -> DecodingTime:
+    def drafted(_: Any, __: Any, ids: torch.Tensor, settings: dict[str, Any], **options: Any) -> DecodingTime:
+        paddings.append((options["attention_mask"] == 0).sum(dim=1).tolist())
         table = CycleCostTable.parse(settings["cycle_costs"])
         (size,) = (s for s, ms in zip(table.tree_sizes, table.verify_ms[0], strict=True) if ms == 1.0)
         seen.append((len(ids), size))
@@ -85,7 +89,8 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
         verify = speeds[-1] * (verify + float(len(seen) % 7 == 0))
         return DecodingTime(verify_seconds=verify, cycle_seconds=verify + speeds[-1] * 0.004)
 
-    def plain(_: Any, ids: torch.Tensor, **__: Any) -> DecodingTime:
+    def plain(_: Any, ids: torch.Tensor, **options: Any) -> DecodingTime:
+        paddings.append((options["attention_mask"] == 0).sum(dim=1).tolist())
         seconds = speeds[-1] * (0.09 + 0.01 * len(ids))
         speeds.append(next(drift))
         return DecodingTime(num_tokens=10, seconds=seconds)
@@ -96,7 +101,8 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     answers = [Answer(torch.arange(40) % 7, 10), Answer(torch.arange(50) % 5, 10)]
     table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=1)
     assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 3, 7, 12))
-    assert set(seen) == {(rows, size) for rows in (1, 2) for size in (0, 1, 3, 7, 12)}
+    assert Counter(seen) == {(rows, size): 4 for rows in (1, 2) for size in (0, 1, 3, 7, 12)}
+    assert paddings == [[0]] * 24 + [[0, 1]] * 24, "as batches are"
     for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):
         assert verify == pytest.approx([10.0 + rows * size for size in table.tree_sizes])
     assert table.draft_ms == pytest.approx((4.0, 4.0))
@@ -104,8 +110,32 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     assert table.dtype == "float64"
 
 
+def test_target_that_takes_no_padding_is_timed_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[torch.Tensor] = []
+
+    def refuse_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+        if not model_kwargs["attention_mask"].all():
+            raise ValueError("it cannot verify drafts in a padded batch")
+
+    def drafted(*_: Any, attention_mask: torch.Tensor, **__: Any) -> DecodingTime:
+        masks.append(attention_mask)
+        return DecodingTime(verify_seconds=0.01, cycle_seconds=0.02)
+
+    monkeypatch.setattr(loop, "check_padding", refuse_padding)
+    monkeypatch.setattr(cost_table, "time_drafted", drafted)
+    target = make_target()
+    table = measure_cost_table(
+        target, make_drafter(target), [Answer(torch.arange(40) % 7, 10)], SETTINGS, 8, batch_sizes=(2,), repeats=1
+    )
+    assert table.batch_sizes == (2,)
+    assert masks
+    assert all(mask.all() for mask in masks)
+
+
 def test_sampled_cycles_are_told_in_the_times_of_the_greedy_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that is twice as slow when they are timed."""
+
+    runs: Counter[bool] = Counter()
 
     def drafted(_: Any, __: Any, ids: torch.Tensor, settings: dict[str, Any], **options: Any) -> DecodingTime:
         table = CycleCostTable.parse(settings["cycle_costs"])
@@ -115,6 +145,7 @@ def test_sampled_cycles_are_told_in_the_times_of_the_greedy_ones(monkeypatch: py
         return DecodingTime(verify_seconds=slow * verify, cycle_seconds=slow * (verify + rest))
 
     def plain(*_: Any, **options: Any) -> DecodingTime:
+        runs[options["do_sample"]] += 1
         return DecodingTime(num_tokens=1, seconds=2.0 * 0.012 if options["do_sample"] else 0.010)
 
     monkeypatch.setattr(cost_table, "time_drafted", drafted)
@@ -128,6 +159,8 @@ def test_sampled_cycles_are_told_in_the_times_of_the_greedy_ones(monkeypatch: py
         )  # fmt: skip
         assert (table.draft_ms, table.plain_ms) == (pytest.approx((4.0,)), pytest.approx((10.0,)))
         assert (table.sampled_draft_ms, table.sampled_plain_ms) == (pytest.approx((7.0,)), pytest.approx((12.0,)))
+    # Of each largest size a step for each of three turns and one to warm up, sampled ones three in each of one turn.
+    assert runs == {False: 2 * 4, True: 2 * 3 * 2}
 
 
 def test_texts_with_the_padding_token_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +179,10 @@ def test_texts_with_the_padding_token_are_timed_as_they_are(monkeypatch: pytest.
     settings = SETTINGS | {"num_assistant_tokens": 4}
     time_drafted(target, make_drafter(target), prompts, settings, max_new_tokens=4, do_sample=False)
     assert [mask.tolist() for mask in masks] == [[[1, 1, 1]] * 2] * 2
+    given = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    time_plain(target, prompts, attention_mask=given, max_new_tokens=4, do_sample=False)
+    time_drafted(target, make_drafter(target), prompts, settings, attention_mask=given, max_new_tokens=4)
+    assert [mask.tolist() for mask in masks[2:]] == [given.tolist()] * 2
 
 
 def test_rows_of_a_batch_are_different_texts_of_unequal_lengths() -> None:

@@ -270,18 +270,18 @@ def test_what_the_context_alone_would_have_done_is_counted_in_all_rows(monkeypat
         )  # fmt: skip
 
 
-def test_drafter_rests_where_the_slowest_row_gains_nothing() -> None:
+def test_whether_drafting_pays_is_told_by_the_row_that_is_behind() -> None:
     """A batch takes as long as that one, however much the others get."""
-    tree, costs = random_tree(seed=0, batch_size=2, num_nodes=12), costs_of(8.0, node_ms=0.1)
-    for weights, pauses in (([1.0, 1.0], False), ([1.0, 2.0], True)):
+    tree, costs = random_tree(seed=0, batch_size=2, num_nodes=12), costs_of(2, draft_ms=8.0, node_ms=0.1)
+    for lengths, rests in (([10, 10], False), ([14, 10], True)):
         sizing = TreeSizing(costs)
         for _ in range(4):
             assert not sizing.pauses()
-            sizing.cut(tree, weights)
+            sizing.cut(tree, row_weights(lengths))
             sizing.observe([5, 1])
             if sizing.is_pausing:
                 break
-        assert sizing.is_pausing == pauses, weights
+        assert sizing.is_pausing == rests, lengths
 
 
 def test_a_branch_alone_is_a_tree() -> None:

@@ -57,7 +57,8 @@ class DraftingPause:
     Why the drafter rests in a cycle: its drafts were not worth their time.
 
     Attributes:
-        drafted_speed: Tokens per second in a row of the newest cycles that drafted.
+        drafted_speed: Tokens per second in a row of the newest cycles that drafted, in a batch mostly in the rows that
+            are behind.
         undrafted_speed: Those of plain decoding or, if that is more, what drafts from the context alone would have
             made of the same cycles.
         num_left: Further cycles without the drafter until it is tried again.

@@ -38,9 +38,9 @@ _MOST_EXPECTED_SPEEDUP = 2.0
 # cost nearly the same. So the drafter goes on beside drafts from the context alone that are not clearly faster, and a
 # cycle at rest is one of plain decoding unless what the context drafts makes it clearly faster.
 _CLEARLY = 0.9
-# The power of the rows' weights where cycles are held against plain decoding: every row gets a token of that, and what
-# rows get besides is lost unless they are the slowest.
-_SHARPER_AGAINST_PLAIN = 4
+# The power of the rows' weights where it is asked whether to draft, or to verify what the context drafts: without
+# either every row gets a token, and what rows get besides seldom ends a batch sooner unless they are the slowest.
+_SHARPER_WHETHER = 4
 # Drafted tokens that are verified at most when drafting is tried again, beside as many as the context would have
 # drafted alone: enough to tell whether it pays.
 TRIAL_SIZE = 4
@@ -90,7 +90,7 @@ class BackOff:
 
     @property
     def drafted_speed(self) -> float:
-        """Tokens per second in a row of the newest cycles that drafted."""
+        """Tokens per second in a row of the newest cycles that drafted, by the mean that [`observe`] was told."""
         return 1e3 * self._tokens / self._ms
 
     @property
@@ -116,7 +116,7 @@ class BackOff:
         Takes in a cycle that drafted.
 
         Args:
-            tokens: That each row got of it.
+            tokens: That each row got of it, on average, rows that are behind counting most.
             cycle_ms: Milliseconds that it should take.
             undrafted_tokens: That each row would have got of it without the drafter, at least: one by plain decoding,
                 and of drafts from the context as many more as are known to have been right.
@@ -272,13 +272,13 @@ class TreeSizing:
         self._tries_again = False
         accepted = float(np.average(got[got > 0], weights=weights)) - 1
         self._correction.observe(choice.expected[choice.place] / choice.correction, accepted)
-        weights, at_rest = _weights_against_plain(weights), self._at_rest
-        tokens, cycle_ms = float(np.average(got[got > 0], weights=weights)), choice.cycle_ms[choice.place]
+        sharper, at_rest = weights**_SHARPER_WHETHER, self._at_rest
+        tokens, cycle_ms = float(np.average(got[got > 0], weights=sharper)), choice.cycle_ms[choice.place]
         if at_rest is None:
             self._back_off.observe(tokens, cycle_ms)
             return
         right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[got > 0]
-        undrafted_tokens = 1 + float(right.min() if self._in_lockstep else np.average(right, weights=weights))
+        undrafted_tokens = 1 + float(right.min() if self._in_lockstep else np.average(right, weights=sharper))
         self._back_off.observe(tokens, cycle_ms, undrafted_tokens, at_rest.cycle_ms[at_rest.place])
 
     def _choose_at_rest(self, weights: np.ndarray, branch: ContextBranch | None) -> SizeChoice | None:
@@ -289,12 +289,7 @@ class TreeSizing:
         probabilities = path_probabilities(branch.scores[is_open], self._in_lockstep)
         # Not as many as the branch has, if that is none of them: in fixed shapes it would take functions of its own.
         sizes = [size for size in self._sizes if size <= probabilities.shape[1]]
-        counting = _weights_against_plain(weights[is_open])
+        counting = weights[is_open] ** _SHARPER_WHETHER
         choice = choose_size(probabilities, sizes, self._costs, drafter_rests=True, weights=counting)
         speeds = choice.tokens_per_second
         return replace(choice, size=0) if speeds[0] >= _CLEARLY * speeds[choice.place] else choice
-
-
-def _weights_against_plain(weights: np.ndarray) -> np.ndarray:
-    """Returns what the tokens of each row count where a cycle is held against a step of plain decoding."""
-    return weights**_SHARPER_AGAINST_PLAIN

@@ -23,7 +23,11 @@ class TuningArguments:
     max_tree_size: int = field(default=256, metadata={"help": "Drafted tokens of the largest tree to consider."})
     temperature: float = field(default=0.0, metadata={"help": "The temperature to tune for; 0 is greedy."})
     repeats: int = field(
-        default=3, metadata={"help": "Times that each shape of a cycle is timed; vocabularies and sizes: three times."}
+        default=3,
+        metadata={
+            "help": "Times that each shape of a cycle is timed; vocabularies and greedy cycles by size three times as "
+            "often."
+        },
     )
     tune_vocabulary: bool = field(default=True, metadata={"help": "Choose the tokens that may be drafted, too."})
     tune_sizes: bool = field(default=True, metadata={"help": "Measure what cycles cost, so that sizes can fit."})

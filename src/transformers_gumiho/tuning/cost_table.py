@@ -71,9 +71,9 @@ def measure_cost_table(
         answers: Texts; the cycles come after parts of them.
         settings: Decoding settings of the drafter; `num_assistant_tokens` is the largest size.
         max_new_tokens: Tokens of each run.
-        repeats: The times that each sampled cycle is timed, and a third of those that each greedy one is, of which
-            the median counts, told in steps of plain decoding of the same turn: the speed of a machine drifts, and
-            what a few more nodes cost is little beside that.
+        repeats: Turns in which sampled cycles are timed; greedy ones take three times as many. The median counts, told
+            in steps of plain decoding of the same turn: the speed of a machine drifts, and what a few more nodes cost
+            is little beside that.
         batch_sizes: Rows of the batches (default: 1, 4 and 8).
         sampling: How `generate()` is to sample (its arguments besides `do_sample`); by default no sampled cycles are
             timed.
@@ -86,14 +86,14 @@ def measure_cost_table(
     # The longest cycle leaves a whole one after it.
     most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
     timed = target, drafter, answers, settings, most
-    greedy = _measure_times(*timed, 3 * repeats, batch_sizes, sizes, {"do_sample": False})
+    greedy = _measure_times(*timed, 3 * repeats, 1, batch_sizes, sizes, {"do_sample": False})
     names = machine_name(target.device), str(target.dtype).removeprefix("torch.")
     table = CycleCostTable(*names, batch_sizes, sizes, greedy.verify, greedy.draft, greedy.plain)
     if sampling is None:
         return table
     few = tuple(size for size in sizes if size in _SAMPLED_SIZES)
-    # The median over these sizes counts, so that each need not be timed as often.
-    sampled = _measure_times(*timed, repeats, batch_sizes, few, sampling | {"do_sample": True})
+    # What drafting takes is the median over the sizes, so fewer turns will do; a step is of no size.
+    sampled = _measure_times(*timed, repeats, 3, batch_sizes, few, sampling | {"do_sample": True})
     draft, plain = _in_times_of(greedy, sampled)
     return replace(table, sampled_draft_ms=draft, sampled_plain_ms=plain)
 
@@ -105,6 +105,7 @@ def _measure_times(
     settings: dict[str, Any],
     max_new_tokens: int,
     num_turns: int,
+    num_steps: int,
     batch_sizes: Sequence[int],
     sizes: tuple[int, ...],
     generate_kwargs: dict[str, Any],
@@ -118,9 +119,8 @@ def _measure_times(
     kind = "sampled" if generate_kwargs["do_sample"] else "greedy"
     with without_end(target):
         for batch_size in tqdm(batch_sizes, desc=f"timing {kind} cycles", unit="batch size"):
-            ids, mask = typical_rows(answers, max_new_tokens, batch_size)
-            prompts = {"ids": ids.to(target.device), "attention_mask": mask.to(target.device)}
-            turns = [_time_turn(target, drafter, prompts, forced, options) for _ in range(num_turns + 1)]
+            prompts = _prompts(target, drafter, *typical_rows(answers, max_new_tokens, batch_size))
+            turns = [_time_turn(target, drafter, *prompts, forced, num_steps, options) for _ in range(num_turns + 1)]
             passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
             verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
             verify.append(_milliseconds(smooth(verified).values()))
@@ -146,27 +146,41 @@ def _in_times_of(greedy: _Times, sampled: _Times) -> tuple[Numbers, Numbers]:
     return tuple(drafts), tuple(steps)
 
 
+def _prompts(
+    target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns both on the target's device, the mask without padding for a target that cannot verify padded drafts."""
+    ids, mask = ids.to(target.device), mask.to(target.device)
+    try:
+        target.generate(ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=2, do_sample=False)
+    except ValueError:
+        mask = torch.ones_like(mask)
+    return ids, mask
+
+
 def _time_turn(
     target: PreTrainedModel,
     drafter: GumihoModel,
-    prompts: dict[str, torch.Tensor],
+    ids: torch.Tensor,
+    mask: torch.Tensor,
     forced: dict[int, dict[str, Any]],
+    num_steps: int,
     options: dict[str, Any],
 ) -> tuple[dict[int, float], dict[int, float], float]:
     """
-    Returns the seconds of the target's pass and of all else in a cycle, under each of the settings, and of a step.
+    Returns the seconds of the target's pass and of all else in a cycle, under each of the settings, and of a step, the
+    median of `num_steps` texts.
     """
     passes, rests = {}, {}
     for size, settings in forced.items():
         # Small trees take many cycles, of which a dozen tell enough.
-        length = min(options["max_new_tokens"], 12 * (size + 1))
+        of_size = options | {"max_new_tokens": min(options["max_new_tokens"], 12 * (size + 1))}
         torch.manual_seed(0)
-        options_of_size = options | {"max_new_tokens": length}
-        taken = time_drafted(target, drafter, settings=settings, split=True, **prompts, **options_of_size)
+        taken = time_drafted(target, drafter, ids, settings, split=True, attention_mask=mask, **of_size)
         passes[size] = taken.verify_seconds
         rests[size] = taken.cycle_seconds - taken.verify_seconds
-    step = time_plain(target, **prompts, **options)
-    return passes, rests, step.seconds / step.num_tokens
+    steps = [time_plain(target, ids, attention_mask=mask, **options) for _ in range(num_steps)]
+    return passes, rests, statistics.median(step.seconds / step.num_tokens for step in steps)
 
 
 def _paired_median(seconds: Sequence[float], steps: Sequence[float]) -> float:
@@ -190,12 +204,13 @@ def forcing_table(size: int, machine: str, dtype: str) -> dict[str, Any]:
 
 def typical_rows(answers: Sequence[Answer], num_new_tokens: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns parts of the texts `(batch_size, T)` and their attention mask; the first is as long as [`typical_context`],
-    and each other one shorter by a token than the one before it.
+    Returns parts of the texts `(batch_size, T)` and their attention mask. The first row is as long as
+    [`typical_context`], and each other one shorter by a token than the one before it, down to a single one, with as
+    much padding on the left, where the ids are any.
 
     Different texts as far as there are, as rows that are alike advance together, which costs less. Padded, as rows of
-    a batch nearly always are: passes with a mask take other ways through attention than passes without one, which may
-    be faster or slower.
+    different prompts nearly always are: passes with a mask take other ways through attention than passes without one,
+    which may be faster or slower.
     """
     length = len(typical_context(answers, num_new_tokens))
     texts = [answer.tokens[-length:] for answer in answers if len(answer.tokens) >= length]
