@@ -270,6 +270,22 @@ def test_what_the_context_alone_would_have_done_is_counted_in_all_rows(monkeypat
         )  # fmt: skip
 
 
+def test_what_the_context_would_have_done_counts_in_the_row_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what the drafter did: both are compared."""
+    seen: list[tuple[float, ...]] = []
+    monkeypatch.setattr(BackOff, "observe", lambda self, *args: seen.append(args))
+    tree, costs = random_tree(seed=0, batch_size=2, num_nodes=12), costs_of(2, node_ms=0.1)
+    branch = ContextBranch.make([[7] * 6] * 2, [[-0.1] * 6] * 2, CPU)
+    weights = row_weights([14, 10])
+    sizing = TreeSizing(costs)
+    sizing.cut(tree, weights, branch)
+    sizing.observe([5, 2], [4, 1])
+    tokens, _, undrafted_tokens, _ = seen[-1]
+    ahead = weights[0] ** 4
+    assert tokens == pytest.approx((5 * ahead + 2) / (ahead + 1))
+    assert undrafted_tokens == pytest.approx(1 + (4 * ahead + 1) / (ahead + 1))
+
+
 def test_whether_drafting_pays_is_told_by_the_row_that_is_behind() -> None:
     """A batch takes as long as that one, however much the others get."""
     tree, costs = random_tree(seed=0, batch_size=2, num_nodes=12), costs_of(2, draft_ms=8.0, node_ms=0.1)

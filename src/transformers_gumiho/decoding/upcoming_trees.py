@@ -15,7 +15,7 @@ from ..drafting.tree_size import COMPILED_TREE_SIZES, TREE_SIZES, row_weights
 from ..drafting.tree_sizing import TreeSizing
 from ..model.modeling_gumiho import GumihoModel
 from ..target.feature_reader import TargetStates
-from ..target.machine import machine_name
+from ..target.machine import machine_and_dtype
 from ..target.output_head import head_for_drafting
 from ..target.session import TargetOutput, TargetSession
 from ..target.tree_cache import TreeCache
@@ -195,7 +195,7 @@ def warn_of_other_machine(target: PreTrainedModel, settings: DraftingSettings) -
     table = settings.cycle_costs
     if table is None:
         return
-    here = machine_name(target.device), str(target.dtype).removeprefix("torch.")
+    here = machine_and_dtype(target)
     if (table.machine, table.dtype) != here:
         logger.warning_once(
             f"The drafter's `cycle_costs` were measured on {table.machine!r} in {table.dtype}, and this is "

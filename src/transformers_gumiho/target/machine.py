@@ -5,6 +5,12 @@ import platform
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
+
+
+def machine_and_dtype(target: PreTrainedModel) -> tuple[str, str]:
+    """Returns what a table of costs is measured on, and holds for: the target's machine and its dtype."""
+    return machine_name(target.device), str(target.dtype).removeprefix("torch.")
 
 
 def machine_name(device: torch.device) -> str:
@@ -24,4 +30,4 @@ def _processor() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-__all__ = ["machine_name"]
+__all__ = ["machine_and_dtype", "machine_name"]

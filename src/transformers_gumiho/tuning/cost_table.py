@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..measuring.decoding_settings import DRAFTER_ALONE
+from ..drafting.tree_size import COMPILED_TREE_SIZES
+from ..measuring.decoding_settings import DRAFTER_ALONE, decoding_settings
 from ..model.cycle_costs import CycleCostTable, Numbers
 from ..model.modeling_gumiho import GumihoModel
-from ..target.machine import machine_name
+from ..target.machine import machine_and_dtype
 from .answers import Answer, typical_context
 from .costs import smooth, without_end
 from .timing import time_drafted, time_plain
@@ -25,6 +27,9 @@ TIMED_BATCHES = (1, 4, 8)
 # takes longer than in greedy cycles hardly depends on the size.
 _SAMPLED_SIZES = (1, 3, 7, 12)
 _NEVER, _AT_ONCE = 1e9, 1.0
+
+# Token ids `(B, T)` on the target's device, and their attention mask.
+_Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -74,43 +79,59 @@ def measure_cost_table(
         repeats: Turns in which sampled cycles are timed; greedy ones take three times as many. The median counts, told
             in steps of plain decoding of the same turn: the speed of a machine drifts, and what a few more nodes cost
             is little beside that.
-        batch_sizes: Rows of the batches (default: 1, 4 and 8).
+        batch_sizes: Rows of the batches (default: 1, 4 and 8). Those in which the target cannot verify drafts are left
+            out of the table.
         sampling: How `generate()` is to sample (its arguments besides `do_sample`); by default no sampled cycles are
             timed.
+
+    Raises:
+        ValueError: The target cannot verify drafts in any of these batches, or a setting is out of range.
     """
-    batch_sizes = tuple(TIMED_BATCHES if batch_sizes is None else batch_sizes)
+    sizes = _timed_sizes(target, settings)
+    # The longest cycle leaves a whole one after it.
+    most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
+    batches: dict[int, _Rows] = {}
+    for batch_size in TIMED_BATCHES if batch_sizes is None else batch_sizes:
+        rows = _verifiable_rows(target, drafter, settings, typical_rows(answers, most, batch_size))
+        if rows is not None:
+            batches[batch_size] = rows
+    if not batches:
+        raise ValueError(f"{type(target).__name__} cannot verify drafts in batches of {batch_sizes}: time others.")
+    timed = target, drafter, batches, settings, most
+    greedy = _measure_times(*timed, 3 * repeats, 1, sizes, {"do_sample": False})
+    names = machine_and_dtype(target)
+    table = CycleCostTable(*names, tuple(batches), sizes, greedy.verify, greedy.draft, greedy.plain)
+    if sampling is None:
+        return table
+    few = tuple(size for size in sizes if size in _SAMPLED_SIZES) or sizes[-1:]
+    # What drafting takes is the median over the sizes, so fewer turns will do; a step is of no size.
+    sampled = _measure_times(*timed, repeats, 3, few, sampling | {"do_sample": True})
+    draft, plain = _in_times_of(greedy, sampled)
+    return replace(table, sampled_draft_ms=draft, sampled_plain_ms=plain)
+
+
+def _timed_sizes(target: PreTrainedModel, settings: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the sizes that are timed: of those that decoding chooses among, as another one would never be chosen."""
     largest = settings["num_assistant_tokens"]
     if settings["branching_factor"] == 1:
         largest = min(largest, settings["tree_depth"])
-    sizes = (*(size for size in TIMED_SIZES if size < largest), largest)
-    # The longest cycle leaves a whole one after it.
-    most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
-    timed = target, drafter, answers, settings, most
-    greedy = _measure_times(*timed, 3 * repeats, 1, batch_sizes, sizes, {"do_sample": False})
-    names = machine_name(target.device), str(target.dtype).removeprefix("torch.")
-    table = CycleCostTable(*names, batch_sizes, sizes, greedy.verify, greedy.draft, greedy.plain)
-    if sampling is None:
-        return table
-    few = tuple(size for size in sizes if size in _SAMPLED_SIZES)
-    # What drafting takes is the median over the sizes, so fewer turns will do; a step is of no size.
-    sampled = _measure_times(*timed, repeats, 3, batch_sizes, few, sampling | {"do_sample": True})
-    draft, plain = _in_times_of(greedy, sampled)
-    return replace(table, sampled_draft_ms=draft, sampled_plain_ms=plain)
+    config = target.generation_config
+    chosen = COMPILED_TREE_SIZES if config.cache_implementation == "static" else TIMED_SIZES
+    return (*(size for size in TIMED_SIZES if size < largest and size in chosen), largest)
 
 
 def _measure_times(
     target: PreTrainedModel,
     drafter: GumihoModel,
-    answers: Sequence[Answer],
+    batches: dict[int, _Rows],
     settings: dict[str, Any],
     max_new_tokens: int,
     num_turns: int,
     num_steps: int,
-    batch_sizes: Sequence[int],
     sizes: tuple[int, ...],
     generate_kwargs: dict[str, Any],
 ) -> _Times:
-    names = machine_name(target.device), str(target.dtype).removeprefix("torch.")
+    names = machine_and_dtype(target)
     forced = {size: settings | {"cycle_costs": forcing_table(size, *names)} | DRAFTER_ALONE for size in sizes}
     options = {"max_new_tokens": max_new_tokens} | generate_kwargs
     verify: list[Numbers] = []
@@ -118,9 +139,8 @@ def _measure_times(
     plain: list[float] = []
     kind = "sampled" if generate_kwargs["do_sample"] else "greedy"
     with without_end(target):
-        for batch_size in tqdm(batch_sizes, desc=f"timing {kind} cycles", unit="batch size"):
-            prompts = _prompts(target, drafter, *typical_rows(answers, max_new_tokens, batch_size))
-            turns = [_time_turn(target, drafter, *prompts, forced, num_steps, options) for _ in range(num_turns + 1)]
+        for rows in tqdm(batches.values(), desc=f"timing {kind} cycles", unit="batch size"):
+            turns = [_time_turn(target, drafter, *rows, forced, num_steps, options) for _ in range(num_turns + 1)]
             passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
             verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
             verify.append(_milliseconds(smooth(verified).values()))
@@ -146,16 +166,22 @@ def _in_times_of(greedy: _Times, sampled: _Times) -> tuple[Numbers, Numbers]:
     return tuple(drafts), tuple(steps)
 
 
-def _prompts(
-    target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns both on the target's device, the mask without padding for a target that cannot verify padded drafts."""
-    ids, mask = ids.to(target.device), mask.to(target.device)
-    try:
-        target.generate(ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=2, do_sample=False)
-    except ValueError:
-        mask = torch.ones_like(mask)
-    return ids, mask
+def _verifiable_rows(
+    target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any], rows: _Rows
+) -> _Rows | None:
+    """
+    Returns rows on the target's device, their mask without padding for a target that cannot verify padded drafts;
+    `None` for one that cannot verify drafts of so many rows.
+    """
+    ids, mask = (tensor.to(target.device) for tensor in rows)
+    if len(ids) == 1:
+        return ids, mask  # what is refused of a single row is told when it is timed
+    with decoding_settings(drafter, settings | DRAFTER_ALONE):
+        for tried in (mask, torch.ones_like(mask)):
+            with suppress(ValueError):
+                target.generate(ids, attention_mask=tried, assistant_model=drafter, max_new_tokens=2, do_sample=False)
+                return ids, tried
+    return None
 
 
 def _time_turn(
@@ -202,7 +228,7 @@ def forcing_table(size: int, machine: str, dtype: str) -> dict[str, Any]:
     return table.as_dict()
 
 
-def typical_rows(answers: Sequence[Answer], num_new_tokens: int, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def typical_rows(answers: Sequence[Answer], num_new_tokens: int, batch_size: int) -> _Rows:
     """
     Returns parts of the texts `(batch_size, T)` and their attention mask. The first row is as long as
     [`typical_context`], and each other one shorter by a token than the one before it, down to a single one, with as
