@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chains import make_chain_drafter, make_chain_target
 from targets import make_drafter, make_prompts, make_target
 from transformers import PreTrainedModel
 from tuning_results import make_result
 
 from transformers_gumiho.decoding import loop
 from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.drafting.tree_size import COMPILED_TREE_SIZES, sizes_up_to
 from transformers_gumiho.model.cycle_costs import CycleCostTable
 from transformers_gumiho.tuning import (
     Answer,
@@ -114,22 +116,50 @@ def test_target_that_takes_no_padding_is_timed_without(monkeypatch: pytest.Monke
     masks: list[torch.Tensor] = []
 
     def refuse_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
-        if not model_kwargs["attention_mask"].all():
+        mask = model_kwargs["attention_mask"]  # none where nothing is padded
+        if mask is not None and not mask.all():
             raise ValueError("it cannot verify drafts in a padded batch")
 
-    def drafted(*_: Any, attention_mask: torch.Tensor, **__: Any) -> DecodingTime:
+    def timed(*_: Any, attention_mask: torch.Tensor, **__: Any) -> DecodingTime:
         masks.append(attention_mask)
-        return DecodingTime(verify_seconds=0.01, cycle_seconds=0.02)
+        return DecodingTime(num_tokens=1, seconds=0.01, verify_seconds=0.01, cycle_seconds=0.02)
 
     monkeypatch.setattr(loop, "check_padding", refuse_padding)
-    monkeypatch.setattr(cost_table, "time_drafted", drafted)
+    monkeypatch.setattr(cost_table, "time_drafted", timed)
+    monkeypatch.setattr(cost_table, "time_plain", timed)
     target = make_target()
     table = measure_cost_table(
         target, make_drafter(target), [Answer(torch.arange(40) % 7, 10)], SETTINGS, 8, batch_sizes=(2,), repeats=1
     )
     assert table.batch_sizes == (2,)
-    assert masks
+    assert len(masks) == 4 * 6, "four turns of five sizes and a step"
     assert all(mask.all() for mask in masks)
+
+
+def test_batches_that_a_target_cannot_verify_are_left_out() -> None:
+    target = make_chain_target("rwkv")
+    drafter, answers = make_chain_drafter(target), [Answer(torch.arange(40) % 7 + 1, 10)]
+    settings = SETTINGS | {"num_assistant_tokens": 3, "branching_factor": 1}
+    timed = target, drafter, answers, settings, 4
+    assert measure_cost_table(*timed, batch_sizes=(1, 2), repeats=1).batch_sizes == (1,)
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM cannot verify drafts in batches of \(2,\)"):
+        measure_cost_table(*timed, batch_sizes=(2,), repeats=1)
+
+
+def test_compiled_cycles_are_timed_in_sizes_that_they_choose_among(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = DecodingTime(num_tokens=1, seconds=0.01, verify_seconds=0.01, cycle_seconds=0.02)
+    monkeypatch.setattr(cost_table, "time_drafted", lambda *_, **__: timed)
+    monkeypatch.setattr(cost_table, "time_plain", lambda *_, **__: timed)
+    target = make_target()
+    target.generation_config.cache_implementation = "static"
+    drafter, answers = make_drafter(target), [Answer(torch.arange(40) % 7, 10)]
+    for largest, sizes in ((16, (0, 3, 7, 12, 16)), (2, (0, 2))):
+        settings = SETTINGS | {"num_assistant_tokens": largest}
+        table = measure_cost_table(
+            target, drafter, answers, settings, 8, batch_sizes=(1,), repeats=1, sampling={"temperature": 1.0}
+        )
+        assert table.tree_sizes == sizes
+        assert set(sizes) <= set(sizes_up_to(largest, COMPILED_TREE_SIZES)), "another one would never be chosen"
 
 
 def test_sampled_cycles_are_told_in_the_times_of_the_greedy_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +257,16 @@ def test_sizes_that_do_not_gain_are_left_out() -> None:
     assert (result.settings["num_assistant_tokens"], result.settings["cycle_costs"]) == (4, None)
     assert result.speculation_pays  # with the fixed tree
     assert "fitting gains -5.0%, so the size stays fixed" in describe(result)
+    sizes = replace(sizes, measured={4: 90.0, 8: 98.0})
+    result = type(result)(**vars(result) | {"sizes": sizes})
+    assert result.settings["num_assistant_tokens"] == 8, "by so much two runs differ"
+    assert result.settings["cycle_costs"] == table.as_dict()
+    assert "fitting gains -2.0%\n" in describe(result) + "\n"
+
+
+def test_a_table_of_another_tree_is_not_kept() -> None:
+    candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=1.2, cycle_seconds=0.1)
+    assert make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0}).settings["cycle_costs"] is None
 
 
 def test_gain_is_told() -> None:

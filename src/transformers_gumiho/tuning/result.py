@@ -41,7 +41,8 @@ class TuningResult:
         """What was found to be fastest, as fields of a generation config, in numbers and lists."""
         found = self.best.settings.as_dict()
         vocabulary = {"draft_vocabulary": self.vocabulary.chosen.token_ids} if self.vocabulary else {}
-        return found | vocabulary | (self.sizes.settings if self.sizes else {})
+        # A table that the drafter had is of another tree.
+        return found | vocabulary | (self.sizes.settings if self.sizes else {"cycle_costs": None})
 
     def expected_speed(self, candidate: Candidate) -> float:
         """
