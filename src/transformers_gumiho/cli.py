@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from argparse import Action, ArgumentDefaultsHelpFormatter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -85,10 +86,18 @@ def run_tune_command(arguments: list[str]) -> None:
     sys.stdout.write(f"\n{describe(tune(args))}\nthe settings are in {args.output_dir or args.assistant}\n")
 
 
+class _HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """Tells a default once, and none where there is none."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        is_told = action.default in (None, []) or "(default: " in (action.help or "")
+        return action.help if is_told else super()._get_help_string(action)
+
+
 def _parse(options: type[Options], name: str, command: Callable[..., Any], arguments: list[str]) -> Options:
     """Returns the options of a command; one that it does not have ends the program with the usage."""
     summary = (inspect.getdoc(command) or "").partition("\n\n")[0]
-    parser = HfArgumentParser(options, prog=f"gumiho {name}", description=summary)
+    parser = HfArgumentParser(options, prog=f"gumiho {name}", description=summary, formatter_class=_HelpFormatter)
     parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -520,6 +520,20 @@ def test_wrong_commands_are_answered_with_the_usage(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune"])
+def test_help_tells_each_default_once(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gumiho", command, "--help"])
+    monkeypatch.setenv("COLUMNS", "400")  # an option on each line
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("(default: auto)" in line for line in lines), "of --dtype"
+    assert not [line for line in lines if line.count("(default") > 1 or "(default: None)" in line]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -430,6 +430,7 @@ def test_pushed_drafter_has_a_filled_model_card(
         "base_model: someone/tiny-llama",
         "- someone/chats",
         "- speculative-decoding",
+        "# someone/gumiho-tiny\n",
         'from_pretrained("someone/gumiho-tiny"',
         "| `learning_rate` | 0.01 |",
         f"| `tau` | {history['tau']:.4g} |",

@@ -66,7 +66,9 @@ def check_drafter(folder: Path) -> None:
     ids = tokenizer("def __init__(self", return_tensors="pt")["input_ids"]
     plain = target.generate(ids, max_new_tokens=24, do_sample=False)
     assert torch.equal(target.generate(ids, max_new_tokens=24, do_sample=False, assistant_model=drafter), plain)
-    assert "expected_acceptance_length" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert f"\n# {folder.name}\n" in card, "a folder's place means nothing to others"
+    assert "expected_acceptance_length" in card
 
 
 def test_one_command_trains_a_drafter_and_goes_on_when_run_again(

@@ -77,7 +77,7 @@ def model_card_of(
     return ModelCard(
         _TEXT.format(
             card_data=data.to_yaml(),
-            name=trainer.hub_model_id or model_name or trainer.args.output_dir,
+            name=trainer.hub_model_id or model_name or Path(trainer.args.output_dir).name,
             target=target,
             link=f"[{target}](https://huggingface.co/{target})" if _is_hub_name(target) else f"`{target}`",
             imports=_IMPORTS if trainer.model is trainer.drafter else f"from peft import PeftModel\n{_IMPORTS}",
