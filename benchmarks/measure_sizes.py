@@ -198,8 +198,8 @@ def compare(
     return records
 
 
-def report(records: dict[str, Record], costs: BatchCosts) -> None:
-    """Prints a row for each way of decoding."""
+def report(records: dict[str, Record], costs: BatchCosts, categories: list[str]) -> None:
+    """Prints a row for each way of decoding, and how sizes that fit did in each category of the batches."""
     fixed = [name for name in records if name.startswith("tree of")]
     best = min(fixed, key=lambda name: sum(records[name].seconds))
     best_by_table = min(records[name].expected_ms(costs) for name in fixed)
@@ -217,6 +217,19 @@ def report(records: dict[str, Record], costs: BatchCosts) -> None:
             ", ".join(f"{size}: {count}" for size, count in sorted(record.sizes_at_rest.items())),
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
+    if len(set(categories)) > 1:
+        gains = ", ".join(f"{name} {gain:+.1%}" for name, gain in gains_by_category(records, best, categories).items())
+        print(f"\n{FIT} against {best}, by category: {gains}", flush=True)
+
+
+def gains_by_category(records: dict[str, Record], best: str, categories: list[str]) -> dict[str, float]:
+    """Returns what sizes that fit took less time than the way `best`, in the batches of each category."""
+
+    def seconds(way: str, category: str) -> float:
+        taken = zip(categories, records[way].seconds, strict=True)
+        return sum(of_batch for name, of_batch in taken if name == category)
+
+    return {name: seconds(best, name) / seconds(FIT, name) - 1 for name in dict.fromkeys(categories)}
 
 
 def main() -> None:
@@ -231,6 +244,12 @@ def main() -> None:
     if args.prompt_lookup_num_tokens is not None:
         drafter.generation_config.prompt_lookup_num_tokens = args.prompt_lookup_num_tokens
     texts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
+    num_measured = len(texts) - args.num_tuning_prompts
+    if num_measured < max(args.batch_sizes):
+        raise SystemExit(
+            f"Batches of {max(args.batch_sizes)} need as many prompts, got {max(num_measured, 0)} besides those of "
+            f"--num_tuning_prompts: raise --num_prompts, or give a file of more."
+        )
     costs = costs_of(target, drafter, [torch.tensor(text) for text in texts[: args.num_tuning_prompts]], args)
     table = CycleCostTable.parse(costs)
     print(json.dumps(costs))
@@ -242,7 +261,9 @@ def main() -> None:
             whole = measured[: len(measured) // size * size]
             inputs = padded_batches(tokenizer, whole, size, target.device)
             records = compare(target, ways, inputs, temperature, args.max_new_tokens)
-            report(records, table.for_batch(size, is_sampling=temperature > 0))
+            # A batch is of one category where it has one row.
+            names = [question.category for question in questions[args.num_tuning_prompts :]] if size == 1 else []
+            report(records, table.for_batch(size, is_sampling=temperature > 0), names)
 
 
 if __name__ == "__main__":

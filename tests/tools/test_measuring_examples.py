@@ -349,3 +349,48 @@ def test_batches_that_are_played_are_those_of_decoding(
         assert sum(ms for _, ms in played) == pytest.approx(
             bound.play([text], costs_of_one, lambda: alone, looked_up).ms
         )
+
+
+def test_parts_of_a_drafter_are_told_in_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    script = load("measure_parts", monkeypatch)
+    options = ["--dtypes", "float32", "--num_prompts", "1", "--max_new_tokens", "16", "--tree_depths", "2", "7"]
+    monkeypatch.setattr(sys, "argv", ["measure_parts.py", *options])
+    script.main()
+    rows = re.findall(r"^\| float32 \| (\d) \|(.*)\|$", capsys.readouterr().out, flags=re.M)
+    assert [int(depth) for depth, _ in rows] == [2, 7]
+    for depth, row in rows:
+        fc, serial, heads, output, rest, drafting, step, share = map(float, row.replace("%", "").split("|"))
+        assert min(fc, serial, output, step) > 0
+        assert (heads > 0) == (depth == "7"), "the parallel heads draft from the third token on"
+        assert fc + serial + heads + output + rest == pytest.approx(drafting, abs=0.04)
+        assert share == pytest.approx(100 * drafting / step, abs=2)
+    assert script.GumihoDrafter.score.__name__ == "score", "afterwards nothing is timed"
+
+
+def test_an_embedding_that_is_shared_takes_no_memory() -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "measure_embedding_memory.py")]
+    options = ["--vocab_size", "262144", "--hidden_size", "512"]
+    output = subprocess.run([*script, *options], check=True, capture_output=True, text=True).stdout
+    own, shared = map(float, re.search(r"of its own: ([-\d.]+) GB; with the target's: ([-\d.]+) GB", output).groups())
+    assert own - shared == pytest.approx(0.25, abs=0.05)
+
+
+def test_looking_up_is_timed_apart_from_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And reading the context is in neither."""
+    script = load("measure_lookup", monkeypatch)
+    args = script.LookupArguments(num_cycles=12)
+    drafts, read = script.ContextDrafts.draft, []
+
+    def noting(self: Any, *given: Any) -> Any:
+        branch = drafts(self, *given)
+        read.append(branch)
+        time.sleep(0.01 if len(read) > 1 else 1.0)
+        return branch
+
+    monkeypatch.setattr(script.ContextDrafts, "draft", noting)
+    lookup, merge, share = script.measure(300, 2, args)
+    assert 10 <= lookup < 200
+    assert merge < 200
+    assert len(read) == 13
+    assert share == sum(branch is not None for branch in read[1:]) / 12
+    assert share > 0
