@@ -1,5 +1,6 @@
 """The web page: two answers to a question side by side, for several visitors at once."""
 
+import operator
 import re
 import runpy
 import shutil
@@ -351,6 +352,12 @@ class Visitor:
         """Whether plain decoding shows more tokens than that."""
         return bool(self.page.locator("#plain .gumiho-tokens").count()) and self.number("plain", "tokens") > more_than
 
+    def progress(self) -> tuple[str, ...]:
+        """The counters of the answer with the drafter and the tree, as they are shown; empty until all of them are."""
+        shown = [self.page.locator(f"#drafted .gumiho-{name}") for name in ("tokens", "tau", "speed")]
+        shown.append(self.page.locator("#tree svg"))
+        return tuple(part.inner_html() for part in shown) if all(part.count() for part in shown) else ()
+
     def number(self, answer: str, name: str) -> float:
         return float(self.page.locator(f"#{answer} .gumiho-{name}").text_content())
 
@@ -369,18 +376,20 @@ def let_through_until(is_reached: Callable[[], bool], gate: Gate) -> None:
 def test_two_visitors_in_a_browser(browser: Any, address: str, gate: Gate, pair: Pair) -> None:
     visitors = [Visitor(browser, address) for _ in PROMPTS]
     for visitor, prompt in zip(visitors, PROMPTS, strict=True):
-        visitor.ask(prompt, 24)
+        visitor.ask(prompt, 64)
     first = visitors[0]
-    let_through_until(first.has_tokens, gate)
-    seen = first.number("plain", "tokens")
+    let_through_until(lambda: first.has_tokens() and bool(first.progress()), gate)
+    seen, before = first.number("plain", "tokens"), first.progress()
     let_through_until(lambda: first.has_tokens(more_than=seen), gate)
-    assert seen < 24
+    let_through_until(lambda: all(map(operator.ne, before, first.progress() or before)), gate)
+    assert seen < 64
+    assert first.number("drafted", "tokens") < 64
     gate.is_open = True
     for visitor, prompt in zip(visitors, PROMPTS, strict=True):
         assert "token for token" in visitor.wait_for_verdict("equal")
-        expected = pair[1].decode(plain_tokens(pair, prompt, max_new_tokens=24, do_sample=False))
+        expected = pair[1].decode(plain_tokens(pair, prompt, max_new_tokens=64, do_sample=False))
         assert visitor.text("plain") == visitor.text("drafted") == expected
-        assert visitor.number("drafted", "tokens") == 24
+        assert visitor.number("drafted", "tokens") == 64
         assert visitor.number("drafted", "tau") > 1.5
         assert visitor.number("drafted", "speed") > 0
         assert visitor.page.locator("#drafted .gumiho-drafts").count() > 1

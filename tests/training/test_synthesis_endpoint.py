@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from transformers_gumiho.training import Endpoint, EndpointError, SynthesisSetti
 from transformers_gumiho.training.synthesis import Prompt
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "synthesize_data.py"
 QUESTIONS = [Prompt(f"What is {index}, please?") for index in range(6)]
 Reply = tuple[int, Any]
 
@@ -133,6 +136,38 @@ def test_both_steps_run_on_a_server(serve: Callable[..., Server], tmp_path: Path
     assert set(server.keys) == {"Bearer secret"}
     assert server.most_open <= 2
     assert {row["ended"] for row in rows} == {True, False}
+
+
+def test_the_command_tells_what_it_does(
+    serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is there already is dropped and counted, several requests are open at a time, and short ones come first."""
+
+    def reply(path: str, body: dict[str, Any], number: int) -> Reply:
+        time.sleep(0.1)
+        return well_behaved(path, body, number // 2)
+
+    server = serve(reply)
+    make_chat_tokenizer().save_pretrained(tmp_path / "tiny")
+    questions = [{"prompt": f"What is {'very ' * (index * 5 % 7)}much?"} for index in range(7)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    command = [
+        "synthesize_data.py", "--target_model", tmp_path / "tiny", "--num_prompts", 5, "--batch_size", 6,
+        "--output_file", tmp_path / "a.jsonl", "--questions", tmp_path / "questions.jsonl", "--max_prompt_tokens", 30,
+        "--max_new_tokens", 8, "--endpoint", server.url, "--concurrency", 3,
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert server.most_open == 3
+    written = [json.loads(line) for line in (tmp_path / "a.prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row.get("dropped") for row in written].count("near-duplicate") == len(written) // 2 == 6
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()]
+    lengths = [len(row["messages"][0]["content"]) for row in rows]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) > 5
+    told = capsys.readouterr()
+    assert "12 prompts are answered. Dropped: of the prompts that the target wrote, 6 (near-duplicate); of" in told.out
+    assert re.search(r"target writes: \d+ tokens \[.*tokens/s, 12 of 12 answers\]", told.err)
 
 
 def test_a_server_goes_on_after_an_opening(serve: Callable[..., Server], tmp_path: Path) -> None:
