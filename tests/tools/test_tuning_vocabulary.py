@@ -221,7 +221,7 @@ def test_vocabularies_are_told_with_what_they_lose_and_gain() -> None:
         choice = VocabularyChoice(candidates, measured, plain, step_seconds=2 / (plain or 1))
         speed_up = 1 if plain is None else 2
         result = make_result(tree, {"best": 12.0, "default": 11.0, "plain": 30.0}, choice)
-        assert result.settings == tree.settings.as_dict() | {"draft_vocabulary": token_ids}
+        assert result.settings == tree.settings.as_dict() | {"draft_vocabulary": token_ids, "cycle_costs": None}
         # The last contest is the one that counts.
         assert result.speculation_pays == (plain == 31.0)
         text = describe(result)

@@ -139,8 +139,8 @@ def _measure_times(
     plain: list[float] = []
     kind = "sampled" if generate_kwargs["do_sample"] else "greedy"
     with without_end(target):
-        for rows in tqdm(batches.values(), desc=f"timing {kind} cycles", unit="batch size"):
-            turns = [_time_turn(target, drafter, *rows, forced, num_steps, options) for _ in range(num_turns + 1)]
+        for ids, mask in tqdm(batches.values(), desc=f"timing {kind} cycles", unit="batch size"):
+            turns = [_time_turn(target, drafter, ids, mask, forced, num_steps, options) for _ in range(num_turns + 1)]
             passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
             verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
             verify.append(_milliseconds(smooth(verified).values()))
