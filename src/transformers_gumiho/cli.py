@@ -87,16 +87,19 @@ def run_tune_command(arguments: list[str]) -> None:
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """Tells a default once, and none where there is none."""
+    """Tells a default once, and none where there is none; of an option that turns another one off, which."""
 
     def _get_help_string(self, action: Action) -> str | None:
+        name = action.option_strings[0] if action.option_strings else ""
+        if name.startswith("--no_"):
+            return f"Turns --{name.removeprefix('--no_')} off."
         is_told = action.default in (None, []) or "(default: " in (action.help or "")
         return action.help if is_told else super()._get_help_string(action)
 
 
 def _parse(options: type[Options], name: str, command: Callable[..., Any], arguments: list[str]) -> Options:
     """Returns the options of a command; one that it does not have ends the program with the usage."""
-    summary = (inspect.getdoc(command) or "").partition("\n\n")[0]
+    summary = (inspect.getdoc(command) or "").partition("\n\n")[0].replace("`args.", "`--")
     parser = HfArgumentParser(options, prog=f"gumiho {name}", description=summary, formatter_class=_HelpFormatter)
     parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
