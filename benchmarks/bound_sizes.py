@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ from transformers_gumiho.drafting.tree_sizing import TreeSizing
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.measuring.prompts import encode_turn, read_questions
-from transformers_gumiho.model.cycle_costs import AcceptanceCurve, BatchCosts, CycleCostTable
+from transformers_gumiho.model.acceptance_curves import AcceptanceCurves
+from transformers_gumiho.model.cycle_costs import BatchCosts, CycleCostTable
 from transformers_gumiho.tree.draft_tree import DraftTree, bare_root
 
 
@@ -52,6 +54,7 @@ class BoundArguments:
     first_prompt: int = 8
     num_prompts: int = 12
     max_new_tokens: int = 128
+    temperature: float = field(default=0.0, metadata={"help": "Of the texts, each with its own seed; 0 is greedy."})
 
 
 @dataclass
@@ -106,13 +109,16 @@ def recording(trees: list[DraftTree]) -> Iterator[None]:
 
 @torch.inference_mode()
 def read_text(args: BoundArguments, target: PreTrainedModel, drafter: GumihoModel, prompt: list[int]) -> Text:
-    """Decodes after a prompt."""
+    """Decodes after a prompt, with the state of the global generator where tokens are sampled."""
     trees: list[DraftTree] = []
+    sampling: dict[str, Any] = {"do_sample": False}
+    if args.temperature:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
     own = {"num_assistant_tokens": args.max_size, "cycle_costs": None, "prompt_lookup_num_tokens": None}
     with decoding_settings(drafter, own), recording(trees):
         ids = target.generate(
             torch.tensor([prompt], device=target.device), assistant_model=drafter,
-            max_new_tokens=args.max_new_tokens, do_sample=False,
+            max_new_tokens=args.max_new_tokens, **sampling,
         )  # fmt: skip
     tokens = ids[0, len(prompt) :].tolist()
     return Text(prompt, tokens, trees[: len(tokens) - 1])
@@ -127,7 +133,10 @@ def read_texts(args: BoundArguments) -> tuple[list[Text], CycleCostTable, "Looku
     lookup = lookup_of(drafter)
     questions = read_questions(args.prompts, num_questions=args.first_prompt + args.num_prompts)[args.first_prompt :]
     prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    texts = [read_text(args, target, drafter, prompt) for prompt in prompts]
+    texts = []
+    for number, prompt in enumerate(prompts):
+        torch.manual_seed(number)
+        texts.append(read_text(args, target, drafter, prompt))
     return [text for text in texts if text.trees], table, lookup
 
 
@@ -212,10 +221,10 @@ class ContextAlone(Way):
 class SizesThatFit(Way):
     """What decoding does with `cycle_costs`."""
 
-    def __init__(self, costs: BatchCosts, curve: AcceptanceCurve | None, max_size: int):
+    def __init__(self, costs: BatchCosts, curves: AcceptanceCurves | None, max_size: int):
         # Runs are longer than what the context drafts otherwise.
         self.size = 0
-        self.sizing, self.most_from_context = TreeSizing(costs, curve), max_size
+        self.sizing, self.most_from_context = TreeSizing(costs, curves), max_size
 
     def rests(self) -> bool:
         return self.sizing.pauses()
@@ -244,8 +253,8 @@ class AtRate(Way):
 
     has_runs = False
 
-    def __init__(self, costs: BatchCosts, curve: AcceptanceCurve | None, rate: float):
-        self.costs, self.rate, self.sizing = costs, rate, TreeSizing(costs, curve)
+    def __init__(self, costs: BatchCosts, curves: AcceptanceCurves | None, rate: float):
+        self.costs, self.rate, self.sizing = costs, rate, TreeSizing(costs, curves)
 
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
         scores = self.sizing.weigh(drafted).scores[:, 1:].numpy(force=True)
@@ -337,11 +346,11 @@ def play(
     return whole
 
 
-def play_by_rate(texts: list[Text], costs: BatchCosts, curve: AcceptanceCurve | None) -> Play:
+def play_by_rate(texts: list[Text], costs: BatchCosts, curves: AcceptanceCurves | None) -> Play:
     """Plays all texts through with the sizes that are best by expectation; the rate is found by trying."""
     rate, played = 1 / costs.plain_ms, Play()
     for _ in range(6):
-        played = play(texts, costs, partial(AtRate, costs, curve, rate), nothing_is_rest=True)
+        played = play(texts, costs, partial(AtRate, costs, curves, rate), nothing_is_rest=True)
         rate = played.speed
     return played
 
@@ -368,7 +377,7 @@ def play_knowing_all(texts: list[Text], costs: BatchCosts, max_size: int) -> Pla
 def rows_of(
     texts: list[Text],
     costs: BatchCosts,
-    curve: AcceptanceCurve | None,
+    curves: AcceptanceCurves | None,
     max_size: int,
     lookup: Lookup | None = None,
 ) -> Iterator[tuple[str, Play]]:
@@ -383,9 +392,9 @@ def rows_of(
     for text in texts:
         each.add(max((play([text], costs, partial(Way, size), lookup) for size in sizes), key=lambda one: one.speed))
     yield "the best fixed size of each text", each
-    yield "sizes that fit", play(texts, costs, partial(SizesThatFit, costs, curve, max_size), lookup)
+    yield "sizes that fit", play(texts, costs, partial(SizesThatFit, costs, curves, max_size), lookup)
     if lookup is None:
-        yield "best by expectation", play_by_rate(texts, costs, curve)
+        yield "best by expectation", play_by_rate(texts, costs, curves)
         yield "knowing what will be accepted", play_knowing_all(texts, costs, max_size)
 
 
@@ -393,9 +402,10 @@ def main() -> None:
     (args,) = HfArgumentParser(BoundArguments, description=__doc__).parse_args_into_dataclasses()
     logging.set_verbosity_error()
     texts, table, lookup = read_texts(args)
-    costs, curve = table.for_batch(1), table.curve(is_sampling=False)
+    is_sampling = args.temperature > 0
+    costs, curves = table.for_batch(1, is_sampling), table.curves(is_sampling)
     print(f"{sum(len(text.trees) for text in texts)} places of {len(texts)} texts")
-    played = dict(rows_of(texts, costs, curve, args.max_size, lookup))
+    played = dict(rows_of(texts, costs, curves, args.max_size, lookup))
     best = next(one for name, one in played.items() if name.startswith("the best fixed size,"))
     plain = played["plain decoding"]
     print("| way | speed-up by the table | against the best fixed size | tau |\n|---|---|---|---|")

@@ -171,7 +171,8 @@ def speeds_of(
     batches: list[list[Text]], table: CycleCostTable, args: BatchArguments, lookup: Lookup | None
 ) -> Iterator[tuple[str, float]]:
     """Yields the speed of each way, plain decoding's being 1."""
-    costs, curve = table.for_batch(len(batches[0])), table.curve(is_sampling=False)
+    is_sampling = args.temperature > 0
+    costs, curves = table.for_batch(len(batches[0]), is_sampling), table.curves(is_sampling)
     plain_ms = sum(max(len(text.trees) for text in texts) for texts in batches) * costs.plain_ms
     for size in args.fixed_sizes:
         yield f"trees of {size}", plain_ms / sum(play_fixed(texts, costs, size, lookup) for texts in batches)
@@ -182,7 +183,7 @@ def speeds_of(
         ("with a drafter that is always wrong", wrong, row_weights),
     ):
         cycles = [
-            ms for texts in played for _, ms in play_fitting(texts, costs, TreeSizing(costs, curve), lookup, weigh)
+            ms for texts in played for _, ms in play_fitting(texts, costs, TreeSizing(costs, curves), lookup, weigh)
         ]
         yield f"sizes that fit, {name}", plain_ms / sum(cycles)
 

@@ -32,7 +32,10 @@ STATIC = {"cache_implementation": "static", "disable_compile": True}
 # With these a cycle of a tiny random pair drafts for a while, then pauses, and tries again.
 COSTS = {"draft_ms": 6.0, "node_ms": 0.3}
 # How often drafted tokens are accepted; flat in the middle, where a token and the one below it are equally likely.
-CURVE = {"scores": [-6.0, -4.0, -1.5, 0.0], "shares": [0.01, 0.2, 0.2, 0.9]}
+CURVES = [
+    {"scores": [-6.0, -4.0, -1.5, 0.0], "shares": [0.01, 0.2, 0.2, 0.9]},
+    {"scores": [-5.0, -0.5], "shares": [0.1, 0.6]},
+]
 
 
 class KeepGoing(StoppingCriteria):
@@ -71,13 +74,13 @@ def has_pauses_and_drafts(sizes: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
-@pytest.mark.parametrize("curve", [None, CURVE], ids=["word", "curve"])
+@pytest.mark.parametrize("curves", [None, CURVES], ids=["word", "curves"])
 @pytest.mark.parametrize(("family", "branching_factor"), [("llama", 1), ("llama", 3), ("gemma3", 3)])
 def test_texts_are_those_of_plain_decoding(
-    family: str, branching_factor: int, curve: dict[str, Any] | None, shapes: dict[str, Any]
+    family: str, branching_factor: int, curves: list[dict[str, Any]] | None, shapes: dict[str, Any]
 ) -> None:
-    curves = {} if curve is None else {"greedy": curve, "sampling": curve}
-    target, drafter = make_pair(family, COSTS | curves, branching_factor=branching_factor)
+    costs = COSTS | ({} if curves is None else {"greedy": curves, "sampling": curves})
+    target, drafter = make_pair(family, costs, branching_factor=branching_factor)
     sizes = []
     for lengths in ([9], [9, 4, 1]):
         for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):

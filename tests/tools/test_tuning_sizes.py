@@ -16,6 +16,7 @@ from tuning_results import make_result
 from transformers_gumiho.decoding import loop
 from transformers_gumiho.drafting.settings import DraftingSettings
 from transformers_gumiho.drafting.tree_size import COMPILED_TREE_SIZES, sizes_up_to
+from transformers_gumiho.model.acceptance_curves import AcceptanceCurves
 from transformers_gumiho.model.cycle_costs import CycleCostTable
 from transformers_gumiho.tuning import (
     Answer,
@@ -25,9 +26,9 @@ from transformers_gumiho.tuning import (
     TuningArguments,
     cost_table,
     describe,
-    fit_acceptance_curve,
+    fit_acceptance_curves,
     fit_sizes,
-    measure_acceptance_curve,
+    measure_acceptance_curves,
     measure_cost_table,
 )
 from transformers_gumiho.tuning.cost_table import forcing_table, typical_rows
@@ -37,31 +38,47 @@ from transformers_gumiho.tuning.timing import DecodingTime, time_drafted, time_p
 SETTINGS = {"num_assistant_tokens": 12, "branching_factor": 3, "tree_depth": 7, "draft_temperature": 1.0}
 
 
-def test_curve_finds_how_often_scores_are_right() -> None:
+def test_curves_find_how_often_scores_are_right_at_each_depth() -> None:
     generator = np.random.default_rng(0)
-    scores = -generator.exponential(2.0, 40000)
-    shares = 0.6 * np.exp(1.3 * scores)  # a drafter that is too sure of itself
-    curve = fit_acceptance_curve(scores, generator.random(len(scores)) < shares)
-    for score in (-0.05, -0.5, -1.2, -2.5):
-        found = curve.log_probabilities(torch.tensor([score])).exp()
-        assert float(found) == pytest.approx(0.6 * np.exp(1.3 * score), rel=0.1)
-    assert list(curve.scores) == sorted(curve.scores)
-    assert list(curve.shares) == sorted(curve.shares)
-    assert 0 < curve.shares[0] < curve.shares[-1] <= 1
-    few = fit_acceptance_curve(np.array([-1.0, -np.inf]), np.array([True, False]))
-    assert few.shares[0] == pytest.approx((1 + 20 * np.exp(-13.0)) / 22, abs=1e-3), "few tokens prove little"
+    scores, depths = -generator.exponential(2.0, 80000), generator.integers(1, 4, 80000)
+    # A drafter that is too sure of itself, the more so the deeper.
+    sure = np.array([0.8, 0.6, 0.3])
+    curves = fit_acceptance_curves(
+        scores, depths, generator.random(len(scores)) < sure[depths - 1] * np.exp(1.3 * scores)
+    )
+    assert len(curves) == 3
+    for depth, curve in enumerate(curves, start=1):
+        for score in (-0.05, -0.5, -1.2, -2.5):
+            at = torch.tensor([[score]])
+            found = AcceptanceCurves(curves).log_probabilities(at, torch.full_like(at, depth, dtype=torch.long)).exp()
+            assert float(found) == pytest.approx(sure[depth - 1] * np.exp(1.3 * score), rel=0.12, abs=0.01)
+        assert list(curve.scores) == sorted(curve.scores)
+        assert list(curve.shares) == sorted(curve.shares)
+        assert 0 < curve.shares[0] < curve.shares[-1] <= 1
 
 
-def test_curve_counts_the_drafted_tokens_of_a_generation() -> None:
+def test_few_tokens_prove_little() -> None:
+    (few,) = fit_acceptance_curves(np.array([-1.0, -np.inf]), np.array([1, 1]), np.array([True, False]))
+    of_all = (1 + 20 * np.exp(-13.0)) / 22  # the two together, their mean score being -13
+    assert few.shares[0] == pytest.approx((1 + 20 * of_all) / 22, abs=1e-3)
+    # A token at depth 2 is taken for one like those at depth 1, which are hundreds.
+    scores, depths = np.full(401, -1.0), np.array([1] * 400 + [2])
+    first, second = fit_acceptance_curves(scores, depths, np.array([True, False] * 200 + [True]))
+    assert first.shares[0] == pytest.approx(0.5, abs=0.02)
+    assert second.shares[0] == pytest.approx((1 + 20 * 0.5) / 21, abs=0.02)
+
+
+def test_curves_count_the_drafted_tokens_of_a_generation() -> None:
     target = make_target(seed=3)
     drafter = make_drafter(target)
     prompts = [make_prompts([length])["input_ids"][0] for length in (4, 6)]
     for sampling in ({}, {"do_sample": True, "temperature": 1.0, "top_k": 0}):
-        curve, answers = measure_acceptance_curve(target, drafter, prompts, 30, SETTINGS, **sampling)
+        curves, answers = measure_acceptance_curves(target, drafter, prompts, 30, SETTINGS, **sampling)
         assert [len(answer.new_tokens) for answer in answers] == [30, 30]
-        assert curve is not None
-        assert 0 < min(curve.shares) <= max(curve.shares) <= 1
-    one_token, _ = measure_acceptance_curve(target, drafter, prompts, 1, SETTINGS)
+        assert curves is not None
+        assert 1 < len(curves) <= SETTINGS["tree_depth"]
+        assert all(0 < min(curve.shares) <= max(curve.shares) <= 1 for curve in curves)
+    one_token, _ = measure_acceptance_curves(target, drafter, prompts, 1, SETTINGS)
     assert one_token is None
 
 

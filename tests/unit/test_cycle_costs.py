@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cycle_costs import make_cost_table
 from targets import make_drafter, make_target
 
@@ -16,7 +17,7 @@ CURVE = {"scores": [-3.0, -1.0], "shares": [0.1, 0.5]}
 
 
 def test_table_comes_back_with_the_drafters_files(tmp_path: Path) -> None:
-    table = make_cost_table(greedy=CURVE)
+    table = make_cost_table(greedy=[CURVE, CURVE | {"shares": [0.2, 0.4]}])
     drafter = make_drafter(make_target(), cycle_costs=table)
     drafter.save_pretrained(tmp_path)
     loaded = GumihoModel.from_pretrained(tmp_path)
@@ -48,6 +49,8 @@ def test_table_comes_back_with_the_drafters_files(tmp_path: Path) -> None:
         (make_cost_table(greedy=CURVE | {"shares": [0.5]}), "of its `greedy`, it must have a share for each score"),
         (make_cost_table(greedy=CURVE | {"shares": [0.0, 0.5]}), "of its `greedy`, its `shares` must hold .* got 0.0"),
         (make_cost_table(sampling={"scores": [-1.0]}), "of its `sampling`, it lacks `shares`"),
+        (make_cost_table(sampling=[CURVE, CURVE | {"shares": [0.5]}]), "of its `sampling`, it must have a share for"),
+        (make_cost_table(sampling=[]), r"but its `sampling` must be a list of curves, one for each depth, got \[\]"),
         (make_cost_table(sampling=CURVE | {"scores": [-1.0, -3.0]}), "of its `sampling`, its `scores` must increase"),
         (make_cost_table(greedy=CURVE | {"shares": [0.5, 0.1]}), "of its `greedy`, its `shares` must never decrease"),
         (make_cost_table(sampled_draft_ms=[4.0]), "`sampled_draft_ms` must hold a number for each of 2 batch sizes"),
@@ -60,6 +63,16 @@ def test_malformed_tables_are_refused(costs: Any, message: str) -> None:
         ValueError, match=f"`cycle_costs` must be None or a table as `gumiho tune` writes it, .*{message}"
     ):
         DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+
+
+def test_one_curve_is_that_of_all_depths() -> None:
+    """Earlier tables have no more."""
+    one, two = (CycleCostTable.parse(make_cost_table(greedy=curves)) for curves in (CURVE, [CURVE, CURVE]))
+    scores, depths = torch.linspace(-5, 0, 12).reshape(2, 6), torch.arange(1, 13).reshape(2, 6)
+    found, expected = (table.curves(is_sampling=False) for table in (one, two))
+    assert torch.equal(found.log_probabilities(scores, depths), expected.log_probabilities(scores, depths))
+    assert one.curves(is_sampling=True) is None
+    assert one.as_dict()["greedy"] == [CURVE]
 
 
 def test_sampled_cycles_have_costs_of_their_own() -> None:

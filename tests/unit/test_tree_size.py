@@ -28,7 +28,8 @@ from transformers_gumiho.drafting.tree_sizing import (
     BackOff,
     TreeSizing,
 )
-from transformers_gumiho.model.cycle_costs import AcceptanceCurve, BatchCosts, CycleCostTable
+from transformers_gumiho.model.acceptance_curves import AcceptanceCurve, AcceptanceCurves
+from transformers_gumiho.model.cycle_costs import BatchCosts, CycleCostTable
 from transformers_gumiho.tree.draft_tree import DraftTree, choose_nodes
 
 
@@ -85,13 +86,16 @@ def test_larger_batches_choose_smaller_trees() -> None:
     assert sizes[0] > 2 * sizes[-1]
 
 
-def test_curve_puts_shares_for_probabilities() -> None:
-    curve = AcceptanceCurve((-4.0, -1.0, 0.0), (0.01, 0.1, 0.8))
-    found = curve.log_probabilities(torch.tensor([[0.0, -1.0, -0.5], [-4.0, -6.0, -math.inf]])).exp()
+def test_curves_put_shares_for_probabilities() -> None:
+    curves = AcceptanceCurves((AcceptanceCurve((-4.0, -1.0, 0.0), (0.01, 0.1, 0.8)), AcceptanceCurve((-1.0,), (0.5,))))
+    scores = torch.tensor([[0.0, -1.0, -0.5], [-4.0, -6.0, -math.inf]])
+    found = curves.log_probabilities(scores, torch.ones(2, 3, dtype=torch.long)).exp()
     expected = [[0.8, 0.1, math.sqrt(0.08)], [0.01, 0.01 * math.exp(-2), 0.0]]
     torch.testing.assert_close(found, torch.tensor(expected))
-    single = AcceptanceCurve((-1.0,), (0.5,)).log_probabilities(torch.tensor([0.0, -1.0, -2.0])).exp()
-    torch.testing.assert_close(single, torch.tensor([0.5, 0.5, 0.5 / math.e]))
+    # The last curve is that of all deeper tokens.
+    scores, depths = torch.tensor([[0.0, -1.0, -2.0, -0.5]]), torch.tensor([[2, 3, 9, 1]])
+    found = curves.log_probabilities(scores, depths).exp()
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.5, 0.5 / math.e, math.sqrt(0.08)]]))
     # A token of chains that advance together is accepted where all rows accept it.
     rows = np.log(np.array([[0.5, 0.25], [0.8, 0.4]]))
     assert path_probabilities(rows, rows_together=True) == pytest.approx(np.array([[0.4, 0.1]] * 2))
@@ -118,23 +122,42 @@ def test_correction_follows_what_is_accepted() -> None:
     assert 1.3 < correction.factor < 1.5
 
 
-def test_pauses_double_up_to_a_limit_and_begin_anew_after_success() -> None:
+def paused_cycles(back_off: BackOff, tokens: float, cycle_ms: float) -> int:
+    """Takes in a cycle that drafted, and returns the cycles of the pause after it."""
+    back_off.observe(tokens, cycle_ms)
+    num_paused = 0
+    while back_off.pauses():
+        num_paused += 1
+    return num_paused
+
+
+def test_pauses_grow_up_to_a_limit_and_begin_anew_after_success() -> None:
     back_off = BackOff(plain_ms=10.0)
     back_off.expect(40.0, 15.0)
     assert back_off.drafted_speed == pytest.approx(2 * 100), "to be sure is not to be right"
-    pauses, speeds = [], []
-    for tokens in [1.0] * 12 + [6.0] * 4 + [1.0] * 20:
-        back_off.observe(tokens, 15.0)
-        speeds.append(back_off.drafted_speed)
-        pauses.append(0)
-        while back_off.pauses():
-            pauses[-1] += 1
-    assert [pause > 0 for pause in pauses] == [speed < 100 for speed in speeds]
-    failing = [pause for pause in pauses[:12] if pause]
-    assert failing == [min(FIRST_PAUSE * 2**n, LONGEST_PAUSE) for n in range(len(failing))]
-    assert len(failing) >= 6
-    assert pauses[14:17] == [0, 0, 0], "drafts are worth their time again"
-    assert [pause for pause in pauses[17:] if pause][:3] == [8, 16, 32]
+    pauses = [paused_cycles(back_off, tokens, 15.0) for tokens in [1.0] * 12 + [6.0] * 4 + [1.0] * 20]
+    # Each cycle of one token takes half a step of plain decoding more than that: two steps may be lost.
+    assert pauses[:4] == [0] * 4
+    assert pauses[4:12] == [FIRST_PAUSE, 4 * FIRST_PAUSE, *[LONGEST_PAUSE] * 6]
+    assert pauses[12:16] == [0] * 4, "drafts are worth their time again"
+    failing = [place for place, pause in enumerate(pauses[16:]) if pause]
+    assert 4 <= failing[0] < 18, "what was good once is soon forgotten"
+    assert pauses[16:][failing[0] :][:3] == [FIRST_PAUSE, 4 * FIRST_PAUSE, LONGEST_PAUSE]
+
+
+@pytest.mark.parametrize(("share", "most_paused", "least_speed"), [(0.75, 0.04, 1.4), (0.3, 1.0, 0.93)])
+def test_chance_ends_in_few_pauses(share: float, most_paused: float, least_speed: float) -> None:
+    """Texts of 128 tokens whose drafts are accepted one after the other as if by dice, in cycles of two steps."""
+    numbers, num_paused, num_drafted, num_tokens = np.random.default_rng(0), 0, 0, 0
+    for _ in range(100):
+        back_off, length = BackOff(plain_ms=10.0), 0
+        while length < 128:
+            tokens = 1 + int((numbers.random(6) < share).cumprod().sum())
+            paused = paused_cycles(back_off, tokens, 20.0)
+            num_drafted, num_paused, length = num_drafted + 1, num_paused + paused, length + tokens + paused
+        num_tokens += length
+    assert num_paused <= most_paused * (num_paused + num_drafted)
+    assert num_tokens / (2 * num_drafted + num_paused) >= least_speed
 
 
 def test_observed_acceptance_decides() -> None:
@@ -346,7 +369,8 @@ def test_runs_are_taken_where_they_are_worth_their_time() -> None:
 def test_who_rests_is_told_what_is_faster() -> None:
     """Drafts from the context that mislead are slower than plain decoding, which is then the measure."""
     back_off = BackOff(plain_ms=10.0)
-    back_off.observe(1.2, 13.0, undrafted_tokens=1.0, undrafted_ms=12.0)
+    while not back_off.num_left:
+        back_off.observe(1.2, 13.0, undrafted_tokens=1.0, undrafted_ms=12.0)
     assert back_off.drafted_speed < 100
     assert back_off.context_speed < 100
     assert back_off.undrafted_speed == pytest.approx(100)
@@ -366,11 +390,15 @@ def test_weighed_trees_keep_their_order(num_nodes: int) -> None:
         scores[:, 1:] = scores[:, 1:].sort(dim=1, descending=True).values
         points = sorted((-torch.rand(6, generator=generator, dtype=torch.float64)).tolist())
         shares = torch.rand(6, generator=generator, dtype=torch.float64).sort().values.clamp(min=1e-3).tolist()
-        sizing = TreeSizing(costs_of(2), AcceptanceCurve(tuple(points), tuple(shares)))
+        curve, other = AcceptanceCurve(tuple(points), tuple(shares)), AcceptanceCurve((-1.0, 0.0), (0.1, 0.9))
+        sizing = TreeSizing(costs_of(2), AcceptanceCurves((other, curve)))
         weighed = sizing.weigh(replace(tree, scores=scores)).scores
         assert (weighed.diff(dim=1) <= 0).all()
         assert (weighed[:, 0] == 0).all()
-    close = AcceptanceCurve((-1.0, -1.0 + 1e-12), (0.2, 0.4)).log_probabilities(torch.tensor([-2.0, -1.0, 0.0])).exp()
+    close = AcceptanceCurves((AcceptanceCurve((-1.0, -1.0 + 1e-12), (0.2, 0.4)),)).log_probabilities(
+        torch.tensor([[-2.0, -1.0, 0.0]]), torch.ones(1, 3, dtype=torch.long)
+    )
+    close = close[0].exp()
     assert close.isfinite().all()
     assert (close.diff() >= 0).all()
 
@@ -381,7 +409,7 @@ def test_what_is_accepted_seldom_gives_way_to_the_context() -> None:
     branch = ContextBranch.make([[91, 92, 93]], [[-0.7] * 3], CPU)
     sure = replace(tree, scores=-0.01 * torch.arange(7.0)[None])
     kept = {}
-    for curve in (None, AcceptanceCurve((-1.0, 0.0), (0.01, 0.1))):
+    for curve in (None, AcceptanceCurves((AcceptanceCurve((-1.0, 0.0), (0.01, 0.1)),))):
         sizing = TreeSizing(costs_of(), curve)
         kept[curve is not None] = set(branch.added_to(sizing.weigh(sure), is_chain=False).tokens[0].tolist())
     assert not kept[False] & {91, 92, 93}

@@ -257,7 +257,7 @@ def _tree_sizing(session: TargetSession, settings: DraftingSettings, chooser: To
         return None
     return TreeSizing(
         table.for_batch(chooser.batch_size, chooser.do_sample),
-        table.curve(chooser.do_sample),
+        table.curves(chooser.do_sample),
         chooser.rows_together,
         chooser.in_lockstep,
         COMPILED_TREE_SIZES if session.shapes.are_fixed else TREE_SIZES,

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..model.cycle_costs import AcceptanceCurve, BatchCosts
-from ..tree.draft_tree import DraftTree
+from ..model.acceptance_curves import AcceptanceCurves
+from ..model.cycle_costs import BatchCosts
+from ..tree.draft_tree import DraftTree, rescore
 from .context_branch import ContextBranch
 from .tree_size import (
     TREE_SIZES,
@@ -44,8 +45,11 @@ _SHARPER_WHETHER = 4
 # Drafted tokens that are verified at most when drafting is tried again, beside as many as the context would have
 # drafted alone: enough to tell whether it pays.
 TRIAL_SIZE = 4
-# Cycles without the drafter before it is tried again: at first, and at most.
+# Tokens of a row that cycles which draft may lose before they pause, and that earlier gains make up for at most.
+_MOST_LOST = _MOST_GAINED = 2.0
+# Cycles without the drafter before it is tried again: at first, how many times as many the next time, and at most.
 FIRST_PAUSE = 8
+_LONGER_PAUSE = 4
 LONGEST_PAUSE = 64
 
 
@@ -73,9 +77,11 @@ class AcceptanceCorrection:
 
 class BackOff:
     """
-    Decides whether to draft. Where the newest cycles that drafted were slower than plain decoding, or clearly slower
-    than the same would have been with drafts from the context alone, it pauses, each time for twice as long as before,
-    up to a limit; once they are faster again the pauses begin anew.
+    Decides whether to draft. It pauses where the newest cycles that drafted were slower than plain decoding, or
+    clearly slower than the same would have been with drafts from the context alone, and more was lost than by a bad
+    cycle or two: lost tokens are summed up, gained ones taken off as far as they are few (a one-sided cumulative sum
+    test, E. S. Page, 1954). Each pause is longer than the one before, up to a limit; once nothing is lost any more the
+    pauses begin anew.
 
     Args:
         plain_ms: Milliseconds of a step of plain decoding.
@@ -85,6 +91,7 @@ class BackOff:
         self._plain_ms = plain_ms
         self._tokens = self._ms = 0.0
         self._undrafted_tokens, self._undrafted_ms = 1.0, plain_ms
+        self._lost = 0.0  # tokens of a row
         self._next_pause = FIRST_PAUSE
         self.num_left = 0
 
@@ -126,13 +133,20 @@ class BackOff:
         self._tokens, self._ms = kept * self._tokens + tokens, kept * self._ms + cycle_ms
         self._undrafted_tokens = kept * self._undrafted_tokens + undrafted_tokens
         self._undrafted_ms = kept * self._undrafted_ms + (self._plain_ms if undrafted_ms is None else undrafted_ms)
-        if self.drafted_speed >= max(1e3 / self._plain_ms, _CLEARLY * self.context_speed):
+        least_speed = max(1e3 / self._plain_ms, _CLEARLY * self.context_speed)
+        self._lost = max(self._lost + least_speed * cycle_ms / 1e3 - tokens, -_MOST_GAINED)
+        if self._lost <= 0:
             self._next_pause = FIRST_PAUSE
-        else:
-            self.num_left, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
-            self._tokens, self._ms = _LEFT_BY_PAUSE * self._tokens, _LEFT_BY_PAUSE * self._ms
-            self._undrafted_tokens *= _LEFT_BY_PAUSE
-            self._undrafted_ms *= _LEFT_BY_PAUSE
+        elif self._lost > _MOST_LOST and self.drafted_speed < least_speed:
+            self._begin_pause()
+
+    def _begin_pause(self) -> None:
+        self.num_left, self._next_pause = self._next_pause, min(_LONGER_PAUSE * self._next_pause, LONGEST_PAUSE)
+        # One more cycle that loses is enough then.
+        self._lost = _MOST_LOST
+        self._tokens, self._ms = _LEFT_BY_PAUSE * self._tokens, _LEFT_BY_PAUSE * self._ms
+        self._undrafted_tokens *= _LEFT_BY_PAUSE
+        self._undrafted_ms *= _LEFT_BY_PAUSE
 
     def pauses(self) -> bool:
         """Whether the drafter rests in the next cycle; counts it."""
@@ -154,7 +168,7 @@ class TreeSizing:
 
     Args:
         costs: Of cycles with as many rows as there are.
-        curve: How often drafted tokens are accepted, by their scores; `None` takes the drafter at its word.
+        curves: How often drafted tokens are accepted, by score and depth; `None` takes the drafter at its word.
         rows_together: The trees are chains, and a token is accepted only where it is in all rows.
         in_lockstep: All rows get as many tokens of a cycle as the one that gets least.
         sizes: To choose among.
@@ -163,13 +177,13 @@ class TreeSizing:
     def __init__(
         self,
         costs: BatchCosts,
-        curve: AcceptanceCurve | None = None,
+        curves: AcceptanceCurves | None = None,
         rows_together: bool = False,
         in_lockstep: bool = False,
         sizes: Sequence[int] = TREE_SIZES,
     ):
         self._costs = costs
-        self._curve = curve
+        self._curves = curves
         self._rows_together = rows_together
         self._in_lockstep = in_lockstep or rows_together
         self._sizes = sizes
@@ -219,12 +233,11 @@ class TreeSizing:
         return size
 
     def weigh(self, tree: DraftTree) -> DraftTree:
-        """Returns a drafter's tree with scores that are as likely as the curve says."""
-        if self._curve is None:
+        """Returns a drafter's tree with scores that are as likely as the curves say, its nodes in their order."""
+        if self._curves is None:
             return tree
-        # In floating point a token could end up above the one before it, which is at least as likely.
-        drafted = self._curve.log_probabilities(tree.scores[:, 1:]).cummin(dim=1).values
-        return replace(tree, scores=torch.cat((tree.scores[:, :1], drafted), dim=1))
+        drafted = self._curves.log_probabilities(tree.scores[:, 1:], tree.depths[:, 1:])
+        return rescore(tree, torch.cat((tree.scores[:, :1], drafted), dim=1))
 
     def cut(self, tree: DraftTree, weights: Sequence[float], branch: ContextBranch | None = None) -> DraftTree:
         """

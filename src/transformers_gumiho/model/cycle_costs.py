@@ -7,38 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
+
+from .acceptance_curves import AcceptanceCurve, AcceptanceCurves
 
 
 Numbers = tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class AcceptanceCurve:
-    """
-    How often drafted tokens were accepted, by the score of their path.
-
-    Attributes:
-        scores: Log-probabilities (nats) of paths, increasing.
-        shares: Of the tokens with about this score, those that were accepted: above 0, never decreasing, at most 1.
-    """
-
-    scores: Numbers
-    shares: Numbers
-
-    def log_probabilities(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns how likely tokens with these scores are to be accepted (nats), in the shape of the scores."""
-        points, values = scores.new_tensor(self.scores), scores.new_tensor(self.shares).log()
-        # Below what was seen, as much less likely as the drafter says.
-        below = (scores - self.scores[0]).clamp(max=0.0)
-        if len(self.scores) == 1:
-            return values + below
-        right = torch.bucketize(scores.contiguous(), points).clamp(1, len(self.scores) - 1)
-        left = right - 1
-        # Points may be closer than the scores' precision tells.
-        width = (points[right] - points[left]).clamp(min=torch.finfo(scores.dtype).tiny)
-        weights = ((scores - points[left]) / width).clamp(0.0, 1.0)
-        return torch.lerp(values[left], values[right], weights) + below
 
 
 @dataclass(frozen=True)
@@ -87,7 +60,8 @@ class CycleCostTable:
         verify_ms: For each batch size and each tree size, milliseconds of the target's pass over the tree.
         draft_ms: For each batch size, milliseconds of all else in a cycle.
         plain_ms: For each batch size, milliseconds of a step of plain decoding.
-        greedy: How often drafted tokens were accepted; `None` takes the drafter's own probabilities.
+        greedy: How often drafted tokens were accepted, at each depth from 1 on; `None` takes the drafter's own
+            probabilities.
         sampling: The same where tokens are sampled.
         sampled_draft_ms: `draft_ms` where tokens are sampled; `None` takes the same.
         sampled_plain_ms: `plain_ms` where tokens are sampled; `None` takes the same.
@@ -100,8 +74,8 @@ class CycleCostTable:
     verify_ms: tuple[Numbers, ...]
     draft_ms: Numbers
     plain_ms: Numbers
-    greedy: AcceptanceCurve | None = None
-    sampling: AcceptanceCurve | None = None
+    greedy: tuple[AcceptanceCurve, ...] | None = None
+    sampling: tuple[AcceptanceCurve, ...] | None = None
     sampled_draft_ms: Numbers | None = None
     sampled_plain_ms: Numbers | None = None
 
@@ -133,8 +107,8 @@ class CycleCostTable:
             verify_ms=tuple(_positive(row, "verify_ms", len(tree_sizes), "tree sizes") for row in rows),
             draft_ms=_positive(value["draft_ms"], "draft_ms", len(batch_sizes), "batch sizes"),
             plain_ms=_positive(value["plain_ms"], "plain_ms", len(batch_sizes), "batch sizes"),
-            greedy=_parse_curve(value.get("greedy"), "greedy"),
-            sampling=_parse_curve(value.get("sampling"), "sampling"),
+            greedy=_parse_curves(value.get("greedy"), "greedy"),
+            sampling=_parse_curves(value.get("sampling"), "sampling"),
             **{
                 name: None if ms is None else _positive(ms, name, len(batch_sizes), "batch sizes")
                 for name, ms in sampled.items()
@@ -159,9 +133,10 @@ class CycleCostTable:
         verify = tuple(at([row[place] for row in self.verify_ms]) for place in range(len(self.tree_sizes)))
         return BatchCosts(self.tree_sizes, verify, at(draft), at(plain))
 
-    def curve(self, is_sampling: bool) -> AcceptanceCurve | None:
+    def curves(self, is_sampling: bool) -> AcceptanceCurves | None:
         """Returns how often drafted tokens are accepted in this way of decoding, `None` where nobody knows."""
-        return self.sampling if is_sampling else self.greedy
+        by_depth = self.sampling if is_sampling else self.greedy
+        return None if by_depth is None else AcceptanceCurves(by_depth)
 
 
 _REQUIRED = ("machine", "dtype", "batch_sizes", "tree_sizes", "verify_ms", "draft_ms", "plain_ms")
@@ -202,22 +177,25 @@ def _positive(given: Any, name: str, count: int, per: str) -> Numbers:
     return numbers
 
 
-def _parse_curve(value: Any, name: str) -> AcceptanceCurve | None:
+def _parse_curves(value: Any, name: str) -> tuple[AcceptanceCurve, ...] | None:
     if value is None:
         return None
+    # Earlier tables have one curve for all depths.
+    by_depth = [value] if isinstance(value, dict) else value
+    if not isinstance(by_depth, (list, tuple)) or not by_depth:
+        raise ValueError(f"its `{name}` must be a list of curves, one for each depth, got {value!r}")
     try:
-        _check_keys(value, ("scores", "shares"))
-        scores = _numbers(value["scores"], "scores", lambda number: number <= 0, "never positive")
-        shares = _numbers(value["shares"], "shares", lambda number: 0 < number <= 1, "positive, at most 1:")
-        if not scores or len(scores) != len(shares):
-            raise ValueError(f"it must have a share for each score, got {len(scores)} scores, {len(shares)} shares")
-        if any(a >= b for a, b in pairwise(scores)):
-            raise ValueError("its `scores` must increase")
-        if any(a > b for a, b in pairwise(shares)):
-            raise ValueError("its `shares` must never decrease")
+        return tuple(_parse_curve(curve) for curve in by_depth)
     except ValueError as error:
         raise ValueError(f"of its `{name}`, {error}") from None
-    return AcceptanceCurve(scores, shares)
+
+
+def _parse_curve(value: Any) -> AcceptanceCurve:
+    _check_keys(value, ("scores", "shares"))
+    return AcceptanceCurve(
+        _numbers(value["scores"], "scores", lambda number: number <= 0, "never positive"),
+        _numbers(value["shares"], "shares", lambda number: 0 < number <= 1, "positive, at most 1:"),
+    )
 
 
 def _at(place: int, places: Sequence[int], values: Sequence[float]) -> float:
@@ -234,4 +212,4 @@ def _in_lists(value: Any) -> Any:
     return [_in_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-__all__ = ["AcceptanceCurve", "BatchCosts", "CycleCostTable"]
+__all__ = ["BatchCosts", "CycleCostTable"]

@@ -229,6 +229,16 @@ def choose_nodes(
     )
 
 
+def rescore(tree: DraftTree, scores: torch.Tensor) -> DraftTree:
+    """
+    Returns a tree with other scores `(B, N + 1)`, its nodes in their order. No node scores better than its ancestors,
+    of which the root scores 0.
+    """
+    # Of all else than ancestors, 0: no score is positive.
+    of_paths = scores[:, None, :].masked_fill(~tree.ancestors, 0.0).amin(dim=2)
+    return choose_nodes(tree.tokens, of_paths, tree.parents, tree.tokens.shape[1] - 1, tree.max_depth)
+
+
 def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
     """
     Returns `(B, n, n)`: whether node j is node i or an ancestor of it, for parents `(B, n)` whose root is its own.

@@ -10,7 +10,7 @@ from .cost_table import measure_cost_table
 from .costs import CycleCosts, measure_costs, measure_cycles
 from .counting import rank_on_other_half, rank_tokens
 from .finding import find_best_tree
-from .reliability import fit_acceptance_curve, measure_acceptance_curve
+from .reliability import fit_acceptance_curves, measure_acceptance_curves
 from .result import TuningResult, describe
 from .search import Candidate, TreeSettings, choose_contenders, rank_trees
 from .sizes import FittedSizes, fit_sizes
@@ -35,9 +35,9 @@ __all__ = [
     "decode_in_turns",
     "describe",
     "find_best_tree",
-    "fit_acceptance_curve",
+    "fit_acceptance_curves",
     "fit_sizes",
-    "measure_acceptance_curve",
+    "measure_acceptance_curves",
     "measure_cost_table",
     "measure_costs",
     "measure_cycles",

@@ -12,7 +12,7 @@ from ..model.modeling_gumiho import GumihoModel
 from .arguments import TuningArguments
 from .contest import PLAIN, decode_in_turns
 from .cost_table import measure_cost_table
-from .reliability import measure_acceptance_curve
+from .reliability import measure_acceptance_curves
 
 
 # Tokens over which a size is timed.
@@ -84,12 +84,12 @@ def fit_sizes(
     unfitted = settings | {"num_assistant_tokens": sizes[-1], "cycle_costs": None}
     sampling: dict[str, Any] = {"do_sample": True, "temperature": args.temperature or 1.0, "top_k": 0}
     profiled = target, drafter, prompts, args.max_new_tokens, unfitted
-    greedy_curve, answers = measure_acceptance_curve(*profiled)
-    sampling_curve, _ = measure_acceptance_curve(*profiled, **sampling)
+    greedy_curves, answers = measure_acceptance_curves(*profiled)
+    sampling_curves, _ = measure_acceptance_curves(*profiled, **sampling)
     table = measure_cost_table(
         target, drafter, answers, unfitted, min(args.max_new_tokens, TIMED_TOKENS), args.repeats, sampling=sampling
     )
-    table = replace(table, greedy=greedy_curve, sampling=sampling_curve)
+    table = replace(table, greedy=greedy_curves, sampling=sampling_curves)
     ways = {size: settings | {"num_assistant_tokens": size, "cycle_costs": table.as_dict()} for size in sizes}
     of_prompts = {_FIXED: settings | {"cycle_costs": None}, **ways}
     speeds = decode_in_turns(
