@@ -8,6 +8,9 @@ not change.
 """
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,6 +18,26 @@ import torch
 # Whose generators can be copied. Elsewhere drafts are made without the noise: just as exact, with
 # fewer tokens accepted.
 _DEVICE_TYPES = ("cpu", "cuda", "xpu")
+# Bytes of noise that is kept for the rows that are behind, and draws that are kept however large they are.
+_KEPT_BYTES = 256 << 20
+_LEAST_KEPT = 16
+
+
+@dataclass
+class NoiseOfDraw:
+    """
+    The noise of one draw for all rows.
+
+    Attributes:
+        race (`(B, V)`): The exponential variates.
+    """
+
+    race: torch.Tensor
+
+    @cached_property
+    def gumbel(self) -> torch.Tensor:
+        """The Gumbel noise `(B, V)`."""
+        return self.race.log().neg_()
 
 
 class UpcomingNoise:
@@ -30,31 +53,123 @@ class UpcomingNoise:
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
-        self._shape, self.device = (batch_size, vocab_size), device
+        self.shape, self.device = (batch_size, vocab_size), device
         self._generator = torch.Generator(device) if device.type in _DEVICE_TYPES else None
-        # The state of the generator before each draw that is known, and the draw `(B, V)`.
-        self._known: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        # The state of the generator before each draw that is known, and the draw.
+        self._known: deque[tuple[torch.Tensor, NoiseOfDraw]] = deque()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the device's generator can be copied."""
+        return self._generator is not None
 
     def peek(self, num_draws: int) -> torch.Tensor | None:
+        """Returns the Gumbel noise `(B, num_draws, V)` of the next draws, `None` where it is not told."""
+        if not self.is_told:
+            return None
+        return torch.stack([draw.gumbel for draw in self.look_ahead(num_draws)], dim=1)
+
+    def look_ahead(self, num_draws: int) -> list[NoiseOfDraw]:
         """
-        Returns the noise `(B, num_draws, V)` of the next draws, `None` where the device's generator cannot be copied.
-        The draws are made by a copy: the generator itself, which other threads may be using, is not touched.
+        Returns the noise of the next draws. They are made by a copy of the generator: the generator itself, which other
+        threads may be using, is not touched.
+
+        Raises:
+            RuntimeError: It cannot be copied ([`is_told`]).
         """
         if self._generator is None:
-            return None
-        state = self._state_of_device()
-        # Whatever else drew a number meanwhile, the state tells.
-        while self._known and not torch.equal(self._known[0][0], state):
-            self._known.popleft()
+            raise RuntimeError(f"The generator of {self.device} cannot be copied.")
+        state = self._forget_used()
         if not self._known:
             self._generator.set_state(state)
         while len(self._known) < num_draws:
             state = self._generator.get_state()
-            draw = torch.empty(self._shape, dtype=torch.float32, device=self.device)
-            self._known.append((state, draw.exponential_(generator=self._generator).log_().neg_()))
-        return torch.stack([noise for _, noise in self._known][:num_draws], dim=1)
+            race = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+            self._known.append((state, NoiseOfDraw(race.exponential_(generator=self._generator))))
+        return [draw for _, draw in self._known][:num_draws]
+
+    def draw(self) -> NoiseOfDraw:
+        """Draws the next noise from the generator itself, as the next `torch.multinomial` would."""
+        self._forget_used()
+        race = torch.empty(self.shape, dtype=torch.float32, device=self.device).exponential_()
+        # Another thread may have drawn between these lines.
+        is_known = bool(self._known) and torch.equal(self._known[0][1].race, race)
+        return self._known.popleft()[1] if is_known else NoiseOfDraw(race)
+
+    def _forget_used(self) -> torch.Tensor:
+        """Forgets what is not to be drawn any more; returns the state of the device's generator."""
+        state = self._state_of_device()
+        # Whatever else drew a number meanwhile, the state tells.
+        while self._known and not torch.equal(self._known[0][0], state):
+            self._known.popleft()
+        return state
 
     def _state_of_device(self) -> torch.Tensor:
         if self.device.type == "cpu":
             return torch.get_rng_state()
         return torch.get_device_module(self.device).get_rng_state(self.device)
+
+
+class NoiseOfRows:
+    """
+    The noise of rows that are at different steps. Plain decoding draws the k-th new token of all rows at once, so the
+    noise of a row's k-th token is that row of the k-th draw, whenever the row comes to it. The same seed then samples
+    the same text as in plain decoding; and as a row takes each noise exactly once, whatever was drafted, all of it may
+    be known to the drafter.
+
+    Draws are kept until the last row has taken them. [`most_ahead`] bounds how many that are.
+
+    Args:
+        upcoming: The noise of the draws to come, which is told.
+    """
+
+    def __init__(self, upcoming: UpcomingNoise):
+        self._upcoming = upcoming
+        self._drawn: deque[NoiseOfDraw] = deque()
+        self._num_forgotten = 0
+
+    @property
+    def most_ahead(self) -> int:
+        """By how many tokens a row may be ahead of the slowest one."""
+        batch_size, vocab_size = self._upcoming.shape
+        return max(_LEAST_KEPT, _KEPT_BYTES // (8 * batch_size * vocab_size))  # float32, race and Gumbel noise
+
+    def draw(self, probabilities: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """
+        Returns a token `(B, 1)` for each row, as `torch.multinomial` draws it in plain decoding.
+
+        Args:
+            probabilities (`(B, V)`): Of the tokens.
+            steps: How many tokens each row has drawn before.
+
+        Raises:
+            RuntimeError: The probabilities of a row are none.
+        """
+        while self._num_forgotten + len(self._drawn) <= max(steps):
+            self._drawn.append(self._upcoming.draw())
+        draws = [self._drawn[step - self._num_forgotten] for step in steps]
+        race = draws[0].race
+        if any(draw is not draws[0] for draw in draws):
+            race = torch.stack([draw.race[row] for row, draw in enumerate(draws)])
+        tokens = (probabilities / race).argmax(dim=-1, keepdim=True)
+        if not bool((probabilities.gather(1, tokens) > 0).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or nothing above 0")
+        return tokens
+
+    def peek(self, num_draws: int, steps: Sequence[int]) -> torch.Tensor:
+        """Returns the Gumbel noise `(B, num_draws, V)` of the next draws of each row, which has drawn `steps` before."""
+        first = self._num_forgotten
+        num_new = max(steps) + num_draws - first - len(self._drawn)
+        known = [*self._drawn, *(self._upcoming.look_ahead(num_new) if num_new > 0 else [])]
+        if min(steps) == max(steps):
+            return torch.stack([draw.gumbel for draw in known[steps[0] - first :][:num_draws]], dim=1)
+        of_rows = [
+            known[step - first + place].gumbel[row] for row, step in enumerate(steps) for place in range(num_draws)
+        ]
+        return torch.stack(of_rows).unflatten(0, (len(steps), num_draws))
+
+    def forget(self, num_steps: int) -> None:
+        """Forgets the first `num_steps` draws, which all rows have taken."""
+        while self._num_forgotten < num_steps and self._drawn:
+            self._drawn.popleft()
+            self._num_forgotten += 1

@@ -1,5 +1,7 @@
 """Choosing the target's tokens along a draft tree, with its processors and criteria, as plain decoding does."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from transformers import GenerationConfig
@@ -35,9 +37,9 @@ from transformers.generation import (
 from ..target.cycle_shapes import CycleShapes
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath, ChildFinder, Walk, pick, walk_tree
-from .sampling_noise import UpcomingNoise
 from .sequences import CommittedSequences
 from .step_records import StepRecord
+from .token_draws import TokenDraws
 
 
 # What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
@@ -101,7 +103,6 @@ class TokenChooser:
         self.sequences = sequences
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
-        self._noise: UpcomingNoise | None = None  # of draws like those of the newest tokens
         self.shapes = shapes
         self.path_width = path_width
         self.batch_size = len(sequences.lengths)
@@ -114,6 +115,8 @@ class TokenChooser:
             type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria
         )
         self.in_lockstep = self.batch_size > 1 and (rows_together or not is_row_wise)
+        self._draws = TokenDraws(rows_part=self.batch_size > 1 and not self.in_lockstep)
+        self._drafted_from = 0  # tokens that the target has logits of
         self._is_prefix_free = all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
         self.whole_tree = (
             not self.do_sample
@@ -123,18 +126,12 @@ class TokenChooser:
 
     def peek_noise(self, num_draws: int) -> torch.Tensor | None:
         """
-        Returns the noise `(B, num_draws, V)` that the next tokens will be drawn with, `None` at greedy.
-
-        Rows that advance by different lengths know that of the next draw alone, and zeros after it. A row whose path
-        has ended leaves the later draws of a cycle unused; had its tree depended on them, whether they are used would
-        depend on what they are, and those that are would be biased.
+        Returns the noise `(B, num_draws, V)` that the next tokens of each row will be drawn with, `None` at greedy and
+        where nobody knows.
         """
-        if self._noise is None:
+        if not self.do_sample:
             return None
-        if self.batch_size == 1 or self.in_lockstep:
-            return self._noise.peek(num_draws)
-        noise = self._noise.peek(1)
-        return None if noise is None else nn.functional.pad(noise, (0, 0, 0, num_draws - 1))
+        return self._draws.peek(num_draws, self._drafted_from, self._steps(self._open_rows()))
 
     def commit(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """
@@ -147,6 +144,9 @@ class TokenChooser:
         if missing > 0:
             nodes, tokens = (nn.functional.pad(tensor, (0, missing)) for tensor in (path.nodes, path.tokens))
             path = AcceptedPath(nodes, tokens, path.accepted_lengths)
+        if self.do_sample:
+            self._draws.forget(self._steps(self._open_rows()))
+            self._drafted_from = logits.shape[2]
         num_generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
         self.scores.trim(num_generated)
         self.logits.trim(num_generated)
@@ -185,15 +185,16 @@ class TokenChooser:
         visited: list[torch.Tensor] = []
         chosen: list[torch.Tensor] = []
         accepted_lengths = [0] * self.batch_size
-        walking = [self.sequences.is_open(row) for row in range(self.batch_size)]
+        walking = self._open_rows()
         while any(walking):
             visited.append(node)
             index = (node.squeeze(1) + first_nodes).to(logits.device)
             step_logits = node_logits.index_select(0, index).to(dtype=torch.float32, device=node.device)
             scores = self._process(step_logits, walking)
-            tokens = self._draw(scores, walking) if self.do_sample else scores.argmax(dim=-1, keepdim=True)
             if self.do_sample:
-                self._expect_draws_from(scores, logits)
+                tokens = self._draws.draw(scores, self._steps(walking))
+            else:
+                tokens = scores.argmax(dim=-1, keepdim=True)
             chosen.append(tokens)
             node, found = children.find(node, tokens)
             host = torch.cat((tokens, found), dim=1).tolist()
@@ -204,7 +205,7 @@ class TokenChooser:
             # A streamer may draw random numbers, too: it runs before the next draw, where plain decoding runs it.
             self.sequences.stream()
             accepted_lengths = [total + number for total, number in zip(accepted_lengths, new, strict=True)]
-            going_on = [self.sequences.is_open(row) for row in range(self.batch_size)]
+            going_on = self._open_rows()
             found_child = [bool(row[1]) for row in host]
             if self.in_lockstep and not all(
                 found for found, is_open in zip(found_child, going_on, strict=True) if is_open
@@ -212,26 +213,21 @@ class TokenChooser:
                 break
             if self.rows_together and any(was and not is_open for was, is_open in zip(walking, going_on, strict=True)):
                 break
+            lengths = self.sequences.lengths
+            slowest = min((length for length, is_open in zip(lengths, going_on, strict=True) if is_open), default=0)
             walking = [
-                is_walking and found and is_open
-                for is_walking, found, is_open in zip(walking, found_child, going_on, strict=True)
+                is_walking and found and is_open and length - slowest < self._draws.most_ahead
+                for is_walking, found, is_open, length in zip(walking, found_child, going_on, lengths, strict=True)
             ]
         return AcceptedPath(torch.cat(visited, dim=1), torch.cat(chosen, dim=1), accepted_lengths)
 
-    def _draw(self, scores: torch.Tensor, walking: list[bool]) -> torch.Tensor:
-        """Draws a token `(B, 1)` for every row, as plain decoding does; rows that take none may have no scores."""
-        if not all(walking):
-            idle = torch.tensor([[not is_walking] for is_walking in walking], device=scores.device)
-            scores = scores.masked_fill(idle, 0.0)
-        return torch.multinomial(scores.softmax(dim=-1), num_samples=1)
+    def _open_rows(self) -> list[bool]:
+        return [self.sequences.is_open(row) for row in range(self.batch_size)]
 
-    def _expect_draws_from(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Makes `peek_noise` tell the noise of draws from `scores` `(B, V)`, where drafts are made from as many."""
-        if scores.shape[1] != logits.shape[2]:
-            # A processor has made the scores wider or narrower than what is drafted from.
-            self._noise = None
-        elif self._noise is None or self._noise.device != scores.device:
-            self._noise = UpcomingNoise(scores.shape[0], scores.shape[1], scores.device)
+    def _steps(self, takes_token: Sequence[bool]) -> list[int | None]:
+        """Returns how many tokens each row has, `None` for those that take none."""
+        generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
+        return [step if takes else None for step, takes in zip(generated, takes_token, strict=True)]
 
     def _process(self, logits: torch.Tensor, walking: list[bool]) -> torch.Tensor:
         """
