@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from targets import make_drafter, make_prompts, make_target
 
-from transformers_gumiho.decoding.sampling_noise import UpcomingNoise
+from transformers_gumiho.decoding import sampling_noise
+from transformers_gumiho.decoding.sampling_noise import NoiseOfRows, UpcomingNoise
 
 
 def draw(scores: torch.Tensor) -> torch.Tensor:
@@ -66,13 +67,94 @@ def test_noise_that_was_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(num_made) == 5 + 2
 
 
+@settings(deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8))
+def test_what_was_seen_is_drawn_as_if_it_had_not_been(steps: list[tuple[int, bool]]) -> None:
+    """The generator is where `torch.multinomial` leaves it, whatever was seen, and whoever else draws."""
+    runs = []
+    for draws in ("plain", "seen"):
+        torch.manual_seed(0)
+        upcoming, drawn = UpcomingNoise(2, 11, torch.device("cpu")), []
+        for num_peeked, others_draw in steps:
+            if draws == "plain":
+                drawn.append(torch.multinomial(torch.ones(2, 11), 1))
+            else:
+                upcoming.peek(num_peeked) if num_peeked else None
+                drawn.append((1 / upcoming.draw().race).argmax(dim=1, keepdim=True))
+            if others_draw:
+                drawn.append(torch.randint(99, (2, 1)))
+        runs.append((torch.cat(drawn) if drawn else torch.empty(0), torch.get_rng_state()))
+    assert all(map(torch.equal, *runs))
+
+
+@settings(deadline=None)
+@given(rows_that_step=st.lists(st.lists(st.booleans(), min_size=3, max_size=3).filter(any), min_size=1, max_size=12))
+def test_each_row_is_drawn_with_the_noise_of_its_own_steps(rows_that_step: list[list[bool]]) -> None:
+    probabilities = torch.rand(20, 3, 13, generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
+    torch.manual_seed(1)
+    plain = torch.stack([torch.multinomial(step, 1).squeeze(1) for step in probabilities])
+    torch.manual_seed(1)
+    noise, steps = NoiseOfRows(UpcomingNoise(3, 13, torch.device("cpu"))), [0, 0, 0]
+    for takes in rows_that_step:
+        seen = noise.peek(4, steps)
+        for row, step in enumerate(steps):
+            told = probabilities[step : step + 4, row].log() + seen[row]
+            assert torch.equal(told.argmax(dim=1), plain[step : step + 4, row])
+        tokens = noise.draw(probabilities[steps, range(3)], steps)
+        assert torch.equal(tokens.squeeze(1), plain[steps, range(3)])
+        steps = [step + taken for step, taken in zip(steps, takes, strict=True)]
+        noise.forget(min(steps))
+        assert len(noise._drawn) <= max(steps) - min(steps) + 1
+
+
+def test_what_is_no_distribution_is_refused_as_in_plain_decoding() -> None:
+    noise = NoiseOfRows(UpcomingNoise(2, 5, torch.device("cpu")))
+    for wrong in (torch.tensor([[math.nan] * 5, [0.2] * 5]), torch.zeros(2, 5)):
+        with pytest.raises(RuntimeError) as of_plain:
+            torch.multinomial(torch.tensor([[math.nan] * 5]), 1)
+        with pytest.raises(RuntimeError) as refused:
+            noise.draw(wrong, [0, 0])
+        assert str(refused.value) == str(of_plain.value)
+
+
+@pytest.mark.parametrize("most_ahead", [None, 1, 3])
+@pytest.mark.parametrize("warpers", [{"top_k": 0}, {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2}])
+def test_batches_sample_the_text_of_the_seed(
+    warpers: dict[str, Any], most_ahead: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows end at different steps, and none is further ahead of the slowest one than noise is kept for."""
+    if most_ahead is not None:
+        monkeypatch.setattr(sampling_noise, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(sampling_noise, "_LEAST_KEPT", most_ahead)
+    target = make_target(seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    ended, parted = set(), 0
+    for lengths in ([9, 4, 1], [3] * 6):
+        for seed in range(4):
+            arguments: dict[str, Any] = {
+                **make_prompts(lengths), "max_new_tokens": 60, "do_sample": True, "eos_token_id": [7, 11, 12, 13],
+                "pad_token_id": 0, **warpers,
+            }  # fmt: skip
+            torch.manual_seed(seed)
+            plain, next_number = target.generate(**arguments), torch.rand(1)
+            torch.manual_seed(seed)
+            output = target.generate(**arguments, assistant_model=drafter, return_dict_in_generate=True)
+            assert torch.equal(output.sequences, plain)
+            assert torch.equal(torch.rand(1), next_number), "what is drawn after it is what is drawn after it in plain"
+            ended |= {sum(row) for row in output.accepted_lengths}
+            parted += len({len(row) for row in output.accepted_lengths}) > 1
+    assert len(ended) > 8
+    assert parted > 4
+
+
 def test_no_noise_where_a_generator_cannot_be_put_back() -> None:
     assert UpcomingNoise(1, 4, torch.device("meta")).peek(2) is None
 
 
 @pytest.mark.parametrize("cache_implementation", [None, "static"])
+@pytest.mark.parametrize("lengths", [[3], [3, 5, 1]])
 def test_a_drafter_that_agrees_with_the_target_drafts_what_is_drawn(
-    cache_implementation: str | None, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], cache_implementation: str | None
 ) -> None:
     # A target whose tokens do not depend on the text, and a drafter that knows their distribution (a flat one).
     target = make_target(vocab_size=64)
@@ -82,7 +164,7 @@ def test_a_drafter_that_agrees_with_the_target_drafts_what_is_drawn(
     head = target.get_output_embeddings()
     head.weight.data.zero_()
     arguments = {
-        **make_prompts([3]), "do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 41,
+        **make_prompts(lengths), "do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 41,
         "cache_implementation": cache_implementation,
     }  # fmt: skip
     torch.manual_seed(0)
@@ -91,7 +173,7 @@ def test_a_drafter_that_agrees_with_the_target_drafts_what_is_drawn(
     output = target.generate(**arguments, assistant_model=drafter, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain)
     assert len(set(plain[0].tolist())) > 20, "the tokens must be random"
-    assert output.accepted_lengths == [[8] * 5]
+    assert output.accepted_lengths == [[8] * 5] * len(lengths)
 
 
 def test_rows_that_part_sample_without_bias() -> None:

@@ -7,6 +7,7 @@ ranks first what the target will draw wherever the two agree about it, at any te
 not change.
 """
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _DEVICE_TYPES = ("cpu", "cuda", "xpu")
 # Bytes of noise that is kept for the rows that are behind, and draws that are kept however large they are.
 _KEPT_BYTES = 256 << 20
 _LEAST_KEPT = 16
+# Held where a device's generator is put forward: of threads that decode at once none takes numbers of another.
+_ADVANCING = threading.Lock()
 
 
 @dataclass
@@ -50,18 +53,17 @@ class UpcomingNoise:
         batch_size: Rows that are drawn from, `B`.
         vocab_size: Tokens that are drawn from, `V`.
         device: Of the probabilities.
+
+    Attributes:
+        is_told: Whether the device's generator can be copied.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
         self.shape, self.device = (batch_size, vocab_size), device
-        self._generator = torch.Generator(device) if device.type in _DEVICE_TYPES else None
+        self.is_told = device.type in _DEVICE_TYPES
+        self._copy = torch.Generator(device if self.is_told else "cpu")
         # The state of the generator before each draw that is known, and the draw.
         self._known: deque[tuple[torch.Tensor, NoiseOfDraw]] = deque()
-
-    @property
-    def is_told(self) -> bool:
-        """Whether the device's generator can be copied."""
-        return self._generator is not None
 
     def peek(self, num_draws: int) -> torch.Tensor | None:
         """Returns the Gumbel noise `(B, num_draws, V)` of the next draws, `None` where it is not told."""
@@ -71,30 +73,40 @@ class UpcomingNoise:
 
     def look_ahead(self, num_draws: int) -> list[NoiseOfDraw]:
         """
-        Returns the noise of the next draws. They are made by a copy of the generator: the generator itself, which other
-        threads may be using, is not touched.
-
-        Raises:
-            RuntimeError: It cannot be copied ([`is_told`]).
+        Returns the noise of the next draws, where it is told. They are made by a copy of the generator: the generator
+        itself, which other threads may be using, is not touched.
         """
-        if self._generator is None:
-            raise RuntimeError(f"The generator of {self.device} cannot be copied.")
         state = self._forget_used()
         if not self._known:
-            self._generator.set_state(state)
+            self._copy.set_state(state)
         while len(self._known) < num_draws:
-            state = self._generator.get_state()
+            state = self._copy.get_state()
             race = torch.empty(self.shape, dtype=torch.float32, device=self.device)
-            self._known.append((state, NoiseOfDraw(race.exponential_(generator=self._generator))))
+            self._known.append((state, NoiseOfDraw(race.exponential_(generator=self._copy))))
         return [draw for _, draw in self._known][:num_draws]
 
     def draw(self) -> NoiseOfDraw:
-        """Draws the next noise from the generator itself, as the next `torch.multinomial` would."""
-        self._forget_used()
-        race = torch.empty(self.shape, dtype=torch.float32, device=self.device).exponential_()
-        # Another thread may have drawn between these lines.
-        is_known = bool(self._known) and torch.equal(self._known[0][1].race, race)
-        return self._known.popleft()[1] if is_known else NoiseOfDraw(race)
+        """
+        Returns the noise of the next draw, and leaves the device's generator as the next `torch.multinomial` would.
+
+        Where the noise was seen it is not made again, which takes as long as the draw itself: the generator is put
+        where it would be. What another thread draws from it within these lines is forgotten.
+        """
+        with _ADVANCING:
+            self._forget_used()
+            if self._known:
+                _, draw = self._known.popleft()
+                self._advance_device()
+                return draw
+            return NoiseOfDraw(torch.empty(self.shape, dtype=torch.float32, device=self.device).exponential_())
+
+    def _advance_device(self) -> None:
+        """Puts the device's generator before the first of the known draws, or after the last that was known."""
+        state = self._known[0][0] if self._known else self._copy.get_state()
+        if self.device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def _forget_used(self) -> torch.Tensor:
         """Forgets what is not to be drawn any more; returns the state of the device's generator."""
@@ -121,12 +133,12 @@ class NoiseOfRows:
 
     Args:
         upcoming: The noise of the draws to come, which is told.
+        first_step: How many tokens all rows have drawn before.
     """
 
-    def __init__(self, upcoming: UpcomingNoise):
-        self._upcoming = upcoming
+    def __init__(self, upcoming: UpcomingNoise, first_step: int = 0):
+        self._upcoming, self._num_forgotten = upcoming, first_step
         self._drawn: deque[NoiseOfDraw] = deque()
-        self._num_forgotten = 0
 
     @property
     def most_ahead(self) -> int:
@@ -143,7 +155,7 @@ class NoiseOfRows:
             steps: How many tokens each row has drawn before.
 
         Raises:
-            RuntimeError: The probabilities of a row are none.
+            RuntimeError: The probabilities of a row are none, as `torch.multinomial` says it.
         """
         while self._num_forgotten + len(self._drawn) <= max(steps):
             self._drawn.append(self._upcoming.draw())
@@ -153,7 +165,7 @@ class NoiseOfRows:
             race = torch.stack([draw.race[row] for row, draw in enumerate(draws)])
         tokens = (probabilities / race).argmax(dim=-1, keepdim=True)
         if not bool((probabilities.gather(1, tokens) > 0).all()):
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or nothing above 0")
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         return tokens
 
     def peek(self, num_draws: int, steps: Sequence[int]) -> torch.Tensor:

@@ -18,7 +18,7 @@ class TokenDraws:
     def __init__(self, rows_part: bool):
         self._rows_part = rows_part
         self._upcoming: UpcomingNoise | None = None  # of draws like those of the newest tokens
-        self._of_rows: NoiseOfRows | None = None  # where rows part, and their noise is told
+        self._of_rows: NoiseOfRows | None = None  # where tokens are drawn with what was seen
 
     @property
     def most_ahead(self) -> float:
@@ -40,10 +40,11 @@ class TokenDraws:
         probabilities = scores.softmax(dim=-1)
         if self._upcoming is None or (self._upcoming.shape, self._upcoming.device) != (scores.shape, scores.device):
             self._upcoming = UpcomingNoise(scores.shape[0], scores.shape[1], scores.device)
-        if not self._rows_part or not self._upcoming.is_told:
-            return torch.multinomial(probabilities, num_samples=1)
+            # Where random numbers cost much, those that were seen are not made again.
+            is_used = self._upcoming.is_told and (self._rows_part or scores.device.type == "cpu")
+            self._of_rows = NoiseOfRows(self._upcoming, max(taking)) if is_used else None
         if self._of_rows is None:
-            self._of_rows = NoiseOfRows(self._upcoming)
+            return torch.multinomial(probabilities, num_samples=1)
         return self._of_rows.draw(probabilities, [max(taking) if step is None else step for step in steps])
 
     def peek(self, num_draws: int, vocab_size: int, steps: Sequence[int | None]) -> torch.Tensor | None:
