@@ -257,12 +257,13 @@ class AtRate(Way):
         self.costs, self.rate, self.sizing = costs, rate, TreeSizing(costs, curves)
 
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
-        scores = self.sizing.weigh(drafted).scores[:, 1:].numpy(force=True)
+        tree = self.sizing.weigh(drafted)
+        scores = tree.scores[:, 1:].numpy(force=True)
         found = choose_size(path_probabilities(scores), sizes_up_to(scores.shape[1]), self.costs)
         gains = 1 + np.array(found.expected) - self.rate * np.array(found.cycle_ms)
         best = int(gains.argmax())
         # A tree of nothing stands for a step without the drafter.
-        return drafted.first(found.sizes[best] if gains[best] > 1 - self.rate * self.costs.plain_ms else 0)
+        return tree.first(found.sizes[best] if gains[best] > 1 - self.rate * self.costs.plain_ms else 0)
 
 
 @dataclass

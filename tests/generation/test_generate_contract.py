@@ -72,29 +72,31 @@ SAMPLING = [
 
 @pytest.mark.parametrize("settings", SAMPLING, ids=lambda settings: "-".join(settings) or "plain")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_same_seed_samples_the_same_text(family: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rows", [[5], [5, 2, 4]], ids=["one", "batch"])
+def test_same_seed_samples_the_same_text(rows: list[int], family: str, settings: dict[str, Any]) -> None:
     model = make_target(family)
     draft = make_drafter(model, num_assistant_tokens=47)
     lengths = []
     for seed in range(4):
-        plain, drafted = both(model, draft, seed, do_sample=True, **settings)
+        plain, drafted = both(model, draft, seed, **make_prompts(rows), do_sample=True, **settings)
         assert torch.equal(plain, drafted)
         torch.manual_seed(seed)
         output = model.generate(
-            **make_prompts([5]), max_new_tokens=40, do_sample=True, assistant_model=draft,
+            **make_prompts(rows), max_new_tokens=40, do_sample=True, assistant_model=draft,
             return_dict_in_generate=True, **settings,
         )  # fmt: skip
         lengths += output.accepted_lengths[0]
     assert max(lengths) >= 2, "the equality says something only where drafts are accepted"
 
 
+@pytest.mark.parametrize("rows", [[5], [5, 2, 4]], ids=["one", "batch"])
 def test_sampling_leaves_the_random_stream_where_plain_generation_leaves_it(
-    target: PreTrainedModel, drafter: GumihoModel
+    rows: list[int], target: PreTrainedModel, drafter: GumihoModel
 ) -> None:
     states = []
     for assistant in ({}, {"assistant_model": drafter}):
         torch.manual_seed(0)
-        target.generate(**make_prompts([5]), max_new_tokens=33, do_sample=True, eos_token_id=2, **assistant)
+        target.generate(**make_prompts(rows), max_new_tokens=33, do_sample=True, eos_token_id=2, **assistant)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
 
@@ -379,10 +381,11 @@ def test_following_call_continues_from_the_returned_cache(family: str, first_is_
 def test_num_return_sequences(target: PreTrainedModel, drafter: GumihoModel) -> None:
     # At a temperature close to zero every returned sequence is the greedy one.
     greedy = target.generate(**make_prompts([5, 3]), max_new_tokens=40, do_sample=False)
-    settings = {"num_return_sequences": 3, "do_sample": True, "assistant_model": drafter, "max_new_tokens": 40}
-    drafted = target.generate(**make_prompts([5, 3]), **settings, temperature=1e-6)
+    settings = {**make_prompts([5, 3]), "num_return_sequences": 3, "do_sample": True}
+    _, drafted = both(target, drafter, **settings, temperature=1e-6)
     assert torch.equal(drafted, greedy.repeat_interleave(3, dim=0))
-    drafted = target.generate(**make_prompts([5, 3]), **settings)
+    plain, drafted = both(target, drafter, **settings)
+    assert torch.equal(plain, drafted)
     assert len({tuple(row.tolist()) for row in drafted}) > 2
 
 
@@ -509,13 +512,14 @@ def test_one_synchronisation_per_cycle(
 @pytest.mark.parametrize(("target_device", "drafter_device"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 @pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
 @pytest.mark.parametrize("draft_vocabulary", [None, [6, 1, 5, 2]], ids=["all", "some"])
+@pytest.mark.parametrize("do_sample", [False, True])
 def test_drafter_on_another_device(
-    target_device: str, drafter_device: str, lengths: list[int], draft_vocabulary: list[int] | None
+    do_sample: bool, target_device: str, drafter_device: str, lengths: list[int], draft_vocabulary: list[int] | None
 ) -> None:
     model = make_target("llama").to(target_device)
     draft = make_drafter(model, num_assistant_tokens=47, draft_vocabulary=draft_vocabulary).to(drafter_device)
     prompts = {name: value.to(target_device) for name, value in make_prompts(lengths).items()}
-    assert torch.equal(*both(model, draft, **prompts))
+    assert torch.equal(*both(model, draft, **prompts, do_sample=do_sample))
 
 
 def test_offloaded_target(drafter: GumihoModel) -> None:

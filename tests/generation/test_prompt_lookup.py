@@ -60,11 +60,11 @@ def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, s
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
     with_drafter = {"assistant_model": drafter, "return_dict_in_generate": True, **shapes}
     num_cycles = {"alone": 0, "with context": 0}
-    for lengths in ([9], [9, 4, 1]):
+    for lengths, criteria in (([9], []), ([9, 4, 1], []), ([9, 4, 1], [KeepGoing()])):
         for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
-            arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": 40, **sampling}
-            if len(lengths) > 1 and sampling["do_sample"]:
-                arguments["stopping_criteria"] = [KeepGoing()]
+            arguments: dict[str, Any] = {
+                **make_prompts(lengths), "max_new_tokens": 40, "stopping_criteria": criteria, **sampling
+            }  # fmt: skip
             torch.manual_seed(0)
             plain = target.generate(**arguments)
             for name, options in (("alone", {}), ("with context", LOOKUP)):

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from targets import make_drafter, make_prompts, make_target
+from transformers import LogitsProcessor, StopStringCriteria
 
-from transformers_gumiho.decoding import sampling_noise
-from transformers_gumiho.decoding.sampling_noise import NoiseOfRows, UpcomingNoise
+from transformers_gumiho.decoding import sampling_noise, token_choice
+from transformers_gumiho.decoding.sampling_noise import NoiseOfRows, UpcomingNoise, noise_is_told
+from transformers_gumiho.decoding.token_draws import TokenDraws
 
 
 def draw(scores: torch.Tensor) -> torch.Tensor:
@@ -20,13 +22,19 @@ def draw(scores: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.multinomial(step.softmax(dim=-1), 1).squeeze(1) for step in scores])
 
 
+def noise_of(batch_size: int, vocab_size: int) -> NoiseOfRows:
+    return NoiseOfRows(UpcomingNoise(batch_size, vocab_size, torch.device("cpu")))
+
+
 @pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 7), (3, 50), (2, 4097)])
 def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> None:
     torch.manual_seed(0)
     scores = torch.randn(5, batch_size, vocab_size) * 2
     torch.manual_seed(1)
-    noise = UpcomingNoise(batch_size, vocab_size, torch.device("cpu")).peek(5)
+    noise = noise_of(batch_size, vocab_size).peek(5, [0] * batch_size)
     assert noise.shape == (batch_size, 5, vocab_size)
+    some = noise_of(batch_size, vocab_size).peek(5, [0] * batch_size, torch.tensor([4, 1, 6]))
+    assert torch.equal(some, noise[:, :, [4, 1, 6]])
     drawn = draw(scores)
     assert torch.equal((scores + noise.transpose(0, 1)).argmax(dim=-1), drawn)
     # The generator was left as it was: the draws are those of the seed.
@@ -40,9 +48,9 @@ def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) 
     torch.manual_seed(0)
     upcoming = UpcomingNoise(2, 11, torch.device("cpu"))
     for num_peeked, num_drawn, others_draw in steps:
-        noise = upcoming.peek(num_peeked)
+        races = torch.stack(upcoming.look_ahead(num_peeked))
         state = torch.get_rng_state()
-        assert torch.equal(noise.transpose(0, 1).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
+        assert torch.equal((1 / races).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
         # As many draws are made as come to be needed, and somebody else may draw as well.
         torch.set_rng_state(state)
         if num_drawn:
@@ -51,7 +59,7 @@ def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) 
             torch.rand(3)
 
 
-def test_noise_that_was_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_was_seen_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     exponential, num_made = torch.Tensor.exponential_, []
 
     def counting_exponential(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -59,12 +67,29 @@ def test_noise_that_was_not_used_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         return exponential(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "exponential_", counting_exponential)
-    upcoming = UpcomingNoise(1, 11, torch.device("cpu"))
-    first = upcoming.peek(5)
-    draw(torch.zeros(2, 1, 11))
-    second = upcoming.peek(5)
+    noise = noise_of(1, 11)
+    first = noise.peek(5, [0])
+    for step in range(2):
+        noise.draw(torch.full((1, 11), 1 / 11), [step])
+    noise.forget(2)
+    second = noise.peek(5, [2])
     assert torch.equal(first[:, 2:], second[:, :3])
     assert len(num_made) == 5 + 2
+
+
+def test_rows_that_part_are_drawn_with_what_they_were_told() -> None:
+    """
+    Whoever else draws meanwhile: had a row other noise because its drafts took it no further, what it is drawn with
+    would depend on the noise.
+    """
+    upcoming = UpcomingNoise(2, 11, torch.device("cpu"), is_promised=True)
+    told = upcoming.look_ahead(3)
+    torch.rand(1)
+    state = torch.get_rng_state()
+    assert [upcoming.draw() is race for race in told] == [True] * 3
+    assert torch.equal(torch.get_rng_state(), state), "they are another's numbers, from where it has drawn"
+    assert torch.equal(upcoming.draw().log().isnan(), torch.zeros(2, 11, dtype=torch.bool))
+    assert not torch.equal(torch.get_rng_state(), state)
 
 
 @settings(deadline=None)
@@ -79,8 +104,8 @@ def test_what_was_seen_is_drawn_as_if_it_had_not_been(steps: list[tuple[int, boo
             if draws == "plain":
                 drawn.append(torch.multinomial(torch.ones(2, 11), 1))
             else:
-                upcoming.peek(num_peeked) if num_peeked else None
-                drawn.append((1 / upcoming.draw().race).argmax(dim=1, keepdim=True))
+                upcoming.look_ahead(num_peeked)
+                drawn.append((1 / upcoming.draw()).argmax(dim=1, keepdim=True))
             if others_draw:
                 drawn.append(torch.randint(99, (2, 1)))
         runs.append((torch.cat(drawn) if drawn else torch.empty(0), torch.get_rng_state()))
@@ -94,7 +119,7 @@ def test_each_row_is_drawn_with_the_noise_of_its_own_steps(rows_that_step: list[
     torch.manual_seed(1)
     plain = torch.stack([torch.multinomial(step, 1).squeeze(1) for step in probabilities])
     torch.manual_seed(1)
-    noise, steps = NoiseOfRows(UpcomingNoise(3, 13, torch.device("cpu"))), [0, 0, 0]
+    noise, steps = noise_of(3, 13), [0, 0, 0]
     for takes in rows_that_step:
         seen = noise.peek(4, steps)
         for row, step in enumerate(steps):
@@ -108,13 +133,12 @@ def test_each_row_is_drawn_with_the_noise_of_its_own_steps(rows_that_step: list[
 
 
 def test_what_is_no_distribution_is_refused_as_in_plain_decoding() -> None:
-    noise = NoiseOfRows(UpcomingNoise(2, 5, torch.device("cpu")))
-    for wrong in (torch.tensor([[math.nan] * 5, [0.2] * 5]), torch.zeros(2, 5)):
-        with pytest.raises(RuntimeError) as of_plain:
-            torch.multinomial(torch.tensor([[math.nan] * 5]), 1)
-        with pytest.raises(RuntimeError) as refused:
-            noise.draw(wrong, [0, 0])
-        assert str(refused.value) == str(of_plain.value)
+    wrong = torch.tensor([[math.nan] * 5, [0.2] * 5])
+    with pytest.raises(RuntimeError) as of_plain:
+        torch.multinomial(wrong, 1)
+    with pytest.raises(RuntimeError) as refused:
+        noise_of(2, 5).draw(wrong, [0, 0])
+    assert str(refused.value) == str(of_plain.value)
 
 
 @pytest.mark.parametrize("most_ahead", [None, 1, 3])
@@ -147,8 +171,59 @@ def test_batches_sample_the_text_of_the_seed(
     assert parted > 4
 
 
-def test_no_noise_where_a_generator_cannot_be_put_back() -> None:
-    assert UpcomingNoise(1, 4, torch.device("meta")).peek(2) is None
+class InAnotherPrecision(LogitsProcessor):
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.to(self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
+def test_scores_in_another_precision_sample_the_text_of_the_seed(lengths: list[int], dtype: torch.dtype) -> None:
+    """Which is drawn with other random numbers."""
+    target = make_target(seed=3)
+    found = []
+    for assistant in ({}, {"assistant_model": make_drafter(target)}):
+        torch.manual_seed(0)
+        arguments = {**make_prompts(lengths), "max_new_tokens": 30, "do_sample": True, **assistant}
+        text = target.generate(**arguments, logits_processor=[InAnotherPrecision(dtype)])
+        found.append((text, torch.rand(1)))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an end-of-sequence token rows go on until a criterion has ended the last one."""
+
+    class EndsAtToken(StopStringCriteria):
+        def __init__(self) -> None:
+            pass
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return (input_ids[:, -1] % 5 == 0) & (torch.tensor(input_ids.shape[1] > 12))
+
+    monkeypatch.setattr(token_choice, "_ROW_WISE_CRITERIA", (*token_choice._ROW_WISE_CRITERIA, EndsAtToken))
+    target = make_target(seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    target.generation_config.eos_token_id = None
+    for seed in range(4):
+        found = []
+        for assistant in ({}, {"assistant_model": drafter}):
+            torch.manual_seed(seed)
+            arguments = {**make_prompts([9, 4, 1]), "max_new_tokens": 60, "do_sample": True, **assistant}
+            text = target.generate(**arguments, stopping_criteria=[EndsAtToken()])
+            found.append((text, torch.rand(1)))
+        assert found[0][0].shape[1] < 69
+        assert all(map(torch.equal, *found))
+
+
+def test_no_noise_where_a_generator_cannot_be_copied() -> None:
+    assert noise_is_told(torch.device("cpu"))
+    assert not noise_is_told(torch.device("meta"))
+    draws = TokenDraws(rows_part=True)
+    draws.draw(torch.zeros(2, 4, dtype=torch.float64), [0, 0])
+    assert draws.peek(2, 4, [1, 1]) is None
 
 
 @pytest.mark.parametrize("cache_implementation", [None, "static"])

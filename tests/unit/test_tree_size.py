@@ -93,9 +93,9 @@ def test_curves_put_shares_for_probabilities() -> None:
     expected = [[0.8, 0.1, math.sqrt(0.08)], [0.01, 0.01 * math.exp(-2), 0.0]]
     torch.testing.assert_close(found, torch.tensor(expected))
     # The last curve is that of all deeper tokens.
-    scores, depths = torch.tensor([[0.0, -1.0, -2.0, -0.5]]), torch.tensor([[2, 3, 9, 1]])
+    scores, depths = torch.tensor([[0.0, -1.0, -2.0, -0.5, -math.inf]]), torch.tensor([[2, 3, 9, 1, 2]])
     found = curves.log_probabilities(scores, depths).exp()
-    torch.testing.assert_close(found, torch.tensor([[0.5, 0.5, 0.5 / math.e, math.sqrt(0.08)]]))
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.5, 0.5 / math.e, math.sqrt(0.08), 0.0]]))
     # A token of chains that advance together is accepted where all rows accept it.
     rows = np.log(np.array([[0.5, 0.25], [0.8, 0.4]]))
     assert path_probabilities(rows, rows_together=True) == pytest.approx(np.array([[0.4, 0.1]] * 2))

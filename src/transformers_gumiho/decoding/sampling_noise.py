@@ -10,8 +10,7 @@ not change.
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 
@@ -22,58 +21,47 @@ _DEVICE_TYPES = ("cpu", "cuda", "xpu")
 # Bytes of noise that is kept for the rows that are behind, and draws that are kept however large they are.
 _KEPT_BYTES = 256 << 20
 _LEAST_KEPT = 16
-# Held where a device's generator is put forward: of threads that decode at once none takes numbers of another.
-_ADVANCING = threading.Lock()
+# Held where a token is drawn, as the state of a device's generator may be read and set there: threads that decode at
+# once then take different numbers.
+DRAWING = threading.Lock()
 
 
-@dataclass
-class NoiseOfDraw:
-    """
-    The noise of one draw for all rows.
-
-    Attributes:
-        race (`(B, V)`): The exponential variates.
-    """
-
-    race: torch.Tensor
-
-    @cached_property
-    def gumbel(self) -> torch.Tensor:
-        """The Gumbel noise `(B, V)`."""
-        return self.race.log().neg_()
+@lru_cache(maxsize=16)
+def noise_is_told(device: torch.device) -> bool:
+    """Whether the device's generator can be copied, and `torch.multinomial` draws there by the race."""
+    if device.type not in _DEVICE_TYPES:
+        return False
+    probabilities = torch.linspace(0.1, 1.0, 64, device=device).softmax(dim=0).expand(2, -1).contiguous()
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    race = torch.empty_like(probabilities).exponential_(generator=generator.manual_seed(0))
+    return torch.equal((probabilities / race).argmax(dim=1, keepdim=True), drawn)
 
 
 class UpcomingNoise:
     """
-    The noise of the next draws of `torch.multinomial(probabilities, 1)` from float32 `(B, V)` on `device`.
+    The noise of the next draws of `torch.multinomial(probabilities, 1)` from float32 `(B, V)` on `device`, each as the
+    exponential variates of its race.
 
     Noise that was seen and not used yet is the noise of later draws, and is kept for them.
 
     Args:
         batch_size: Rows that are drawn from, `B`.
         vocab_size: Tokens that are drawn from, `V`.
-        device: Of the probabilities.
-
-    Attributes:
-        is_told: Whether the device's generator can be copied.
+        device: Of the probabilities; its noise is told ([`noise_is_told`]).
+        is_promised: Whether noise that was seen is drawn with, even if somebody else has drawn from the generator
+            meanwhile. Else it is dropped then, as in plain decoding the next draw would be another one.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
-        self.shape, self.device = (batch_size, vocab_size), device
-        self.is_told = device.type in _DEVICE_TYPES
-        self._copy = torch.Generator(device if self.is_told else "cpu")
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, is_promised: bool = False):
+        self.shape, self.device, self._is_promised = (batch_size, vocab_size), device, is_promised
+        self._copy = torch.Generator(device)
         # The state of the generator before each draw that is known, and the draw.
-        self._known: deque[tuple[torch.Tensor, NoiseOfDraw]] = deque()
+        self._known: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
-    def peek(self, num_draws: int) -> torch.Tensor | None:
-        """Returns the Gumbel noise `(B, num_draws, V)` of the next draws, `None` where it is not told."""
-        if not self.is_told:
-            return None
-        return torch.stack([draw.gumbel for draw in self.look_ahead(num_draws)], dim=1)
-
-    def look_ahead(self, num_draws: int) -> list[NoiseOfDraw]:
+    def look_ahead(self, num_draws: int) -> list[torch.Tensor]:
         """
-        Returns the noise of the next draws, where it is told. They are made by a copy of the generator: the generator
+        Returns the variates `(B, V)` of each of the next draws. They are made by a copy of the generator: the generator
         itself, which other threads may be using, is not touched.
         """
         state = self._forget_used()
@@ -81,40 +69,40 @@ class UpcomingNoise:
             self._copy.set_state(state)
         while len(self._known) < num_draws:
             state = self._copy.get_state()
-            race = torch.empty(self.shape, dtype=torch.float32, device=self.device)
-            self._known.append((state, NoiseOfDraw(race.exponential_(generator=self._copy))))
-        return [draw for _, draw in self._known][:num_draws]
+            self._known.append((state, self._empty().exponential_(generator=self._copy)))
+        return [race for _, race in self._known][:num_draws]
 
-    def draw(self) -> NoiseOfDraw:
+    def draw(self) -> torch.Tensor:
         """
-        Returns the noise of the next draw, and leaves the device's generator as the next `torch.multinomial` would.
-
-        Where the noise was seen it is not made again, which takes as long as the draw itself: the generator is put
-        where it would be. What another thread draws from it within these lines is forgotten.
+        Returns the variates `(B, V)` of the next draw, and leaves the device's generator as the next
+        `torch.multinomial` would. [`DRAWING`] is to be held.
         """
-        with _ADVANCING:
-            self._forget_used()
-            if self._known:
-                _, draw = self._known.popleft()
-                self._advance_device()
-                return draw
-            return NoiseOfDraw(torch.empty(self.shape, dtype=torch.float32, device=self.device).exponential_())
+        state = self._forget_used()
+        if not self._known:
+            return self._empty().exponential_()
+        seen_at, race = self._known.popleft()
+        if torch.equal(seen_at, state):
+            self._advance_device()
+        return race
 
     def _advance_device(self) -> None:
-        """Puts the device's generator before the first of the known draws, or after the last that was known."""
-        state = self._known[0][0] if self._known else self._copy.get_state()
-        if self.device.type == "cpu":
-            torch.set_rng_state(state)
+        """Puts the device's generator behind a draw that was seen."""
+        if self.device.type != "cpu":
+            self._empty().exponential_()
         else:
-            torch.get_device_module(self.device).set_rng_state(state, self.device)
+            # Random numbers take their time on a CPU: those that were made are not made again.
+            torch.set_rng_state(self._known[0][0] if self._known else self._copy.get_state())
 
     def _forget_used(self) -> torch.Tensor:
         """Forgets what is not to be drawn any more; returns the state of the device's generator."""
         state = self._state_of_device()
         # Whatever else drew a number meanwhile, the state tells.
-        while self._known and not torch.equal(self._known[0][0], state):
+        while self._known and not self._is_promised and not torch.equal(self._known[0][0], state):
             self._known.popleft()
         return state
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=torch.float32, device=self.device)
 
     def _state_of_device(self) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -124,61 +112,68 @@ class UpcomingNoise:
 
 class NoiseOfRows:
     """
-    The noise of rows that are at different steps. Plain decoding draws the k-th new token of all rows at once, so the
-    noise of a row's k-th token is that row of the k-th draw, whenever the row comes to it. The same seed then samples
-    the same text as in plain decoding; and as a row takes each noise exactly once, whatever was drafted, all of it may
-    be known to the drafter.
+    The noise of rows that may be at different steps. Plain decoding draws the k-th new token of all rows at once, so
+    the noise of a row's k-th token is that row of the k-th draw, whenever the row comes to it. The same seed then
+    samples the same text as in plain decoding; and as a row takes each noise exactly once, whatever was drafted, all of
+    it may be known to the drafter.
 
     Draws are kept until the last row has taken them. [`most_ahead`] bounds how many that are.
 
     Args:
-        upcoming: The noise of the draws to come, which is told.
+        upcoming: The noise of the draws to come.
         first_step: How many tokens all rows have drawn before.
     """
 
     def __init__(self, upcoming: UpcomingNoise, first_step: int = 0):
         self._upcoming, self._num_forgotten = upcoming, first_step
-        self._drawn: deque[NoiseOfDraw] = deque()
+        self._drawn: deque[torch.Tensor] = deque()
 
     @property
     def most_ahead(self) -> int:
         """By how many tokens a row may be ahead of the slowest one."""
         batch_size, vocab_size = self._upcoming.shape
-        return max(_LEAST_KEPT, _KEPT_BYTES // (8 * batch_size * vocab_size))  # float32, race and Gumbel noise
+        return max(_LEAST_KEPT, _KEPT_BYTES // (4 * batch_size * vocab_size))  # float32
 
     def draw(self, probabilities: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """
         Returns a token `(B, 1)` for each row, as `torch.multinomial` draws it in plain decoding.
 
         Args:
-            probabilities (`(B, V)`): Of the tokens.
+            probabilities (`(B, V)`): Of the tokens, float32.
             steps: How many tokens each row has drawn before.
 
         Raises:
             RuntimeError: The probabilities of a row are none, as `torch.multinomial` says it.
         """
-        while self._num_forgotten + len(self._drawn) <= max(steps):
-            self._drawn.append(self._upcoming.draw())
-        draws = [self._drawn[step - self._num_forgotten] for step in steps]
-        race = draws[0].race
-        if any(draw is not draws[0] for draw in draws):
-            race = torch.stack([draw.race[row] for row, draw in enumerate(draws)])
+        with DRAWING:
+            while self._num_forgotten + len(self._drawn) <= max(steps):
+                self._drawn.append(self._upcoming.draw())
+        races = [self._drawn[step - self._num_forgotten] for step in steps]
+        race = races[0]
+        if any(other is not race for other in races):
+            race = torch.stack([of_step[row] for row, of_step in enumerate(races)])
         tokens = (probabilities / race).argmax(dim=-1, keepdim=True)
         if not bool((probabilities.gather(1, tokens) > 0).all()):
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         return tokens
 
-    def peek(self, num_draws: int, steps: Sequence[int]) -> torch.Tensor:
-        """Returns the Gumbel noise `(B, num_draws, V)` of the next draws of each row, which has drawn `steps` before."""
+    def peek(self, num_draws: int, steps: Sequence[int], token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Returns the Gumbel noise `(B, num_draws, K)` of the next draws of each row, which has drawn `steps` before, for
+        some tokens `(K,)` or for all.
+        """
         first = self._num_forgotten
         num_new = max(steps) + num_draws - first - len(self._drawn)
         known = [*self._drawn, *(self._upcoming.look_ahead(num_new) if num_new > 0 else [])]
         if min(steps) == max(steps):
-            return torch.stack([draw.gumbel for draw in known[steps[0] - first :][:num_draws]], dim=1)
-        of_rows = [
-            known[step - first + place].gumbel[row] for row, step in enumerate(steps) for place in range(num_draws)
-        ]
-        return torch.stack(of_rows).unflatten(0, (len(steps), num_draws))
+            races = torch.stack(known[steps[0] - first :][:num_draws], dim=1)
+        else:
+            of_rows = [
+                known[step - first + place][row] for row, step in enumerate(steps) for place in range(num_draws)
+            ]
+            races = torch.stack(of_rows).unflatten(0, (len(steps), num_draws))
+        races = races if token_ids is None else races.index_select(2, token_ids.to(races.device))
+        return races.log().neg_()
 
     def forget(self, num_steps: int) -> None:
         """Forgets the first `num_steps` draws, which all rows have taken."""

@@ -114,7 +114,10 @@ class TokenChooser:
         is_row_wise = all(type(processor) in _ROW_WISE_PROCESSORS for processor in logits_processor) and all(
             type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria
         )
-        self.in_lockstep = self.batch_size > 1 and (rows_together or not is_row_wise)
+        # Where rows go on until the last one ends, and a criterion says when that is, those that are ahead would go
+        # on past it, and draw what plain decoding does not.
+        goes_past_end = self.do_sample and not sequences.rows_end_alone and len(sequences.custom_criteria) > 0
+        self.in_lockstep = self.batch_size > 1 and (rows_together or not is_row_wise or goes_past_end)
         self._draws = TokenDraws(rows_part=self.batch_size > 1 and not self.in_lockstep)
         self._drafted_from = 0  # tokens that the target has logits of
         self._is_prefix_free = all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
@@ -124,14 +127,14 @@ class TokenChooser:
             and all(type(processor) in _GREEDY_PROCESSORS for processor in logits_processor)
         )
 
-    def peek_noise(self, num_draws: int) -> torch.Tensor | None:
+    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None = None) -> torch.Tensor | None:
         """
-        Returns the noise `(B, num_draws, V)` that the next tokens of each row will be drawn with, `None` at greedy and
-        where nobody knows.
+        Returns the noise `(B, num_draws, K)` that the next tokens of each row will be drawn with, for some tokens
+        `(K,)` or for all, `None` at greedy and where nobody knows.
         """
         if not self.do_sample:
             return None
-        return self._draws.peek(num_draws, self._drafted_from, self._steps(self._open_rows()))
+        return self._draws.peek(num_draws, self._drafted_from, self._steps(self._open_rows()), token_ids)
 
     def commit(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """

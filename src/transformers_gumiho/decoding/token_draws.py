@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .sampling_noise import NoiseOfRows, UpcomingNoise
+from .sampling_noise import DRAWING, NoiseOfRows, UpcomingNoise, noise_is_told
 
 
 class TokenDraws:
@@ -17,13 +17,13 @@ class TokenDraws:
 
     def __init__(self, rows_part: bool):
         self._rows_part = rows_part
-        self._upcoming: UpcomingNoise | None = None  # of draws like those of the newest tokens
-        self._of_rows: NoiseOfRows | None = None  # where tokens are drawn with what was seen
+        self._drawn_like: tuple[torch.Size, torch.device, torch.dtype] | None = None  # the newest tokens
+        self._noise: NoiseOfRows | None = None  # where it is told
 
     @property
     def most_ahead(self) -> float:
         """By how many tokens a row may be ahead of the slowest one."""
-        return float("inf") if self._of_rows is None else self._of_rows.most_ahead
+        return float("inf") if self._noise is None else self._noise.most_ahead
 
     def draw(self, scores: torch.Tensor, steps: Sequence[int | None]) -> torch.Tensor:
         """
@@ -38,37 +38,45 @@ class TokenDraws:
             idle = torch.tensor([[step is None] for step in steps], device=scores.device)
             scores = scores.masked_fill(idle, 0.0)
         probabilities = scores.softmax(dim=-1)
-        if self._upcoming is None or (self._upcoming.shape, self._upcoming.device) != (scores.shape, scores.device):
-            self._upcoming = UpcomingNoise(scores.shape[0], scores.shape[1], scores.device)
-            # Where random numbers cost much, those that were seen are not made again.
-            is_used = self._upcoming.is_told and (self._rows_part or scores.device.type == "cpu")
-            self._of_rows = NoiseOfRows(self._upcoming, max(taking)) if is_used else None
-        if self._of_rows is None:
-            return torch.multinomial(probabilities, num_samples=1)
-        return self._of_rows.draw(probabilities, [max(taking) if step is None else step for step in steps])
+        drawn_like = probabilities.shape, probabilities.device, probabilities.dtype
+        if drawn_like != self._drawn_like:
+            # A processor may have made the scores wider or narrower, or of another precision.
+            self._drawn_like, self._noise = drawn_like, self._noise_of(probabilities, max(taking))
+        if self._noise is None:
+            with DRAWING:
+                return torch.multinomial(probabilities, num_samples=1)
+        return self._noise.draw(probabilities, [max(taking) if step is None else step for step in steps])
 
-    def peek(self, num_draws: int, vocab_size: int, steps: Sequence[int | None]) -> torch.Tensor | None:
+    def peek(
+        self, num_draws: int, vocab_size: int, steps: Sequence[int | None], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """
-        Returns the noise `(B, num_draws, V)` that the next tokens of each row will be drawn with.
+        Returns the noise `(B, num_draws, K)` that the next tokens of each row will be drawn with.
 
         Args:
             num_draws: Tokens of each row.
-            vocab_size: Tokens that are drafted from. A processor may have made the scores wider or narrower; then
-                nobody can tell.
+            vocab_size: Tokens that are drafted from. Where those that were drawn from are more or fewer, nobody can
+                tell.
             steps: As in [`draw`]. The noise of rows that take no token is any.
+            token_ids (`(K,)`, *optional*): The tokens that are asked for (default: all).
 
         Returns:
             `None` where it is not known.
         """
-        if self._upcoming is None or self._upcoming.shape[1] != vocab_size:
+        if self._noise is None or self._drawn_like is None or self._drawn_like[0][1] != vocab_size:
             return None
-        if self._of_rows is None:
-            # Rows that part without being told theirs would know what depends on how far they get.
-            return None if self._rows_part else self._upcoming.peek(num_draws)
         slowest = min(step for step in steps if step is not None)
-        return self._of_rows.peek(num_draws, [slowest if step is None else step for step in steps])
+        return self._noise.peek(num_draws, [slowest if step is None else step for step in steps], token_ids)
 
     def forget(self, steps: Sequence[int | None]) -> None:
         """Forgets the noise that no row will be drawn with any more; `steps` as in [`draw`], after it."""
-        if self._of_rows is not None:
-            self._of_rows.forget(min((step for step in steps if step is not None), default=0))
+        if self._noise is not None:
+            self._noise.forget(min((step for step in steps if step is not None), default=0))
+
+    def _noise_of(self, probabilities: torch.Tensor, step: int) -> NoiseOfRows | None:
+        if probabilities.dtype != torch.float32 or not noise_is_told(probabilities.device):
+            return None
+        # What a row is drawn with must not depend on how far its drafts took it, whoever else draws meanwhile. Where
+        # rows do not part, plain decoding's text is what counts.
+        upcoming = UpcomingNoise(*probabilities.shape, probabilities.device, is_promised=self._rows_part)
+        return NoiseOfRows(upcoming, step)

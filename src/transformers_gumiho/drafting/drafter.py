@@ -32,8 +32,9 @@ class GumihoDrafter:
         shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
         token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
             vocabulary.
-        peek_noise: When sampling, returns for a number of draws the noise `(B, draws, V)` that the target's next
-            tokens will be drawn with, or `None` where nobody knows it; see [`UpcomingNoise`].
+        peek_noise: When sampling, returns for a number of draws and for some tokens `(K,)`, or `None` for all, the
+            noise `(B, draws, K)` that the target's next tokens will be drawn with, or `None` where nobody knows it; see
+            [`NoiseOfRows`].
         around_pass: Makes a context manager for each pass of a part of the drafter or of the output head, which is all
             of the models' arithmetic. By default one that does nothing, as it must where drafting is compiled.
     """
@@ -46,7 +47,7 @@ class GumihoDrafter:
         cache: TreeCache,
         shapes: CycleShapes | None = None,
         token_ids: torch.Tensor | None = None,
-        peek_noise: Callable[[int], torch.Tensor | None] | None = None,
+        peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None,
         around_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.model = model
@@ -137,10 +138,7 @@ class GumihoDrafter:
 
     def _upcoming_noise(self) -> torch.Tensor | None:
         """Returns the noise `(B, tree_depth, K)` of the coming draws, for the tokens that may be drafted."""
-        noise = None if self._peek_noise is None else self._peek_noise(self.settings.tree_depth)
-        if noise is None or self.token_ids is None:
-            return noise
-        return noise.index_select(2, self.token_ids.to(noise.device))
+        return None if self._peek_noise is None else self._peek_noise(self.settings.tree_depth, self.token_ids)
 
     def _draft_after_prompt(self, prompt: CommittedTokens, noise: torch.Tensor | None) -> DraftTree:
         """Fills the cache with the prompt, and drafts the first tree."""

@@ -1,5 +1,6 @@
 """How often drafted tokens are accepted, by what the drafter thinks of them and by how deep in the tree they are."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -23,12 +24,13 @@ class AcceptanceCurve:
     def __post_init__(self) -> None:
         if not self.scores or len(self.scores) != len(self.shares):
             raise ValueError(
-                f"it must have a share for each score, got {len(self.scores)} scores, {len(self.shares)} shares"
+                f"an acceptance curve must have a share for each score, got {len(self.scores)} scores and "
+                f"{len(self.shares)} shares"
             )
         if any(a >= b for a, b in pairwise(self.scores)):
-            raise ValueError("its `scores` must increase")
+            raise ValueError("the `scores` of an acceptance curve must increase")
         if any(a > b for a, b in pairwise(self.shares)):
-            raise ValueError("its `shares` must never decrease")
+            raise ValueError("the `shares` of an acceptance curve must never decrease")
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,12 @@ class AcceptanceCurves:
         points, values = _in_a_grid(self.by_depth, scores.device, scores.dtype)
         curves = depths.clamp(max=len(self.by_depth)) - 1
         first = points[:, 0][curves]
-        right = (scores[..., None] > points[curves]).sum(dim=-1).clamp(1, points.shape[1] - 1)
+        inside = scores.maximum(first)  # a score may be minus infinity, and a point infinity
+        right = (inside[..., None] > points[curves]).sum(dim=-1).clamp(1, points.shape[1] - 1)
         left_points, right_points = points[curves, right - 1], points[curves, right]
         # Points may be closer than the scores' precision tells.
         width = (right_points - left_points).clamp(min=torch.finfo(scores.dtype).tiny)
-        weights = ((scores - left_points) / width).clamp(0.0, 1.0)
+        weights = ((inside - left_points) / width).clamp(0.0, 1.0)
         between = torch.lerp(values[curves, right - 1], values[curves, right], weights)
         return between + (scores - first).clamp(max=0.0)
 
@@ -73,12 +76,10 @@ def _in_a_grid(
     points go on as they end, up to infinity.
     """
     width = max(2, *(len(curve.scores) for curve in curves))
-    points = [[*curve.scores, *[float("inf")] * (width - len(curve.scores))] for curve in curves]
+    points = [[*curve.scores, *[math.inf] * (width - len(curve.scores))] for curve in curves]
     shares = [[*curve.shares, *curve.shares[-1:] * (width - len(curve.shares))] for curve in curves]
-    return (
-        torch.tensor(points, device=device, dtype=dtype),
-        torch.tensor(shares, device=device, dtype=torch.float64).log().to(dtype),
-    )
+    values = [[math.log(share) for share in of_curve] for of_curve in shares]
+    return torch.tensor(points, device=device, dtype=dtype), torch.tensor(values, device=device, dtype=dtype)
 
 
 __all__ = ["AcceptanceCurve", "AcceptanceCurves"]
