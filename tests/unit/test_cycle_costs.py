@@ -48,22 +48,22 @@ def test_table_comes_back_with_the_drafters_files(tmp_path: Path) -> None:
         (make_cost_table() | {"plain_ms": [1.0, float("nan")]}, "`plain_ms` must hold positive numbers, got nan"),
         (
             make_cost_table(greedy=CURVE | {"shares": [0.5]}),
-            "of its `greedy`, an acceptance curve must have a share for each score",
+            "of its `greedy`, an .* must have a share for each",
         ),
         (make_cost_table(greedy=CURVE | {"shares": [0.0, 0.5]}), "of its `greedy`, its `shares` must hold .* got 0.0"),
         (make_cost_table(sampling={"scores": [-1.0]}), "of its `sampling`, it lacks `shares`"),
         (
             make_cost_table(sampling=[CURVE, CURVE | {"shares": [0.5]}]),
-            "of its `sampling`, an acceptance curve must have a share for",
+            "of its `sampling`, an .* a share for",
         ),
         (make_cost_table(sampling=[]), r"but its `sampling` must be a list of curves, one for each depth, got \[\]"),
         (
             make_cost_table(sampling=CURVE | {"scores": [-1.0, -3.0]}),
-            "of its `sampling`, the `scores` of an acceptance curve must increase",
+            "of its `sampling`, the `scores` of .* increase",
         ),
         (
             make_cost_table(greedy=CURVE | {"shares": [0.5, 0.1]}),
-            "of its `greedy`, the `shares` of an acceptance curve must never decrease",
+            "of its `greedy`, the `shares` of .* never decrease",
         ),
         (make_cost_table(sampled_draft_ms=[4.0]), "`sampled_draft_ms` must hold a number for each of 2 batch sizes"),
         (make_cost_table(sampled_plain_ms=[4.0, 0]), "`sampled_plain_ms` must hold positive numbers, got 0"),

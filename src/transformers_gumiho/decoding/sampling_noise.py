@@ -61,8 +61,8 @@ class UpcomingNoise:
 
     def look_ahead(self, num_draws: int) -> list[torch.Tensor]:
         """
-        Returns the variates `(B, V)` of each of the next draws. They are made by a copy of the generator: the generator
-        itself, which other threads may be using, is not touched.
+        Returns the variates `(B, V)` of each of the next draws. They are made by a copy of the generator, which itself
+        is left as it is.
         """
         state = self._forget_used()
         if not self._known:
@@ -114,8 +114,8 @@ class NoiseOfRows:
     """
     The noise of rows that may be at different steps. Plain decoding draws the k-th new token of all rows at once, so
     the noise of a row's k-th token is that row of the k-th draw, whenever the row comes to it. The same seed then
-    samples the same text as in plain decoding; and as a row takes each noise exactly once, whatever was drafted, all of
-    it may be known to the drafter.
+    samples the same text as in plain decoding; and as a row takes each noise exactly once, whatever was drafted, the
+    drafter may know all of it.
 
     Draws are kept until the last row has taken them. [`most_ahead`] bounds how many that are.
 

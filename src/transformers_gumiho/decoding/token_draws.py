@@ -78,5 +78,6 @@ class TokenDraws:
             return None
         # What a row is drawn with must not depend on how far its drafts took it, whoever else draws meanwhile. Where
         # rows do not part, plain decoding's text is what counts.
-        upcoming = UpcomingNoise(*probabilities.shape, probabilities.device, is_promised=self._rows_part)
+        batch_size, vocab_size = probabilities.shape
+        upcoming = UpcomingNoise(batch_size, vocab_size, probabilities.device, is_promised=self._rows_part)
         return NoiseOfRows(upcoming, step)

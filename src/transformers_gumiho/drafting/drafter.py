@@ -33,8 +33,7 @@ class GumihoDrafter:
         token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
             vocabulary.
         peek_noise: When sampling, returns for a number of draws and for some tokens `(K,)`, or `None` for all, the
-            noise `(B, draws, K)` that the target's next tokens will be drawn with, or `None` where nobody knows it; see
-            [`NoiseOfRows`].
+            noise `(B, draws, K)` that the target's next tokens will be drawn with; `None` where nobody knows it.
         around_pass: Makes a context manager for each pass of a part of the drafter or of the output head, which is all
             of the models' arithmetic. By default one that does nothing, as it must where drafting is compiled.
     """

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..drafting.tree_size import COMPILED_TREE_SIZES
 from ..measuring.decoding_settings import DRAFTER_ALONE, decoding_settings
+from ..model.acceptance_curves import AcceptanceCurve
 from ..model.cycle_costs import CycleCostTable, Numbers
 from ..model.modeling_gumiho import GumihoModel
 from ..target.machine import machine_and_dtype
@@ -27,6 +28,9 @@ TIMED_BATCHES = (1, 4, 8)
 # takes longer than in greedy cycles hardly depends on the size.
 _SAMPLED_SIZES = (1, 3, 7, 12)
 _NEVER, _AT_ONCE = 1e9, 1.0
+
+# How often drafted tokens are accepted at each depth, `None` where nobody knows.
+Curves = tuple[AcceptanceCurve, ...] | None
 
 # Token ids `(B, T)` on the target's device, and their attention mask.
 _Rows = tuple[torch.Tensor, torch.Tensor]
@@ -65,6 +69,7 @@ def measure_cost_table(
     repeats: int = 3,
     batch_sizes: Sequence[int] | None = None,
     sampling: dict[str, Any] | None = None,
+    curves: tuple[Curves, Curves] = (None, None),
 ) -> CycleCostTable:
     """
     Times greedy cycles under `settings` with trees that are cut to every size, and steps of plain decoding, in turns;
@@ -83,6 +88,8 @@ def measure_cost_table(
             out of the table.
         sampling: How `generate()` is to sample (its arguments besides `do_sample`); by default no sampled cycles are
             timed.
+        curves: How often drafted tokens are accepted, greedy and sampled, for the table and because reading them takes
+            time, too.
 
     Raises:
         ValueError: The target cannot verify drafts in any of these batches, or a setting is out of range.
@@ -97,10 +104,11 @@ def measure_cost_table(
             batches[batch_size] = rows
     if not batches:
         raise ValueError(f"{type(target).__name__} cannot verify drafts in batches of {batch_sizes}: time others.")
-    timed = target, drafter, batches, settings, most
+    forced = _forced_sizes(target, settings, sizes, curves)
+    timed = target, drafter, batches, forced, most
     greedy = _measure_times(*timed, 3 * repeats, 1, sizes, {"do_sample": False})
     names = machine_and_dtype(target)
-    table = CycleCostTable(*names, tuple(batches), sizes, greedy.verify, greedy.draft, greedy.plain)
+    table = CycleCostTable(*names, tuple(batches), sizes, greedy.verify, greedy.draft, greedy.plain, *curves)
     if sampling is None:
         return table
     few = tuple(size for size in sizes if size in _SAMPLED_SIZES) or sizes[-1:]
@@ -120,19 +128,28 @@ def _timed_sizes(target: PreTrainedModel, settings: dict[str, Any]) -> tuple[int
     return (*(size for size in TIMED_SIZES if size < largest and size in chosen), largest)
 
 
+def _forced_sizes(
+    target: PreTrainedModel, settings: dict[str, Any], sizes: tuple[int, ...], curves: tuple[Curves, Curves]
+) -> dict[int, dict[str, Any]]:
+    """Returns for each size the settings under which every cycle has it."""
+    machine, dtype = machine_and_dtype(target)
+    return {
+        size: settings | {"cycle_costs": forcing_table(size, machine, dtype, curves)} | DRAFTER_ALONE for size in sizes
+    }
+
+
 def _measure_times(
     target: PreTrainedModel,
     drafter: GumihoModel,
     batches: dict[int, _Rows],
-    settings: dict[str, Any],
+    forced: dict[int, dict[str, Any]],
     max_new_tokens: int,
     num_turns: int,
     num_steps: int,
     sizes: tuple[int, ...],
     generate_kwargs: dict[str, Any],
 ) -> _Times:
-    names = machine_and_dtype(target)
-    forced = {size: settings | {"cycle_costs": forcing_table(size, *names)} | DRAFTER_ALONE for size in sizes}
+    forced = {size: forced[size] for size in sizes}
     options = {"max_new_tokens": max_new_tokens} | generate_kwargs
     verify: list[Numbers] = []
     rest: list[Numbers] = []
@@ -218,13 +235,11 @@ def _paired_median(seconds: Sequence[float], steps: Sequence[float]) -> float:
     return statistics.median(ratios) * statistics.median(steps)
 
 
-def forcing_table(size: int, machine: str, dtype: str) -> dict[str, Any]:
+def forcing_table(size: int, machine: str, dtype: str, curves: tuple[Curves, Curves] = (None, None)) -> dict[str, Any]:
     """Returns the table of a machine on which nothing but cycles with `size` drafted tokens pays."""
     sizes = sorted({0, max(size - 1, 0), size, size + 1})
     verify = [_AT_ONCE if timed == size else _NEVER for timed in sizes]
-    table = CycleCostTable(
-        machine, dtype, (1,), tuple(sizes), (tuple(verify),), draft_ms=(_AT_ONCE,), plain_ms=(_NEVER,)
-    )
+    table = CycleCostTable(machine, dtype, (1,), tuple(sizes), (tuple(verify),), (_AT_ONCE,), (_NEVER,), *curves)
     return table.as_dict()
 
 

@@ -1,7 +1,7 @@
 """Trees whose sizes fit the moment: measuring what they need to know, and what they gain over the best fixed tree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,9 +87,9 @@ def fit_sizes(
     greedy_curves, answers = measure_acceptance_curves(*profiled)
     sampling_curves, _ = measure_acceptance_curves(*profiled, **sampling)
     table = measure_cost_table(
-        target, drafter, answers, unfitted, min(args.max_new_tokens, TIMED_TOKENS), args.repeats, sampling=sampling
-    )
-    table = replace(table, greedy=greedy_curves, sampling=sampling_curves)
+        target, drafter, answers, unfitted, min(args.max_new_tokens, TIMED_TOKENS), args.repeats,
+        sampling=sampling, curves=(greedy_curves, sampling_curves),
+    )  # fmt: skip
     ways = {size: settings | {"num_assistant_tokens": size, "cycle_costs": table.as_dict()} for size in sizes}
     of_prompts = {_FIXED: settings | {"cycle_costs": None}, **ways}
     speeds = decode_in_turns(
