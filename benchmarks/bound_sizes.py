@@ -236,7 +236,8 @@ class SizesThatFit(Way):
         return self.sizing.size_at_rest([1.0], branch)
 
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
-        tree = self.sizing.weigh(drafted)
+        num_drafted = self.sizing.num_to_draft(drafted.tokens.shape[1] - 1)
+        tree = self.sizing.weigh(drafted.first(num_drafted))
         if branch is not None:
             tree = branch.added_to(tree, is_chain=False)
         return self.sizing.cut(tree, [1.0], branch)

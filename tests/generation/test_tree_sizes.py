@@ -21,6 +21,7 @@ from transformers_gumiho.decoding import upcoming_trees
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
+from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.drafting.tree_size import ContextRun, DraftingPause, SizeChoice, SizeReason
 from transformers_gumiho.drafting.tree_sizing import TreeSizing
 from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
@@ -95,6 +96,29 @@ def test_texts_are_those_of_plain_decoding(
                 assert torch.equal(drafted.sequences, plain)
                 sizes.append(drafted.tree_sizes)
     assert any(map(has_pauses_and_drafts, sizes)), "the equality says something only where sizes differ"
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 4, 1]], ids=["one", "batch"])
+@pytest.mark.parametrize("transition_rank", [0, 4])
+def test_trees_of_fewer_nodes_are_the_beginning_of_larger_ones(lengths: list[int], transition_rank: int) -> None:
+    """Where small trees are verified, no large ones are drafted: what is verified is the same."""
+    target = make_target("llama", seed=3)
+    costs = make_cost_table(node_ms=2.0, draft_ms=1.0, plain_ms=40.0)
+    drafter = make_drafter(
+        target, num_assistant_tokens=32, branching_factor=3, cycle_costs=costs, transition_rank=transition_rank
+    )
+    texts, trees = [], []
+    for draft_at_most in (GumihoDrafter.draft_at_most, lambda self, num_drafted: None):
+        with pytest.MonkeyPatch.context() as patch, observing(seen := Cycles()):
+            patch.setattr(GumihoDrafter, "draft_at_most", draft_at_most)
+            texts.append(target.generate(
+                **make_prompts(lengths), max_new_tokens=60, do_sample=False, assistant_model=drafter
+            ))  # fmt: skip
+        trees.append([tree.tokens.tolist() for tree in seen.trees])
+        sizes = [reason.sizes[-1] for reason in seen.reasons if isinstance(reason, SizeChoice)]
+        assert min(sizes) == (12 if draft_at_most.__name__ == "draft_at_most" else 32)
+    assert torch.equal(*texts)
+    assert trees[0] == trees[1]
 
 
 @pytest.mark.parametrize("family", ["lfm2", "bloom"])

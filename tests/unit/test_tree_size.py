@@ -309,6 +309,23 @@ def test_what_the_context_would_have_done_counts_in_the_row_that_is_behind(monke
     assert undrafted_tokens == pytest.approx(1 + (4 * ahead + 1) / (ahead + 1))
 
 
+def test_where_small_trees_are_verified_no_large_ones_are_drafted() -> None:
+    sizing = TreeSizing(costs_of(8, node_ms=1.0))
+    drafted, verified = [], []
+    for cycle in range(40):
+        # Of these trees few nodes are worth their time, then nearly all.
+        tree = random_tree(seed=cycle, batch_size=8, num_nodes=24)
+        tree = replace(tree, scores=tree.scores * (3.0 if cycle < 20 else 1e-3))
+        drafted.append(sizing.num_to_draft(24))
+        verified.append(sizing.cut(tree.first(drafted[-1]), [1.0] * 8).tokens.shape[1] - 1)
+        sizing.observe([verified[-1] + 1] * 8)
+    assert drafted[:8] == [24] * 8, "nothing is known yet"
+    assert drafted[8:20] == [12] * 12
+    assert max(verified[:20]) <= 8
+    assert drafted[21:] == [20] + [24] * 18, "as soon as larger ones are wanted they are drafted"
+    assert verified[22:] == [24] * 18
+
+
 def test_whether_drafting_pays_is_told_by_the_row_that_is_behind() -> None:
     """A batch takes as long as that one, however much the others get."""
     tree, costs = random_tree(seed=0, batch_size=2, num_nodes=12), costs_of(2, draft_ms=8.0, node_ms=0.1)

@@ -125,12 +125,15 @@ class UpcomingTrees:
 
     def _draft(self, committed: CommittedTokens, branch: ContextBranch | None) -> DraftTree:
         settings, sizing = self._settings, self._sizing
+        is_chain = settings.branching_factor == 1
         with self._events.stage("draft"):
+            if sizing is not None and not is_chain and not self._session.shapes.are_fixed:
+                self._generator.drafter.draft_at_most(sizing.num_to_draft(settings.num_assistant_tokens))
             tree = self._generator.draft_tree(committed)
             if sizing is not None:
                 tree = sizing.weigh(tree)
             if branch is not None:
-                tree = branch.added_to(tree, is_chain=settings.branching_factor == 1)
+                tree = branch.added_to(tree, is_chain)
             if self._context_drafts is not None:
                 # All trees are alike where shapes are fixed.
                 tree = replace(tree, max_depth=settings.longest_path)

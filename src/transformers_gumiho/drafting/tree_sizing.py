@@ -1,5 +1,6 @@
 """Fitting the trees of a generation to what they cost and to how they do: their sizes, and whether to draft at all."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,6 +48,11 @@ _SHARPER_WHETHER = 4
 TRIAL_SIZE = 4
 # Tokens of a row that cycles which draft may lose before they pause, and that earlier gains make up for at most.
 _MOST_LOST = _MOST_GAINED = 2.0
+# Nodes that are drafted: so many times as many as were verified in any of the newest cycles, as the next tree may be
+# worth more, and not fewer than hardly take less time.
+_ROOM = 1.5
+_NEWEST_SIZES = 8
+_FEWEST_DRAFTED = 12
 # Cycles without the drafter before it is tried again: at first, how many times as many the next time, and at most.
 FIRST_PAUSE = 8
 _LONGER_PAUSE = 4
@@ -193,6 +199,7 @@ class TreeSizing:
         self._back_off = BackOff(costs.plain_ms)
         self._tries_again = False
         self._weights = np.zeros(0)  # of the rows, as they were when the newest tree was cut
+        self._newest_sizes: deque[int] = deque(maxlen=_NEWEST_SIZES)
         self._at_rest: SizeChoice | None = None  # what would have been verified had the drafter rested
         self._has_branch = np.zeros(0, dtype=bool)  # the rows that have a branch of the context
         self.reason: SizeReason | None = None
@@ -232,6 +239,13 @@ class TreeSizing:
         self.reason = DraftingPause(back_off.drafted_speed, back_off.undrafted_speed, back_off.num_left, size)
         return size
 
+    def num_to_draft(self, most: int) -> int:
+        """Returns how many nodes, of `most`, the drafter is to draft: no large trees where small ones are verified."""
+        if len(self._newest_sizes) < _NEWEST_SIZES:
+            return most
+        enough = max(_ROOM * max(self._newest_sizes), _FEWEST_DRAFTED)
+        return next(size for size in sizes_up_to(most, self._sizes) if size >= min(enough, most))
+
     def weigh(self, tree: DraftTree) -> DraftTree:
         """Returns a drafter's tree with scores that are as likely as the curves say, its nodes in their order."""
         if self._curves is None:
@@ -265,6 +279,8 @@ class TreeSizing:
         )
         self._back_off.expect(1 + choice.expected[choice.place], choice.cycle_ms[choice.place])
         self.reason = choice
+        if not self._tries_again:
+            self._newest_sizes.append(choice.size)
         return tree.first(choice.size)
 
     def observe(self, accepted_lengths: Sequence[int], num_right: Sequence[int] = ()) -> None:
