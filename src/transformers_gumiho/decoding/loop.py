@@ -41,7 +41,8 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
     Args:
         accepted_lengths (`list[list[int]]`):
             For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. Their
-            mean is the acceptance length tau. The first token comes from the prompt pass and counts in no cycle.
+            mean is the acceptance length tau. The first token comes from the prompt pass and counts in no cycle. A
+            sampled row that is far ahead of the others takes one token of a cycle, whatever was drafted.
         tree_sizes (`list[int]`):
             The drafted tokens that each cycle verified in every row.
 
