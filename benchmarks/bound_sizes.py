@@ -236,7 +236,7 @@ class SizesThatFit(Way):
         return self.sizing.size_at_rest([1.0], branch)
 
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
-        num_drafted = self.sizing.num_to_draft(drafted.tokens.shape[1] - 1)
+        num_drafted = self.sizing.num_to_draft(drafted.tokens.shape[1] - 1, branch)
         tree = self.sizing.weigh(drafted.first(num_drafted))
         if branch is not None:
             tree = branch.added_to(tree, is_chain=False)

@@ -132,7 +132,7 @@ def play_fitting(
             tree = bare_root(root) if branch is None or size == 0 else branch.alone(root, size, most)
             yield size, float(costs.undrafted_ms(size))
         else:
-            tree = sizing.weigh(drafted.first(sizing.num_to_draft(most)))
+            tree = sizing.weigh(drafted.first(sizing.num_to_draft(most, branch)))
             tree = tree if branch is None else branch.added_to(tree, is_chain=False)
             tree = sizing.cut(tree, weights, branch)
             yield tree.tokens.shape[1] - 1, float(costs.cycle_ms(tree.tokens.shape[1] - 1))

@@ -63,7 +63,9 @@ def test_trees_are_drafted_across_devices(
             settings=DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, 1.0),
             cache=TreeCache(batch_size, 64),
             token_ids=token_ids,
-            peek_noise=lambda num_draws, token_ids: noise,
+            peek_noise=lambda _, ids: (
+                noise if noise is None or ids is None else noise.index_select(2, ids.to(noise.device))
+            ),
         )
         # After the prompt, after a cycle in which all rows advance alike, and after one in which they do not.
         for lengths in ([5] * batch_size, [3] * batch_size, list(range(1, batch_size + 1))):

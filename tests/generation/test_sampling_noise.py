@@ -1,6 +1,7 @@
 """Drafts are made under the noise of the draws to come: it is the true noise, and drafts gain by it."""
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import LogitsProcessor, MaxLengthCriteria, StopStringCriteria
 
 from transformers_gumiho.decoding import sampling_noise, token_choice
-from transformers_gumiho.decoding.sampling_noise import NoiseOfRows, UpcomingNoise, noise_is_told
+from transformers_gumiho.decoding.sampling_noise import NoiseOfRows, ReservedNoise, UpcomingNoise, noise_is_told
 from transformers_gumiho.decoding.token_draws import TokenDraws
 
 
@@ -77,19 +78,64 @@ def test_noise_that_was_seen_is_not_made_again(monkeypatch: pytest.MonkeyPatch) 
     assert len(num_made) == 5 + 2
 
 
-def test_rows_that_part_are_drawn_with_what_they_were_told() -> None:
+@pytest.mark.parametrize("others_draw", [False, True])
+def test_rows_that_part_are_drawn_with_what_they_were_told(others_draw: bool) -> None:
     """
     Whoever else draws meanwhile: had a row other noise because its drafts took it no further, what it is drawn with
-    would depend on the noise.
+    would depend on the noise. Nobody gets numbers that another one has.
     """
-    upcoming = UpcomingNoise(2, 11, torch.device("cpu"), is_promised=True)
-    told = upcoming.look_ahead(3)
+    torch.manual_seed(0)
+    plain = [torch.empty(2, 11).exponential_() for _ in range(9)]
+    torch.manual_seed(0)
+    reserved = ReservedNoise(2, 11, torch.device("cpu"))
+    told = reserved.look_ahead(3)
+    assert all(map(torch.equal, told, plain))
+    seen = [*told, torch.empty(2, 11).exponential_()] if others_draw else told
+    assert [reserved.draw() is race for race in told] == [True] * 3
+    seen = [*seen, reserved.draw(), *reserved.look_ahead(2)]
+    assert all(map(torch.equal, seen, plain)), "no number twice, none left out"
+    reserved.release()
+    left = len(seen) - 2
+    assert torch.equal(torch.empty(2, 11).exponential_(), plain[left]), "what is left is given back"
+
+
+def test_what_is_left_is_not_given_back_where_others_have_drawn_since() -> None:
+    torch.manual_seed(0)
+    plain = [torch.empty(2, 11).exponential_() for _ in range(9)]
+    torch.manual_seed(0)
+    reserved = ReservedNoise(2, 11, torch.device("cpu"))
+    reserved.look_ahead(2)
+    others = torch.empty(2, 11).exponential_()
+    assert torch.equal(others, plain[2])
+    reserved.look_ahead(4)
+    reserved.release()
+    assert torch.equal(torch.empty(2, 11).exponential_(), plain[3]), "those behind the other's are, and they alone"
+    reserved.look_ahead(1)
     torch.rand(1)
     state = torch.get_rng_state()
-    assert [upcoming.draw() is race for race in told] == [True] * 3
-    assert torch.equal(torch.get_rng_state(), state), "they are another's numbers, from where it has drawn"
-    assert torch.equal(upcoming.draw().log().isnan(), torch.zeros(2, 11, dtype=torch.bool))
-    assert not torch.equal(torch.get_rng_state(), state)
+    reserved.release()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_threads_that_sample_batches_draw_different_numbers() -> None:
+    target = make_target(seed=3)
+    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    texts: list[torch.Tensor] = []
+    together = threading.Barrier(2)
+
+    def sample() -> None:
+        together.wait()
+        texts.append(target.generate(
+            **make_prompts([3, 5, 1]), max_new_tokens=40, do_sample=True, top_k=0, assistant_model=drafter
+        ))  # fmt: skip
+
+    threads = [threading.Thread(target=sample) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = (text[:, 5:] for text in texts)
+    assert (first == second).float().mean() < 0.5
 
 
 @settings(deadline=None)
@@ -119,7 +165,7 @@ def test_each_row_is_drawn_with_the_noise_of_its_own_steps(rows_that_step: list[
     torch.manual_seed(1)
     plain = torch.stack([torch.multinomial(step, 1).squeeze(1) for step in probabilities])
     torch.manual_seed(1)
-    noise, steps = noise_of(3, 13), [0, 0, 0]
+    noise, steps = NoiseOfRows(ReservedNoise(3, 13, torch.device("cpu"))), [0, 0, 0]
     for takes in rows_that_step:
         seen = noise.peek(4, steps)
         for row, step in enumerate(steps):

@@ -88,6 +88,7 @@ def decode_with_tree(
     events = GenerationEvents.begin(len(input_ids))
 
     with ExitStack() as running:
+        running.callback(chooser.release_noise)
         with events.stage("prompt"):
             session, output = read_prompt(
                 target,

@@ -31,42 +31,53 @@ def noise_is_told(device: torch.device) -> bool:
     """Whether the device's generator can be copied, and `torch.multinomial` draws there by the race."""
     if device.type not in _DEVICE_TYPES:
         return False
-    probabilities = torch.linspace(0.1, 1.0, 64, device=device).softmax(dim=0).expand(2, -1).contiguous()
-    generator = torch.Generator(device).manual_seed(0)
+    probabilities = torch.linspace(0.1, 1.0, 5000, device=device).softmax(dim=0).expand(2, -1).contiguous()
+    generator, other = (torch.Generator(device).manual_seed(0) for _ in range(2))
     drawn = torch.multinomial(probabilities, 1, generator=generator)
-    race = torch.empty_like(probabilities).exponential_(generator=generator.manual_seed(0))
-    return torch.equal((probabilities / race).argmax(dim=1, keepdim=True), drawn)
+    race = torch.empty_like(probabilities).exponential_(generator=other)
+    is_same = torch.equal((probabilities / race).argmax(dim=1, keepdim=True), drawn)
+    return is_same and torch.equal(generator.get_state(), other.get_state())
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    """Returns the state of the device's generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_state_of(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class UpcomingNoise:
     """
     The noise of the next draws of `torch.multinomial(probabilities, 1)` from float32 `(B, V)` on `device`, each as the
-    exponential variates of its race.
+    exponential variates of its race, seen in a copy of the generator.
 
-    Noise that was seen and not used yet is the noise of later draws, and is kept for them.
+    Noise that was seen and not used yet is the noise of later draws, and is kept for them; unless somebody else has
+    drawn from the generator meanwhile, as in plain decoding the next draw is another one then.
 
     Args:
         batch_size: Rows that are drawn from, `B`.
         vocab_size: Tokens that are drawn from, `V`.
         device: Of the probabilities; its noise is told ([`noise_is_told`]).
-        is_promised: Whether noise that was seen is drawn with, even if somebody else has drawn from the generator
-            meanwhile. Else it is dropped then, as in plain decoding the next draw would be another one.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, is_promised: bool = False):
-        self.shape, self.device, self._is_promised = (batch_size, vocab_size), device, is_promised
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
+        self.shape, self.device = (batch_size, vocab_size), device
         self._copy = torch.Generator(device)
         # The state of the generator before each draw that is known, and the draw.
         self._known: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
     def look_ahead(self, num_draws: int) -> list[torch.Tensor]:
-        """
-        Returns the variates `(B, V)` of each of the next draws. They are made by a copy of the generator, which itself
-        is left as it is.
-        """
-        state = self._forget_used()
+        """Returns the variates `(B, V)` of each of the next draws."""
+        self._forget_used()
         if not self._known:
-            self._copy.set_state(state)
+            self._copy.set_state(_state_of(self.device))
         while len(self._known) < num_draws:
             state = self._copy.get_state()
             self._known.append((state, self._empty().exponential_(generator=self._copy)))
@@ -77,37 +88,68 @@ class UpcomingNoise:
         Returns the variates `(B, V)` of the next draw, and leaves the device's generator as the next
         `torch.multinomial` would. [`DRAWING`] is to be held.
         """
-        state = self._forget_used()
+        self._forget_used()
         if not self._known:
             return self._empty().exponential_()
-        seen_at, race = self._known.popleft()
-        if torch.equal(seen_at, state):
-            self._advance_device()
-        return race
-
-    def _advance_device(self) -> None:
-        """Puts the device's generator behind a draw that was seen."""
+        _, race = self._known.popleft()
         if self.device.type != "cpu":
             self._empty().exponential_()
         else:
             # Random numbers take their time on a CPU: those that were made are not made again.
             torch.set_rng_state(self._known[0][0] if self._known else self._copy.get_state())
+        return race
 
-    def _forget_used(self) -> torch.Tensor:
-        """Forgets what is not to be drawn any more; returns the state of the device's generator."""
-        state = self._state_of_device()
+    def release(self) -> None:
+        """Leaves the device's generator as plain decoding leaves it."""
+
+    def _forget_used(self) -> None:
+        """Forgets what is not to be drawn any more."""
+        state = _state_of(self.device)
         # Whatever else drew a number meanwhile, the state tells.
-        while self._known and not self._is_promised and not torch.equal(self._known[0][0], state):
+        while self._known and not torch.equal(self._known[0][0], state):
             self._known.popleft()
-        return state
 
     def _empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=torch.float32, device=self.device)
 
-    def _state_of_device(self) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return torch.get_rng_state()
-        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+class ReservedNoise(UpcomingNoise):
+    """
+    The same for rows that part: noise that was seen is what is drawn with, whoever else draws meanwhile. Else what a
+    row is drawn with would depend on how far its drafts took it, and so on the noise. It is taken from the device's
+    generator when it is seen, and what is left of it in the end is given back, if nobody has drawn since.
+    """
+
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
+        super().__init__(batch_size, vocab_size, device)
+        self._state_after: torch.Tensor | None = None  # the newest of the draws
+
+    def look_ahead(self, num_draws: int) -> list[torch.Tensor]:
+        """Returns the variates `(B, V)` of each of the next draws."""
+        with DRAWING:
+            while len(self._known) < num_draws:
+                state = _state_of(self.device)
+                if self._state_after is not None and not torch.equal(state, self._state_after):
+                    # What was drawn before somebody else drew is not given back.
+                    self._known = deque((state, race) for _, race in self._known)
+                self._known.append((state, self._empty().exponential_()))
+                self._state_after = _state_of(self.device)
+        return [race for _, race in self._known][:num_draws]
+
+    def draw(self) -> torch.Tensor:
+        """Returns the variates `(B, V)` of the next draw. [`DRAWING`] is to be held."""
+        return self._known.popleft()[1] if self._known else self._empty().exponential_()
+
+    def release(self) -> None:
+        """Leaves the device's generator as plain decoding leaves it."""
+        with DRAWING:
+            if (
+                self._known
+                and self._state_after is not None
+                and torch.equal(_state_of(self.device), self._state_after)
+            ):
+                _set_state_of(self.device, self._known[0][0])
+            self._known.clear()
 
 
 class NoiseOfRows:
@@ -165,15 +207,21 @@ class NoiseOfRows:
         first = self._num_forgotten
         num_new = max(steps) + num_draws - first - len(self._drawn)
         known = [*self._drawn, *(self._upcoming.look_ahead(num_new) if num_new > 0 else [])]
-        if min(steps) == max(steps):
-            races = torch.stack(known[steps[0] - first :][:num_draws], dim=1)
+        starts = [step - first for step in steps]
+        if token_ids is not None:
+            used = range(min(starts), max(starts) + num_draws)
+            token_ids = token_ids.to(known[0].device)
+            known = [race.index_select(1, token_ids) if place in used else race for place, race in enumerate(known)]
+        if min(starts) == max(starts):
+            races = torch.stack(known[starts[0] :][:num_draws], dim=1)
         else:
-            of_rows = [
-                known[step - first + place][row] for row, step in enumerate(steps) for place in range(num_draws)
-            ]
+            of_rows = [known[start + place][row] for row, start in enumerate(starts) for place in range(num_draws)]
             races = torch.stack(of_rows).unflatten(0, (len(steps), num_draws))
-        races = races if token_ids is None else races.index_select(2, token_ids.to(races.device))
         return races.log().neg_()
+
+    def release(self) -> None:
+        """Leaves the device's generator as plain decoding leaves it, once all rows have their tokens."""
+        self._upcoming.release()
 
     def forget(self, num_steps: int) -> None:
         """Forgets the first `num_steps` draws, which all rows have taken."""

@@ -136,6 +136,10 @@ class TokenChooser:
             return None
         return self._draws.peek(num_draws, self._drafted_from, self._steps(self._open_rows()), token_ids)
 
+    def release_noise(self) -> None:
+        """Leaves the random generator as plain decoding leaves it, after the last token or an error."""
+        self._draws.release()
+
     def commit(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """
         Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens. Returns the path, which is

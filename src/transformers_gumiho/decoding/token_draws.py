@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .sampling_noise import DRAWING, NoiseOfRows, UpcomingNoise, noise_is_told
+from .sampling_noise import DRAWING, NoiseOfRows, ReservedNoise, UpcomingNoise, noise_is_told
 
 
 class TokenDraws:
@@ -73,11 +73,14 @@ class TokenDraws:
         if self._noise is not None:
             self._noise.forget(min((step for step in steps if step is not None), default=0))
 
+    def release(self) -> None:
+        """Leaves the random generator as plain decoding leaves it."""
+        if self._noise is not None:
+            self._noise.release()
+
     def _noise_of(self, probabilities: torch.Tensor, step: int) -> NoiseOfRows | None:
         if probabilities.dtype != torch.float32 or not noise_is_told(probabilities.device):
             return None
-        # What a row is drawn with must not depend on how far its drafts took it, whoever else draws meanwhile. Where
-        # rows do not part, plain decoding's text is what counts.
         batch_size, vocab_size = probabilities.shape
-        upcoming = UpcomingNoise(batch_size, vocab_size, probabilities.device, is_promised=self._rows_part)
-        return NoiseOfRows(upcoming, step)
+        noise = ReservedNoise if self._rows_part else UpcomingNoise
+        return NoiseOfRows(noise(batch_size, vocab_size, probabilities.device), step)

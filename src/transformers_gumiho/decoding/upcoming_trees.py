@@ -128,7 +128,7 @@ class UpcomingTrees:
         is_chain = settings.branching_factor == 1
         with self._events.stage("draft"):
             if sizing is not None and not is_chain and not self._session.shapes.are_fixed:
-                self._generator.drafter.draft_at_most(sizing.num_to_draft(settings.num_assistant_tokens))
+                self._generator.drafter.draft_at_most(sizing.num_to_draft(settings.num_assistant_tokens, branch))
             tree = self._generator.draft_tree(committed)
             if sizing is not None:
                 tree = sizing.weigh(tree)

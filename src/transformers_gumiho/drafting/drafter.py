@@ -109,8 +109,8 @@ class GumihoDrafter:
 
     def draft_at_most(self, num_drafted: int) -> None:
         """
-        Makes the next trees have no more drafted nodes than this, the first of those that larger ones would have: that
-        takes less time. Not where shapes are fixed.
+        Makes the next trees have no more drafted nodes than this, those that score best in larger ones, which takes
+        less time. Not where shapes are fixed.
         """
         if num_drafted not in self._of_sizes:
             self.settings = replace(self.settings, num_assistant_tokens=num_drafted)

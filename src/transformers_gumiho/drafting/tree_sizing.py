@@ -239,11 +239,15 @@ class TreeSizing:
         self.reason = DraftingPause(back_off.drafted_speed, back_off.undrafted_speed, back_off.num_left, size)
         return size
 
-    def num_to_draft(self, most: int) -> int:
-        """Returns how many nodes, of `most`, the drafter is to draft: no large trees where small ones are verified."""
+    def num_to_draft(self, most: int, branch: ContextBranch | None = None) -> int:
+        """
+        Returns how many nodes, of `most`, the drafter is to draft: no large trees where small ones are verified, but
+        with room for the context's branch.
+        """
         if len(self._newest_sizes) < _NEWEST_SIZES:
             return most
-        enough = max(_ROOM * max(self._newest_sizes), _FEWEST_DRAFTED)
+        of_branch = 0 if branch is None else branch.tokens.shape[1] + TRIAL_SIZE
+        enough = max(_ROOM * max(self._newest_sizes), _FEWEST_DRAFTED, of_branch)
         return next(size for size in sizes_up_to(most, self._sizes) if size >= min(enough, most))
 
     def weigh(self, tree: DraftTree) -> DraftTree:
