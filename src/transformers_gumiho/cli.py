@@ -83,7 +83,9 @@ def run_tune_command(arguments: list[str]) -> None:
     from .tuning import TuningArguments, describe, tune
 
     args = _parse(TuningArguments, "tune", tune, arguments)
-    sys.stdout.write(f"\n{describe(tune(args))}\nthe settings are in {args.output_dir or args.assistant}\n")
+    told = describe(tune(args))
+    how = "; copy its generation_config.json over the drafter's to use them" if args.output_dir else ""
+    sys.stdout.write(f"\n{told}\nthe settings are in {args.output_dir or args.assistant}{how}\n")
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):

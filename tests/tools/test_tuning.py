@@ -385,7 +385,9 @@ def test_command_keeps_the_settings_with_the_drafter(
     main()
     told = capsys.readouterr().out
     assert "tokens/s expected" in told
-    assert f"the settings are in {tmp_path}" in told
+    assert f"the settings are in {tmp_path}; copy its generation_config.json over the drafter's to use them" in told
+    with pytest.raises(OSError, match=r"but a generation_config.json: decoding settings alone.*Copy that file over"):
+        GumihoModel.from_pretrained(tmp_path)
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     assert settings["num_assistant_tokens"] <= 4
     assert isinstance(settings["draft_temperature"], (float, list))

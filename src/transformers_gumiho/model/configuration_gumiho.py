@@ -153,6 +153,11 @@ class GumihoConfig(PreTrainedConfig):
             fields, lack, cause = {}, "has no config.json in the cache (the Hub was not reached)", error
         if not fields:
             folder = find_packaged_folder(name)
+            if folder is None and os.path.isfile(os.path.join(name, "generation_config.json")):
+                raise OSError(
+                    f"{str(name)!r} {lack}, but a generation_config.json: decoding settings alone, as `gumiho tune` "
+                    f"writes them. Copy that file over the one in the drafter's folder, and give the drafter's folder."
+                ) from cause
             if folder is None:
                 raise OSError(
                     f"{str(name)!r} {lack}, and is called like none of the released drafters, whose "
