@@ -105,15 +105,14 @@ def measure_cost_table(
     if not batches:
         raise ValueError(f"{type(target).__name__} cannot verify drafts in batches of {batch_sizes}: time others.")
     forced = _forced_sizes(target, settings, sizes, curves)
-    timed = target, drafter, batches, forced, most
-    greedy = _measure_times(*timed, 3 * repeats, 1, sizes, {"do_sample": False})
+    greedy = _measure_times(target, drafter, batches, forced, most, 3 * repeats, 1, {"do_sample": False})
     names = machine_and_dtype(target)
     table = CycleCostTable(*names, tuple(batches), sizes, greedy.verify, greedy.draft, greedy.plain, *curves)
     if sampling is None:
         return table
-    few = tuple(size for size in sizes if size in _SAMPLED_SIZES) or sizes[-1:]
+    few = {size: forced[size] for size in sizes if size in _SAMPLED_SIZES} or {sizes[-1]: forced[sizes[-1]]}
     # What drafting takes is the median over the sizes, so fewer turns will do; a step is of no size.
-    sampled = _measure_times(*timed, repeats, 3, few, sampling | {"do_sample": True})
+    sampled = _measure_times(target, drafter, batches, few, most, repeats, 3, sampling | {"do_sample": True})
     draft, plain = _in_times_of(greedy, sampled)
     return replace(table, sampled_draft_ms=draft, sampled_plain_ms=plain)
 
@@ -146,10 +145,9 @@ def _measure_times(
     max_new_tokens: int,
     num_turns: int,
     num_steps: int,
-    sizes: tuple[int, ...],
     generate_kwargs: dict[str, Any],
 ) -> _Times:
-    forced = {size: forced[size] for size in sizes}
+    sizes = tuple(forced)
     options = {"max_new_tokens": max_new_tokens} | generate_kwargs
     verify: list[Numbers] = []
     rest: list[Numbers] = []
