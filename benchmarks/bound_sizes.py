@@ -26,7 +26,7 @@ from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.context_branch import ContextBranch
 from transformers_gumiho.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.drafting.settings import DraftingSettings
-from transformers_gumiho.drafting.tree_size import TREE_SIZES, choose_size, path_probabilities, sizes_up_to
+from transformers_gumiho.drafting.tree_size import TREE_SIZES, SizeChoice, choose_size, path_probabilities, sizes_up_to
 from transformers_gumiho.drafting.tree_sizing import TreeSizing
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
@@ -192,6 +192,10 @@ class Way:
         tree = drafted.first(self.size)
         return tree if branch is None else branch.added_to(tree, is_chain=False)
 
+    def cycle_ms(self, costs: BatchCosts, num_verified: int) -> float:
+        """Returns the milliseconds of a cycle that verifies so many tokens of the newest tree."""
+        return float(costs.cycle_ms(num_verified))
+
     def observe(self, num_tokens: int, num_right: int) -> None:
         """Takes in what came of a cycle: its tokens, and how many of the branch were right."""
 
@@ -236,11 +240,15 @@ class SizesThatFit(Way):
         return self.sizing.size_at_rest([1.0], branch)
 
     def tree(self, place: int, drafted: DraftTree, branch: ContextBranch | None) -> DraftTree:
-        num_drafted = self.sizing.num_to_draft(drafted.tokens.shape[1] - 1, branch)
+        num_drafted = self.sizing.num_to_draft(drafted.tokens.shape[1] - 1, [1.0], branch)
         tree = self.sizing.weigh(drafted.first(num_drafted))
         if branch is not None:
             tree = branch.added_to(tree, is_chain=False)
         return self.sizing.cut(tree, [1.0], branch)
+
+    def cycle_ms(self, costs: BatchCosts, num_verified: int) -> float:
+        assert isinstance(self.sizing.reason, SizeChoice)
+        return self.sizing.reason.cycle_ms[self.sizing.reason.place]
 
     def observe(self, num_tokens: int, num_right: int) -> None:
         self.sizing.observe([num_tokens], [num_right])
@@ -314,7 +322,7 @@ def play_text(text: Text, costs: BatchCosts, way: Way, lookup: Lookup | None, no
             tree = way.tree(place, text.trees[place], branch)
             num_drafted = tree.tokens.shape[1] - 1
             is_rest = nothing_is_rest and num_drafted == 0
-            ms = costs.plain_ms if is_rest else float(costs.cycle_ms(num_drafted))
+            ms = costs.plain_ms if is_rest else way.cycle_ms(costs, num_drafted)
         else:
             size = way.size_at_rest(branch)
             tree = bare_root(root) if branch is None or size == 0 else branch.alone(root, size, way.most_from_context)

@@ -76,38 +76,46 @@ class Way:
 class Record:
     """
     What a way of decoding did: seconds of each batch, its cycles by size, those in which the drafter rested,
-    lengths, texts equal to plain.
+    lengths, texts equal to plain; milliseconds of the cycles that drafted, where they were told.
     """
 
     seconds: list[float] = field(default_factory=list)
     sizes: Counter[int] = field(default_factory=Counter)
     sizes_at_rest: Counter[int] = field(default_factory=Counter)
+    drafted_ms: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     num_equal: int = 0
 
-    def add(self, seconds: float, output: Any, sizes_at_rest: list[int], is_equal: bool) -> None:
+    def add(self, seconds: float, output: Any, cycles: "CyclesSeen", is_equal: bool) -> None:
         self.seconds.append(seconds)
         self.sizes.update(getattr(output, "tree_sizes", None) or [])
-        self.sizes_at_rest.update(sizes_at_rest)
+        self.sizes_at_rest.update(cycles.sizes_at_rest)
+        self.drafted_ms += cycles.drafted_ms
         self.lengths += [length for row in getattr(output, "accepted_lengths", None) or [] for length in row]
         self.num_equal += is_equal
 
     def expected_ms(self, costs: BatchCosts) -> float:
         """Returns what the cycles should have taken, by their sizes and whether the drafter rested."""
         drafted = self.sizes - self.sizes_at_rest
-        drafted_ms = sum(n * float(costs.cycle_ms(size)) for size, n in drafted.items())
+        drafted_ms = sum(self.drafted_ms) or sum(n * float(costs.cycle_ms(size)) for size, n in drafted.items())
         return drafted_ms + sum(n * float(costs.undrafted_ms(size)) for size, n in self.sizes_at_rest.items())
 
 
-class SizesAtRest(GenerationObserver):
-    """Keeps the sizes of the trees of cycles in which the drafter rested, runs of the context's drafts included."""
+class CyclesSeen(GenerationObserver):
+    """
+    Keeps the sizes of the trees of cycles in which the drafter rested, runs of the context's drafts included, and the
+    milliseconds that others should take.
+    """
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
+        self.sizes_at_rest: list[int] = []
+        self.drafted_ms: list[float] = []
 
     def on_tree_sized(self, reason: SizeReason) -> None:
-        if not isinstance(reason, SizeChoice):
-            self.sizes.append(reason.size)
+        if isinstance(reason, SizeChoice):
+            self.drafted_ms.append(reason.cycle_ms[reason.place])
+        else:
+            self.sizes_at_rest.append(reason.size)
 
 
 def random_drafter(drafter: GumihoModel, target: PreTrainedModel) -> GumihoModel:
@@ -162,19 +170,18 @@ def settings_of(way: Way) -> Iterator[dict[str, Any]]:
 @torch.inference_mode()
 def decode(
     target: PreTrainedModel, way: Way, batch: dict[str, torch.Tensor], **kwargs: Any
-) -> tuple[float, Any, list[int]]:
-    """Returns the seconds that a batch took, what `generate()` returned, and the sizes at rest."""
-    with settings_of(way) as arguments, observing(at_rest := SizesAtRest()):
+) -> tuple[float, Any, CyclesSeen]:
+    """Returns the seconds that a batch took, what `generate()` returned, and what its cycles were."""
+    with settings_of(way) as arguments, observing(cycles := CyclesSeen()):
         synchronize(target.device)
         begin = time.perf_counter()
         output = target.generate(**batch, **arguments, **kwargs, return_dict_in_generate=True)
         synchronize(target.device)
         seconds = time.perf_counter() - begin
-    sizes = at_rest.sizes
     if way.settings and way.settings["cycle_costs"] is None:
         # Nobody tells of trees of fixed size; what is more is a run.
-        sizes = [size for size in output.tree_sizes if size > way.settings["num_assistant_tokens"]]
-    return seconds, output, sizes
+        cycles.sizes_at_rest = [size for size in output.tree_sizes if size > way.settings["num_assistant_tokens"]]
+    return seconds, output, cycles
 
 
 def compare(
@@ -193,8 +200,8 @@ def compare(
             outputs[way.name] = decode(target, way, batch, max_new_tokens=num_new, **sampling)
         if turn:  # the first one warms up
             plain = outputs[PLAIN][1].sequences
-            for name, (seconds, output, sizes_at_rest) in outputs.items():
-                records[name].add(seconds, output, sizes_at_rest, torch.equal(output.sequences, plain))
+            for name, (seconds, output, cycles) in outputs.items():
+                records[name].add(seconds, output, cycles, torch.equal(output.sequences, plain))
     return records
 
 

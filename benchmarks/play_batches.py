@@ -20,7 +20,7 @@ from transformers import HfArgumentParser, logging
 
 from transformers_gumiho.drafting.context_branch import ContextBranch
 from transformers_gumiho.drafting.context_drafts import ContextDrafts
-from transformers_gumiho.drafting.tree_size import row_weights
+from transformers_gumiho.drafting.tree_size import SizeChoice, row_weights
 from transformers_gumiho.drafting.tree_sizing import TreeSizing
 from transformers_gumiho.model.cycle_costs import BatchCosts, CycleCostTable
 from transformers_gumiho.tree.draft_tree import DraftTree, bare_root
@@ -132,10 +132,11 @@ def play_fitting(
             tree = bare_root(root) if branch is None or size == 0 else branch.alone(root, size, most)
             yield size, float(costs.undrafted_ms(size))
         else:
-            tree = sizing.weigh(drafted.first(sizing.num_to_draft(most, branch)))
+            tree = sizing.weigh(drafted.first(sizing.num_to_draft(most, weights, branch)))
             tree = tree if branch is None else branch.added_to(tree, is_chain=False)
             tree = sizing.cut(tree, weights, branch)
-            yield tree.tokens.shape[1] - 1, float(costs.cycle_ms(tree.tokens.shape[1] - 1))
+            assert isinstance(sizing.reason, SizeChoice)
+            yield sizing.reason.size, sizing.reason.cycle_ms[sizing.reason.place]
         accepted = batch.advance(tree)
 
 

@@ -100,25 +100,57 @@ def test_texts_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("lengths", [[9], [9, 4, 1]], ids=["one", "batch"])
 @pytest.mark.parametrize("transition_rank", [0, 4])
-def test_trees_of_fewer_nodes_are_the_beginning_of_larger_ones(lengths: list[int], transition_rank: int) -> None:
-    """Where small trees are verified, no large ones are drafted: what is verified is the same."""
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_trees_of_fewer_nodes_are_the_beginning_of_larger_ones(
+    lengths: list[int], transition_rank: int, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few are drafted: one node needs no second serial pass, and two no parallel heads."""
+    target, numbers = make_target("llama", seed=3), (1, 2, 3, 5, 12, 32)
+    drafter = make_drafter(target, num_assistant_tokens=32, branching_factor=3, transition_rank=transition_rank)
+    grow, run = GumihoDrafter._grow_tree, GumihoDrafter._run_serial_head  # noqa: SLF001
+    passes: list[Any] = []
+
+    def grow_all(
+        self: GumihoDrafter, root: Any, feature: Any, positions: Any, noise: torch.Tensor | None
+    ) -> DraftTree:
+        trees = {}
+        for number in numbers:
+            self.draft_at_most(number)
+            of_depths = None if noise is None else noise[:, : self.settings.tree_depth]
+            passes.clear()
+            trees[number] = grow(self, root, feature, positions, of_depths)
+            assert len(passes) == (0 if number == 1 else 1)
+        for number, tree in trees.items():
+            first = trees[32].first(number)
+            assert torch.equal(tree.tokens, first.tokens)
+            assert torch.equal(tree.parents, first.parents)
+            assert torch.equal(tree.ancestors, first.ancestors)
+            torch.testing.assert_close(tree.scores, first.scores)
+        return trees[32]
+
+    monkeypatch.setattr(GumihoDrafter, "_grow_tree", grow_all)
+    monkeypatch.setattr(GumihoDrafter, "_run_serial_head", lambda *args: (passes.append(args), run(*args))[1])
+    torch.manual_seed(0)
+    drafted = target.generate(**make_prompts(lengths), max_new_tokens=20, do_sample=do_sample, assistant_model=drafter)
+    torch.manual_seed(0)
+    assert torch.equal(drafted, target.generate(**make_prompts(lengths), max_new_tokens=20, do_sample=do_sample))
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 4, 1]], ids=["one", "batch"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_where_little_is_verified_little_is_drafted(lengths: list[int], do_sample: bool) -> None:
     target = make_target("llama", seed=3)
-    costs = make_cost_table(node_ms=2.0, draft_ms=1.0, plain_ms=40.0)
-    drafter = make_drafter(
-        target, num_assistant_tokens=32, branching_factor=3, cycle_costs=costs, transition_rank=transition_rank
-    )
-    texts, trees = [], []
-    for draft_at_most in (GumihoDrafter.draft_at_most, lambda self, num_drafted: None):
-        with pytest.MonkeyPatch.context() as patch, observing(seen := Cycles()):
-            patch.setattr(GumihoDrafter, "draft_at_most", draft_at_most)
-            texts.append(target.generate(
-                **make_prompts(lengths), max_new_tokens=60, do_sample=False, assistant_model=drafter
-            ))  # fmt: skip
-        trees.append([tree.tokens.tolist() for tree in seen.trees])
-        sizes = [reason.sizes[-1] for reason in seen.reasons if isinstance(reason, SizeChoice)]
-        assert min(sizes) == (12 if draft_at_most.__name__ == "draft_at_most" else 32)
-    assert torch.equal(*texts)
-    assert trees[0] == trees[1]
+    costs = make_cost_table(node_ms=2.0, plain_ms=40.0) | {"draft_ms": [[1.0, 9.0, 20.0]] * 2}
+    drafter = make_drafter(target, num_assistant_tokens=32, branching_factor=3, cycle_costs=costs)
+    arguments = {**make_prompts(lengths), "max_new_tokens": 60, "do_sample": do_sample}
+    torch.manual_seed(0)
+    with observing(seen := Cycles()):
+        drafted = target.generate(**arguments, assistant_model=drafter)
+    torch.manual_seed(0)
+    assert torch.equal(drafted, target.generate(**arguments))
+    sizes = [reason.sizes[-1] for reason in seen.reasons if isinstance(reason, SizeChoice)]
+    assert sizes[0] == 32
+    assert min(sizes) < drafter.config.max_draft_depth, "shallower trees, too"
 
 
 @pytest.mark.parametrize("family", ["lfm2", "bloom"])
@@ -559,7 +591,7 @@ def test_costs_of_another_machine_are_used_with_a_warning(caplog: pytest.LogCapt
 def test_sampled_cycles_are_sized_by_what_sampled_ones_cost() -> None:
     """Drafting that pays greedily may not pay where each token is drawn."""
     target, drafter = make_pair(num_assistant_tokens=7)
-    dear = {"sampled_draft_ms": [90.0, 90.0], "sampled_plain_ms": [10.0, 10.0]}
+    dear = {"sampled_draft_ms": [[90.0] * 3] * 2, "sampled_plain_ms": [10.0, 10.0]}
     drafted = {}
     for is_sampling in (False, True):
         for name, costs in (("alike", {}), ("dear", dear)):

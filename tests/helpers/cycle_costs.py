@@ -18,7 +18,7 @@ def make_cost_table(
         "batch_sizes": batches,
         "tree_sizes": sizes,
         "verify_ms": [[root_ms + node_ms * ((size + 1) * rows - 1) for size in sizes] for rows in batches],
-        "draft_ms": [draft_ms for _ in batches],
+        "draft_ms": [[draft_ms for _ in sizes] for _ in batches],
         "plain_ms": [plain_ms + node_ms * (rows - 1) for rows in batches],
     }
     return table | entries

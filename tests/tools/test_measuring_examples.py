@@ -206,7 +206,7 @@ def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.Mo
     """On texts of eight places with random drafts, against every sequence of sizes."""
     script = load("bound_sizes", monkeypatch)
     generator = torch.Generator().manual_seed(0)
-    costs = script.BatchCosts((0, 1, 3), (1.2, 1.3, 2.0), 0.4, 1.0)
+    costs = script.BatchCosts((0, 1, 3), (1.2, 1.3, 2.0), (0.3, 0.3, 0.5), 1.0)
 
     def number_below(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))

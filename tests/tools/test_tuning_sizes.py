@@ -106,7 +106,8 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
         seen.append((len(ids), size))
         verify = 0.010 + 0.001 * len(ids) * size
         verify = speeds[-1] * (verify + float(len(seen) % 7 == 0))
-        return DecodingTime(verify_seconds=verify, cycle_seconds=verify + speeds[-1] * 0.004)
+        draft = 0.004 + 0.0001 * settings["num_assistant_tokens"]
+        return DecodingTime(verify_seconds=verify, cycle_seconds=verify + speeds[-1] * draft)
 
     def plain(_: Any, ids: torch.Tensor, **options: Any) -> DecodingTime:
         paddings.append((options["attention_mask"] == 0).sum(dim=1).tolist())
@@ -124,7 +125,8 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     assert paddings == [[0]] * 24 + [[0, 1]] * 24, "as batches are"
     for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):
         assert verify == pytest.approx([10.0 + rows * size for size in table.tree_sizes])
-    assert table.draft_ms == pytest.approx((4.0, 4.0))
+    for draft in table.draft_ms:
+        assert draft == pytest.approx((4.1, 4.1, 4.3, 4.7, 5.2)), "as much is drafted as is verified, one at least"
     assert table.plain_ms == pytest.approx((10.0, 11.0))
     assert table.dtype == "float64"
 
@@ -188,7 +190,9 @@ def test_sampled_cycles_are_told_in_the_times_of_the_greedy_ones(monkeypatch: py
         table = CycleCostTable.parse(settings["cycle_costs"])
         (size,) = (s for s, ms in zip(table.tree_sizes, table.verify_ms[0], strict=True) if ms == 1.0)
         slow = 2.0 if options["do_sample"] else 1.0
-        verify, rest = 0.010 + 0.001 * size, 0.007 if options["do_sample"] else 0.004
+        verify, rest = 0.010 + 0.001 * size, 0.004
+        if options["do_sample"]:
+            rest += 0.001 + 0.001 * min(settings["num_assistant_tokens"], 7)
         return DecodingTime(verify_seconds=slow * verify, cycle_seconds=slow * (verify + rest))
 
     def plain(*_: Any, **options: Any) -> DecodingTime:
@@ -204,10 +208,33 @@ def test_sampled_cycles_are_told_in_the_times_of_the_greedy_ones(monkeypatch: py
             target, make_drafter(target), [Answer(torch.arange(40) % 7, 10)], settings, 8, batch_sizes=(1,), repeats=1,
             sampling={"temperature": 0.9},
         )  # fmt: skip
-        assert (table.draft_ms, table.plain_ms) == (pytest.approx((4.0,)), pytest.approx((10.0,)))
-        assert (table.sampled_draft_ms, table.sampled_plain_ms) == (pytest.approx((7.0,)), pytest.approx((12.0,)))
+        assert table.plain_ms == pytest.approx((10.0,))
+        assert table.draft_ms == (pytest.approx([4.0] * len(table.tree_sizes)),)
+        # A draw is read for each depth, of which there are no more than 7.
+        assert table.sampled_draft_ms == (pytest.approx([5.0 + min(max(size, 1), 7) for size in table.tree_sizes]),)
+        assert table.sampled_plain_ms == pytest.approx((12.0,))
     # Of each largest size a step for each of three turns and one to warm up, sampled ones three in each of one turn.
     assert runs == {False: 2 * 4, True: 2 * 3 * 2}
+
+
+@pytest.mark.parametrize("way", ["chain", "static"])
+def test_where_all_is_drafted_all_is_timed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is verified, as chains and fixed shapes are drafted whole."""
+    drafted: set[int] = set()
+
+    def timed(_: Any, __: Any, ids: torch.Tensor, settings: dict[str, Any], **options: Any) -> DecodingTime:
+        drafted.add(settings["num_assistant_tokens"])
+        return DecodingTime(num_tokens=1, seconds=0.01, verify_seconds=0.01, cycle_seconds=0.02)
+
+    monkeypatch.setattr(cost_table, "time_drafted", timed)
+    monkeypatch.setattr(cost_table, "time_plain", lambda *_, **__: DecodingTime(num_tokens=1, seconds=0.01))
+    target = make_chain_target("rwkv") if way == "chain" else make_target()
+    if way == "static":
+        target.generation_config.cache_implementation = "static"
+    drafter = make_chain_drafter(target) if way == "chain" else make_drafter(target)
+    settings = SETTINGS | {"num_assistant_tokens": 7}
+    measure_cost_table(target, drafter, [Answer(torch.arange(40) % 7 + 1, 10)], settings, 8, 1, batch_sizes=(1,))
+    assert drafted == {7}
 
 
 def test_texts_with_the_padding_token_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +293,7 @@ def test_what_is_found_are_settings_of_a_drafter(monkeypatch: pytest.MonkeyPatch
 
 
 def test_sizes_that_do_not_gain_are_left_out() -> None:
-    table = CycleCostTable("m", "float32", (1,), (0, 4), ((8.0, 9.5),), (2.0,), (8.25,))
+    table = CycleCostTable("m", "float32", (1,), (0, 4), ((8.0, 9.5),), ((2.0, 3.0),), (8.25,))
     sizes = FittedSizes(table, fixed=4, measured={4: 90.0, 8: 95.0}, fixed_speed=100.0, plain=97.0)
     candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=1.2, cycle_seconds=0.1)
     result = make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0})
@@ -287,17 +314,23 @@ def test_a_table_of_another_tree_is_not_kept() -> None:
 
 
 def test_gain_is_told() -> None:
-    table = CycleCostTable("m", "float32", (1, 8), (0, 4), ((8.0, 9.5), (10.0, 20.0)), (2.0, 4.0), (8.25, 12.0))
+    table = CycleCostTable(
+        "m", "float32", (1, 8), (0, 4), ((8.0, 9.5), (10.0, 20.0)), ((2.0, 2.5), (4.0, 5.0)), (8.25, 12.0)
+    )
     sizes = FittedSizes(table, fixed=4, measured={4: 100.0, 8: 110.0}, fixed_speed=100.0, plain=50.0)
     candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=1.2, cycle_seconds=0.1)
     result = make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0})
     text = describe(type(result)(**vars(result) | {"sizes": sizes}))
-    assert "\nrows        0       4    draft    plain\n   1     8.00    9.50     2.00     8.25\n" in text
+    assert (
+        "\nrows        0       4    plain\n   1     8.00    9.50     8.25\n   8    10.00   20.00    12.00\nof dr"
+        in text
+    )
+    assert "\nrows        0       4\n   1     2.00    2.50\n   8     4.00    5.00\nsizes that fit" in text
     assert (
         "100.0 tokens/s up to 4 drafted, 110.0 tokens/s up to 8 drafted; always 4: 100.0, plain decoding: 50.0; "
         "fitting gains +10.0%"
     ) in text
     assert "PLAIN DECODING IS FASTER" not in text
-    table = replace(table, sampled_draft_ms=(3.0, 5.0), sampled_plain_ms=(9.0, 14.0))
+    table = replace(table, sampled_draft_ms=((3.0, 4.0), (5.0, 7.0)), sampled_plain_ms=(9.0, 14.0))
     text = describe(type(result)(**vars(result) | {"sizes": replace(sizes, table=table)}))
-    assert "    draft    plain    draft    plain\n   1     8.00    9.50     2.00     8.25     3.00     9.00\n" in text
+    assert "\nrows        0       4    plain\n   1     3.00    4.00     9.00\n   8     5.00    7.00    14.00\n" in text

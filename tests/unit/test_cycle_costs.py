@@ -43,7 +43,15 @@ def test_table_comes_back_with_the_drafters_files(tmp_path: Path) -> None:
             make_cost_table(verify_ms=[[1.0, 2.0]] * 2),
             "`verify_ms` must hold a number for each of 3 tree",
         ),
-        (make_cost_table(draft_ms=4.0) | {"draft_ms": 4.0}, "`draft_ms` must be a list of positive numbers, got 4.0"),
+        (
+            make_cost_table() | {"draft_ms": 4.0},
+            "`draft_ms` must be a list with a list for each of 2 batch sizes, got 4.0",
+        ),
+        (
+            make_cost_table() | {"draft_ms": [4.0, [1, 2]]},
+            "`draft_ms` must hold a number for each of 3 tree sizes, got 2",
+        ),
+        (make_cost_table() | {"draft_ms": [4.0, "x"]}, "`draft_ms` must hold positive numbers, got 'x'"),
         (make_cost_table() | {"plain_ms": [1.0, 0.0]}, "`plain_ms` must hold positive numbers, got 0.0"),
         (make_cost_table() | {"plain_ms": [1.0, float("nan")]}, "`plain_ms` must hold positive numbers, got nan"),
         (
@@ -65,7 +73,7 @@ def test_table_comes_back_with_the_drafters_files(tmp_path: Path) -> None:
             make_cost_table(greedy=CURVE | {"shares": [0.5, 0.1]}),
             "of its `greedy`, the `shares` of .* never decrease",
         ),
-        (make_cost_table(sampled_draft_ms=[4.0]), "`sampled_draft_ms` must hold a number for each of 2 batch sizes"),
+        (make_cost_table(sampled_draft_ms=[4.0]), "`sampled_draft_ms` must be a list with a list for each of 2 batch"),
         (make_cost_table(sampled_plain_ms=[4.0, 0]), "`sampled_plain_ms` must hold positive numbers, got 0"),
     ],
 )
@@ -87,13 +95,22 @@ def test_one_curve_is_that_of_all_depths() -> None:
     assert one.as_dict()["greedy"] == [CURVE]
 
 
+def test_one_number_of_drafting_is_that_of_all_sizes() -> None:
+    """Earlier tables have no more."""
+    number = {"draft_ms": [4.0, 5.0], "sampled_draft_ms": [6.0, 7.0]}
+    numbers = {name: [[ms] * 3 for ms in of_batches] for name, of_batches in number.items()}
+    one, three = (CycleCostTable.parse(make_cost_table() | given) for given in (number, numbers))
+    assert one == three
+    assert one.as_dict()["draft_ms"] == numbers["draft_ms"]
+
+
 def test_sampled_cycles_have_costs_of_their_own() -> None:
     """Where they were measured; else they are taken to cost what greedy ones do."""
-    measured = make_cost_table(sampled_draft_ms=[6.0, 9.0], sampled_plain_ms=[11.0, 14.0])
+    measured = make_cost_table(sampled_draft_ms=[[6.0] * 3, [9.0, 10.0, 11.0]], sampled_plain_ms=[11.0, 14.0])
     greedy, sampled = (CycleCostTable.parse(measured).for_batch(4, is_sampling) for is_sampling in (False, True))
     assert greedy == CycleCostTable.parse(make_cost_table()).for_batch(4, True)
     assert sampled.plain_ms == 14.0
-    assert sampled.draft_ms - greedy.draft_ms == 9.0 - 4.0
+    assert (sampled.draft_ms, greedy.draft_ms) == ((9.0, 10.0, 11.0), (4.0, 4.0, 4.0))
     assert sampled.verify_ms == greedy.verify_ms
     assert CycleCostTable.parse(CycleCostTable.parse(measured).as_dict()).sampled_plain_ms == (11.0, 14.0)
 
@@ -106,3 +123,13 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
         for size in (0, 5, 64, 200):
             expected = 4.0 + 10.0 + 0.5 * (rows * (size + 1) - 1)
             assert costs.cycle_ms(size) == pytest.approx(expected)
+            assert costs.undrafted_ms(size) == pytest.approx(costs.plain_ms + 0.5 * rows * size)
+
+
+def test_drafting_costs_what_is_drafted_and_not_what_is_verified() -> None:
+    table = make_cost_table(node_ms=0.5) | {"draft_ms": [[2.0, 4.0, 6.0], [3.0, 6.0, 12.0]]}
+    costs = CycleCostTable.parse(table).for_batch(1)
+    for verified, drafted, draft_ms in ((0, 8, 4.0), (4, 4, 3.0), (4, 36, 5.0), (4, 64, 6.0), (70, 90, 6.0)):
+        assert costs.cycle_ms(verified, drafted) == pytest.approx(10.0 + 0.5 * verified + draft_ms)
+    assert costs.cycle_ms([0, 4, 8]) == pytest.approx([12.0, 15.0, 18.0]), "by default as much as is verified"
+    assert CycleCostTable.parse(table).for_batch(2).draft_ms == pytest.approx((2 + 1 / 3, 4 + 2 / 3, 8.0))

@@ -10,6 +10,7 @@ import torch
 from cycle_costs import make_cost_table
 
 from transformers_gumiho.drafting.context_branch import ContextBranch
+from transformers_gumiho.drafting.draft_width import DraftWidth
 from transformers_gumiho.drafting.tree_size import (
     TREE_SIZES,
     ContextRun,
@@ -309,21 +310,100 @@ def test_what_the_context_would_have_done_counts_in_the_row_that_is_behind(monke
     assert undrafted_tokens == pytest.approx(1 + (4 * ahead + 1) / (ahead + 1))
 
 
+def dear_drafts(batch_size: int, node_ms: float) -> BatchCosts:
+    """Returns costs of cycles in which a drafted token takes as long as a verified one of a row."""
+    draft_ms = [[1.0, 1.0 + 8 * node_ms, 1.0 + 64 * node_ms]] * 2
+    return CycleCostTable.parse(make_cost_table(node_ms=node_ms) | {"draft_ms": draft_ms}).for_batch(batch_size)
+
+
 def test_where_small_trees_are_verified_no_large_ones_are_drafted() -> None:
-    sizing = TreeSizing(costs_of(8, node_ms=1.0))
+    sizing = TreeSizing(dear_drafts(8, node_ms=1.0))
     drafted, verified = [], []
-    for cycle in range(40):
+    for cycle in range(60):
         # Of these trees few nodes are worth their time, then nearly all.
         tree = random_tree(seed=cycle, batch_size=8, num_nodes=24)
         tree = replace(tree, scores=tree.scores * (3.0 if cycle < 20 else 1e-3))
-        drafted.append(sizing.num_to_draft(24))
-        verified.append(sizing.cut(tree.first(drafted[-1]), [1.0] * 8).tokens.shape[1] - 1)
+        drafted.append(sizing.num_to_draft(24, [1.0] * 8))
+        verified.append(sizing.cut(sizing.weigh(tree.first(drafted[-1])), [1.0] * 8).tokens.shape[1] - 1)
         sizing.observe([verified[-1] + 1] * 8)
-    assert drafted[:8] == [24] * 8, "nothing is known yet"
-    assert drafted[8:20] == [12] * 12
-    assert max(verified[:20]) <= 8
-    assert drafted[21:] == [20] + [24] * 18, "as soon as larger ones are wanted they are drafted"
-    assert verified[22:] == [24] * 18
+        assert isinstance(sizing.reason, SizeChoice)
+        assert sizing.reason.cycle_ms[-1] == pytest.approx(10 + 8 * drafted[-1] + 7 + 1 + drafted[-1])
+    assert drafted[0] == 24, "nothing is known yet"
+    assert max(drafted[1:20]) <= 8
+    assert drafted[-20:] == verified[-20:] == [24] * 20, "where more is worth its time it is drafted"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_as_much_is_drafted_as_would_have_been_best(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    costs, most = dear_drafts(4, node_ms=float(generator.uniform(0.02, 0.4))), 20
+    width, trees = DraftWidth(costs, TREE_SIZES, most), []
+    for _ in range(12):
+        assert width.choose() == (best_width(trees, costs, most) if trees else most)
+        trees.append(generator.random(most).cumprod() ** generator.uniform(0.05, 0.5))
+        width.observe(trees[-1])
+
+
+def best_width(trees: list[np.ndarray], costs: BatchCosts, most: int) -> int:
+    """Returns the number of drafted tokens with which the trees make most of their time."""
+
+    def speed(drafted: int) -> float:
+        tokens = ms = 0.0
+        for tree in trees:
+            options = [
+                (1 + float(tree[:size].sum()), float(costs.cycle_ms(size, drafted)))
+                for size in (0, *sizes_up_to(most))
+                if size <= drafted
+            ]
+            got, taken = max(options, key=lambda option: option[0] / option[1])
+            tokens, ms = tokens + got, ms + taken
+        return tokens / ms
+
+    return max((size for size in sizes_up_to(most) if size), key=speed)
+
+
+def test_what_was_not_drafted_is_judged_by_what_was() -> None:
+    """A text that gets easier has larger trees drafted again, and one that does not has none."""
+    found = {}
+    for is_easier in (False, True):
+        width = DraftWidth(dear_drafts(1, node_ms=0.8), TREE_SIZES, 16)
+        hard, easy = 0.5 * 0.6 ** np.arange(16), 0.99 ** np.arange(16)
+        for cycle in range(60):
+            tree = easy if is_easier and cycle >= 20 else hard
+            found[is_easier, cycle] = width.choose()
+            width.observe(tree[: found[is_easier, cycle]])
+    assert max(found[is_easier, cycle] for is_easier in (False, True) for cycle in range(5, 20)) <= 4
+    assert max(found[False, cycle] for cycle in range(20, 60)) <= 4
+    assert found[True, 59] == 16
+
+
+def test_room_for_the_context_is_as_much_as_is_worth_verifying() -> None:
+    tree, costs = random_tree(seed=0, batch_size=1, num_nodes=24), dear_drafts(1, node_ms=1.5)
+    tree = replace(tree, scores=tree.scores * 5.0)
+    drafted = []
+    for log_prob in (-4.0, -0.01):
+        branch = ContextBranch.make([[7] * 6], [[log_prob] * 6], CPU)
+        sizing = TreeSizing(costs)
+        for _ in range(4):
+            drafted.append(sizing.num_to_draft(24, [1.0], branch))
+            sizing.cut(sizing.weigh(tree.first(drafted[-1])), [1.0])
+            sizing.observe([1])
+    alone, with_branch = drafted[3], drafted[7]
+    assert alone <= 3
+    assert with_branch >= alone + 5
+
+
+def test_trials_draft_little() -> None:
+    sizing, tree = TreeSizing(costs_of()), random_tree(seed=0, batch_size=1, num_nodes=20)
+    drafted = []
+    for _ in range(100):
+        if not sizing.pauses():
+            drafted.append(sizing.num_to_draft(20, [1.0]))
+            sizing.cut(sizing.weigh(tree.first(drafted[-1])), [1.0])
+        else:
+            sizing.size_at_rest([1.0], None)
+        sizing.observe([1])
+    assert drafted[-2:] == [TRIAL_SIZE] * 2
 
 
 def test_whether_drafting_pays_is_told_by_the_row_that_is_behind() -> None:

@@ -124,11 +124,12 @@ class UpcomingTrees:
         return tree
 
     def _draft(self, committed: CommittedTokens, branch: ContextBranch | None) -> DraftTree:
-        settings, sizing = self._settings, self._sizing
+        settings, sizing, weights = self._settings, self._sizing, self._row_weights()
         is_chain = settings.branching_factor == 1
         with self._events.stage("draft"):
             if sizing is not None and not is_chain and not self._session.shapes.are_fixed:
-                self._generator.drafter.draft_at_most(sizing.num_to_draft(settings.num_assistant_tokens, branch))
+                num_drafted = sizing.num_to_draft(settings.num_assistant_tokens, weights, branch)
+                self._generator.drafter.draft_at_most(num_drafted)
             tree = self._generator.draft_tree(committed)
             if sizing is not None:
                 tree = sizing.weigh(tree)
@@ -140,7 +141,7 @@ class UpcomingTrees:
             if sizing is None:
                 return tree
             # On a GPU the host waits for the scores here, once more in a cycle than without costs.
-            tree = sizing.cut(tree, self._row_weights(), branch)
+            tree = sizing.cut(tree, weights, branch)
         self._events.tree_sized(sizing.reason)
         return tree
 

@@ -70,6 +70,7 @@ class GumihoDrafter:
                 self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids)
         self._committed = [(causal[:, :n, :n], offsets[:, :n]) for n in range(self._num_committed + 1)]
         self._recombinations = self._find_recombinations(len(cache.lengths))
+        self._deepest = settings.tree_depth
         self._of_sizes = {settings.num_assistant_tokens: (settings, self._recombinations)}
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
@@ -113,7 +114,9 @@ class GumihoDrafter:
         less time. Not where shapes are fixed.
         """
         if num_drafted not in self._of_sizes:
-            self.settings = replace(self.settings, num_assistant_tokens=num_drafted)
+            # No path is longer than there are nodes, and what would be drafted below takes time.
+            depth = min(self._deepest, num_drafted)
+            self.settings = replace(self.settings, num_assistant_tokens=num_drafted, tree_depth=depth)
             self._of_sizes[num_drafted] = self.settings, self._find_recombinations(len(self.cache.lengths))
         self.settings, self._recombinations = self._of_sizes[num_drafted]
 
@@ -268,19 +271,19 @@ class GumihoDrafter:
         num_heads = settings.tree_depth - self.model.config.num_serial_tokens
         features = self._run_heads(torch.cat(path_inputs, dim=-1), num_heads)
         heads_noise = None if noise is None else noise[:, -num_heads:, None]
+        temperatures = self._heads_temperatures[:num_heads]
         if self._transitions is not None:
-            return self._search_recombinations(last_level, features, heads_noise)
-        tokens, log_probs = self._best_tokens(features, settings.extension[1], self._heads_temperatures, heads_noise)
+            return self._search_recombinations(last_level, features, temperatures, heads_noise)
+        tokens, log_probs = self._best_tokens(features, settings.extension[1], temperatures, heads_noise)
         if self._recombinations is not None:
             return [self._recombinations.grow(last_level, tokens, log_probs)]
         return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
 
     def _search_recombinations(
-        self, last_level: DraftLevel, features: torch.Tensor, noise: torch.Tensor | None
+        self, last_level: DraftLevel, features: torch.Tensor, temperatures: torch.Tensor, noise: torch.Tensor | None
     ) -> list[DraftLevel]:
         """As [`_draft_in_parallel`], from the heads' features `(B, heads, P, H)`, where they have transitions."""
         assert self._transitions is not None
-        temperatures = self._heads_temperatures
         places, log_probs = self._best_places(features, NUM_CANDIDATES, temperatures, noise)
         if noise is not None:
             temperatures = temperatures * self._sampling_temperature

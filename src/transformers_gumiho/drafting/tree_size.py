@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -127,6 +128,7 @@ def choose_size(
     correction: float = 1.0,
     drafter_rests: bool = False,
     weights: np.ndarray | None = None,
+    num_drafted: int | None = None,
 ) -> SizeChoice:
     """
     Chooses the size that maximises (1 + expected accepted tokens) / time; of equal ones the smallest.
@@ -138,12 +140,21 @@ def choose_size(
         correction: What expectations are to be multiplied by.
         drafter_rests: All tokens are from the context.
         weights (`(B,)`): What the tokens of each row count; by default all of them the same.
+        num_drafted: The tokens that the drafter has drafted; by default as many as are verified.
     """
-    # All rows of a batch have the same time.
-    totals = np.concatenate(([0.0], np.average(probabilities, axis=0, weights=weights).cumsum()))
+    totals = np.zeros(probabilities.shape[1] + 1)
+    weighed = probabilities.mean(axis=0) if weights is None else weights @ probabilities / weights.sum()
+    weighed.cumsum(out=totals[1:])
     expected = correction * totals[list(sizes)]
-    cycle_ms = costs.undrafted_ms(sizes) if drafter_rests else costs.cycle_ms(sizes)
+    # All rows of a batch have the same time.
+    cycle_ms = _cycle_ms(costs, tuple(sizes), drafter_rests, num_drafted)
     best = int(((1 + expected) / cycle_ms).argmax())
-    return SizeChoice(
-        sizes[best], tuple(sizes), tuple(expected.tolist()), tuple(cycle_ms.tolist()), costs.plain_ms, correction
-    )
+    return SizeChoice(sizes[best], tuple(sizes), tuple(expected.tolist()), cycle_ms, costs.plain_ms, correction)
+
+
+@lru_cache(maxsize=256)
+def _cycle_ms(
+    costs: BatchCosts, sizes: tuple[int, ...], drafter_rests: bool, num_drafted: int | None
+) -> tuple[float, ...]:
+    """Returns the milliseconds of cycles of these sizes, which are few, and the same in most cycles."""
+    return tuple((costs.undrafted_ms(sizes) if drafter_rests else costs.cycle_ms(sizes, num_drafted)).tolist())

@@ -1,6 +1,5 @@
 """Fitting the trees of a generation to what they cost and to how they do: their sizes, and whether to draft at all."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from ..model.acceptance_curves import AcceptanceCurves
 from ..model.cycle_costs import BatchCosts
 from ..tree.draft_tree import DraftTree, rescore
 from .context_branch import ContextBranch
+from .draft_width import DraftWidth
 from .tree_size import (
     TREE_SIZES,
     ContextRun,
@@ -47,12 +47,7 @@ _SHARPER_WHETHER = 4
 # drafted alone: enough to tell whether it pays.
 TRIAL_SIZE = 4
 # Tokens of a row that cycles which draft may lose before they pause, and that earlier gains make up for at most.
-_MOST_LOST = _MOST_GAINED = 2.0
-# Nodes that are drafted: so many times as many as were verified in any of the newest cycles, as the next tree may be
-# worth more, and not fewer than hardly take less time.
-_ROOM = 1.5
-_NEWEST_SIZES = 8
-_FEWEST_DRAFTED = 12
+_MOST_LOST, _MOST_GAINED = 2.0, 4.0
 # Cycles without the drafter before it is tried again: at first, how many times as many the next time, and at most.
 FIRST_PAUSE = 8
 _LONGER_PAUSE = 4
@@ -199,7 +194,8 @@ class TreeSizing:
         self._back_off = BackOff(costs.plain_ms)
         self._tries_again = False
         self._weights = np.zeros(0)  # of the rows, as they were when the newest tree was cut
-        self._newest_sizes: deque[int] = deque(maxlen=_NEWEST_SIZES)
+        self._width: DraftWidth | None = None  # where the drafter is told how much to draft
+        self._num_drafted: int | None = None  # of the newest tree, without the context's branch
         self._at_rest: SizeChoice | None = None  # what would have been verified had the drafter rested
         self._has_branch = np.zeros(0, dtype=bool)  # the rows that have a branch of the context
         self.reason: SizeReason | None = None
@@ -239,19 +235,21 @@ class TreeSizing:
         self.reason = DraftingPause(back_off.drafted_speed, back_off.undrafted_speed, back_off.num_left, size)
         return size
 
-    def num_to_draft(self, most: int, branch: ContextBranch | None = None) -> int:
+    def num_to_draft(self, most: int, weights: Sequence[float], branch: ContextBranch | None = None) -> int:
         """
-        Returns how many nodes, of `most`, the drafter is to draft: no large trees where small ones are verified, but
-        with room for the context's branch.
+        Returns how many nodes, of `most`, the drafter is to draft: as many as pay, and room for what is worth being
+        verified of the context's branch. The other arguments are those of [`cut`].
         """
-        if len(self._newest_sizes) < _NEWEST_SIZES:
-            return most
-        of_branch = 0 if branch is None else branch.tokens.shape[1] + TRIAL_SIZE
-        enough = max(_ROOM * max(self._newest_sizes), _FEWEST_DRAFTED, of_branch)
+        at_rest = self._choose_at_rest(np.array(weights), branch)
+        of_branch = 0 if at_rest is None else at_rest.size
+        if self._width is None:
+            self._width = DraftWidth(self._costs, self._sizes, most)
+        enough = of_branch + (TRIAL_SIZE if self._tries_again else self._width.choose())
         return next(size for size in sizes_up_to(most, self._sizes) if size >= min(enough, most))
 
     def weigh(self, tree: DraftTree) -> DraftTree:
         """Returns a drafter's tree with scores that are as likely as the curves say, its nodes in their order."""
+        self._num_drafted = tree.tokens.shape[1] - 1
         if self._curves is None:
             return tree
         drafted = self._curves.log_probabilities(tree.scores[:, 1:], tree.depths[:, 1:])
@@ -277,14 +275,15 @@ class TreeSizing:
             # Enough for what the context drafts, too.
             most = TRIAL_SIZE + (self._at_rest.size if self._at_rest is not None else 0)
             sizes = tuple(size for size in sizes if size <= most)
-        probabilities = path_probabilities(scores, self._rows_together)
+        probabilities, open_weights = path_probabilities(scores, self._rows_together), self._weights[is_open]
         choice = choose_size(
-            probabilities, sizes, self._costs, self._correction.factor, weights=self._weights[is_open]
-        )
+            probabilities, sizes, self._costs, self._correction.factor, weights=open_weights,
+            num_drafted=self._num_drafted,
+        )  # fmt: skip
+        if self._width is not None:
+            self._width.observe(self._correction.factor * (open_weights @ probabilities) / open_weights.sum())
         self._back_off.expect(1 + choice.expected[choice.place], choice.cycle_ms[choice.place])
         self.reason = choice
-        if not self._tries_again:
-            self._newest_sizes.append(choice.size)
         return tree.first(choice.size)
 
     def observe(self, accepted_lengths: Sequence[int], num_right: Sequence[int] = ()) -> None:
@@ -301,17 +300,18 @@ class TreeSizing:
             self._run_correction.observe(self._expected_of_run, float(got[0] - 1))
         if not isinstance(choice, SizeChoice) or not got.any():
             return
-        weights = self._weights[got > 0]
+        is_open = got > 0
+        got, weights = got[is_open], self._weights[is_open]
         self._tries_again = False
-        accepted = float(np.average(got[got > 0], weights=weights)) - 1
+        accepted = _mean(got, weights) - 1
         self._correction.observe(choice.expected[choice.place] / choice.correction, accepted)
         sharper, at_rest = weights**_SHARPER_WHETHER, self._at_rest
-        tokens, cycle_ms = float(np.average(got[got > 0], weights=sharper)), choice.cycle_ms[choice.place]
+        tokens, cycle_ms = _mean(got, sharper), choice.cycle_ms[choice.place]
         if at_rest is None:
             self._back_off.observe(tokens, cycle_ms)
             return
-        right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[got > 0]
-        undrafted_tokens = 1 + float(right.min() if self._in_lockstep else np.average(right, weights=sharper))
+        right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[is_open]
+        undrafted_tokens = 1 + (float(right.min()) if self._in_lockstep else _mean(right, sharper))
         self._back_off.observe(tokens, cycle_ms, undrafted_tokens, at_rest.cycle_ms[at_rest.place])
 
     def _choose_at_rest(self, weights: np.ndarray, branch: ContextBranch | None) -> SizeChoice | None:
@@ -326,3 +326,7 @@ class TreeSizing:
         choice = choose_size(probabilities, sizes, self._costs, drafter_rests=True, weights=counting)
         speeds = choice.tokens_per_second
         return replace(choice, size=0) if speeds[0] >= _CLEARLY * speeds[choice.place] else choice
+
+
+def _mean(values: np.ndarray, weights: np.ndarray) -> float:
+    return float(values @ weights / weights.sum())

@@ -22,29 +22,38 @@ class BatchCosts:
     Attributes:
         tree_sizes: Drafted tokens of trees, increasing.
         verify_ms: For each of them, milliseconds of the target's pass.
-        draft_ms: Milliseconds of all else in a cycle that drafts.
+        draft_ms: For each of them, milliseconds of all else in a cycle that drafts so many tokens.
         plain_ms: Milliseconds of a step of plain decoding.
     """
 
     tree_sizes: tuple[int, ...]
     verify_ms: Numbers
-    draft_ms: float
+    draft_ms: Numbers
     plain_ms: float
 
-    def cycle_ms(self, tree_sizes: Sequence[int] | int) -> np.ndarray:
-        """Returns the milliseconds of cycles that draft, and verify so many of the drafted tokens."""
-        sizes, largest = np.asarray(tree_sizes), self.tree_sizes[-1]
-        # Beyond what was measured, in proportion to what the largest tree costs more than the root.
-        slope = (self.verify_ms[-1] - self.verify_ms[0]) / max(largest, 1)
-        beyond = np.maximum(sizes - largest, 0)
-        return np.asarray(self.draft_ms + np.interp(sizes, self.tree_sizes, self.verify_ms) + slope * beyond)
+    def cycle_ms(self, tree_sizes: Sequence[int] | int, num_drafted: int | None = None) -> np.ndarray:
+        """
+        Returns the milliseconds of cycles that verify so many drafted tokens.
+
+        Args:
+            tree_sizes: The tokens that are verified.
+            num_drafted: Those that were drafted for it; by default as many.
+        """
+        drafted = tree_sizes if num_drafted is None else num_drafted
+        return np.asarray(np.interp(drafted, self.tree_sizes, self.draft_ms) + self._verify_ms(tree_sizes))
 
     def undrafted_ms(self, tree_sizes: Sequence[int] | int) -> np.ndarray:
         """
         Returns the milliseconds of cycles without the drafter, that verify so many tokens which the context drafts: a
         step of plain decoding, and what a pass over more tokens costs more.
         """
-        return self.plain_ms + self.cycle_ms(tree_sizes) - self.cycle_ms(0)
+        return np.asarray(self.plain_ms + self._verify_ms(tree_sizes) - self.verify_ms[0])
+
+    def _verify_ms(self, tree_sizes: Sequence[int] | int) -> np.ndarray:
+        sizes, largest = np.asarray(tree_sizes), self.tree_sizes[-1]
+        # Beyond what was measured, in proportion to what the largest tree costs more than the root.
+        slope = (self.verify_ms[-1] - self.verify_ms[0]) / max(largest, 1)
+        return np.interp(sizes, self.tree_sizes, self.verify_ms) + slope * np.maximum(sizes - largest, 0)
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class CycleCostTable:
         batch_sizes: Rows of the batches that were timed, increasing.
         tree_sizes: Drafted tokens of the trees that were timed, increasing, 0 first.
         verify_ms: For each batch size and each tree size, milliseconds of the target's pass over the tree.
-        draft_ms: For each batch size, milliseconds of all else in a cycle.
+        draft_ms: For each batch size and each tree size, milliseconds of all else in a cycle that drafts so many
+            tokens.
         plain_ms: For each batch size, milliseconds of a step of plain decoding.
         greedy: How often drafted tokens were accepted, at each depth from 1 on; `None` takes the drafter's own
             probabilities.
@@ -72,11 +82,11 @@ class CycleCostTable:
     batch_sizes: tuple[int, ...]
     tree_sizes: tuple[int, ...]
     verify_ms: tuple[Numbers, ...]
-    draft_ms: Numbers
+    draft_ms: tuple[Numbers, ...]
     plain_ms: Numbers
     greedy: tuple[AcceptanceCurve, ...] | None = None
     sampling: tuple[AcceptanceCurve, ...] | None = None
-    sampled_draft_ms: Numbers | None = None
+    sampled_draft_ms: tuple[Numbers, ...] | None = None
     sampled_plain_ms: Numbers | None = None
 
     @classmethod
@@ -87,7 +97,7 @@ class CycleCostTable:
         Raises:
             ValueError: Something is missing or malformed; the message is the end of a sentence about the table.
         """
-        _check_keys(value, _REQUIRED, ("greedy", "sampling", *_SAMPLED))
+        _check_keys(value, _REQUIRED, _OPTIONAL)
         for name in ("machine", "dtype"):
             if not isinstance(value[name], str):
                 raise ValueError(f"its `{name}` must be a text, got {value[name]!r}")
@@ -95,25 +105,25 @@ class CycleCostTable:
         tree_sizes = _increasing(value, "tree_sizes", 0)
         if tree_sizes[0] != 0:
             raise ValueError(f"its `tree_sizes` must begin with 0, the root alone, got {list(tree_sizes)}")
-        rows = value["verify_ms"]
-        if not isinstance(rows, (list, tuple)) or len(rows) != len(batch_sizes):
-            raise ValueError(f"its `verify_ms` must be a list with a list for each of {len(batch_sizes)} batch sizes")
-        sampled = {name: value.get(name) for name in _SAMPLED}
+        num_batches, num_trees = len(batch_sizes), len(tree_sizes)
+        sampled_draft, sampled_plain = value.get("sampled_draft_ms"), value.get("sampled_plain_ms")
         return cls(
             machine=value["machine"],
             dtype=value["dtype"],
             batch_sizes=batch_sizes,
             tree_sizes=tree_sizes,
-            verify_ms=tuple(_positive(row, "verify_ms", len(tree_sizes), "tree sizes") for row in rows),
-            draft_ms=_positive(value["draft_ms"], "draft_ms", len(batch_sizes), "batch sizes"),
-            plain_ms=_positive(value["plain_ms"], "plain_ms", len(batch_sizes), "batch sizes"),
+            verify_ms=_of_batches(value["verify_ms"], "verify_ms", num_batches, num_trees),
+            draft_ms=_of_batches(_for_all_sizes(value["draft_ms"], num_trees), "draft_ms", num_batches, num_trees),
+            plain_ms=_positive(value["plain_ms"], "plain_ms", num_batches, "batch sizes"),
             greedy=_parse_curves(value.get("greedy"), "greedy"),
             sampling=_parse_curves(value.get("sampling"), "sampling"),
-            **{
-                name: None if ms is None else _positive(ms, name, len(batch_sizes), "batch sizes")
-                for name, ms in sampled.items()
-            },
-        )
+            sampled_draft_ms=None if sampled_draft is None else _of_batches(
+                _for_all_sizes(sampled_draft, num_trees), "sampled_draft_ms", num_batches, num_trees
+            ),
+            sampled_plain_ms=None if sampled_plain is None else _positive(
+                sampled_plain, "sampled_plain_ms", num_batches, "batch sizes"
+            ),
+        )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the table in dictionaries, lists and numbers, as `parse` reads it."""
@@ -130,8 +140,10 @@ class CycleCostTable:
         def at(values: Sequence[float]) -> float:
             return _at(batch_size, self.batch_sizes, values)
 
-        verify = tuple(at([row[place] for row in self.verify_ms]) for place in range(len(self.tree_sizes)))
-        return BatchCosts(self.tree_sizes, verify, at(draft), at(plain))
+        def of_sizes(rows: tuple[Numbers, ...]) -> Numbers:
+            return tuple(map(at, zip(*rows, strict=True)))
+
+        return BatchCosts(self.tree_sizes, of_sizes(self.verify_ms), of_sizes(draft), at(plain))
 
     def curves(self, is_sampling: bool) -> AcceptanceCurves | None:
         """Returns how often drafted tokens are accepted in this way of decoding, `None` where nobody knows."""
@@ -140,7 +152,7 @@ class CycleCostTable:
 
 
 _REQUIRED = ("machine", "dtype", "batch_sizes", "tree_sizes", "verify_ms", "draft_ms", "plain_ms")
-_SAMPLED = ("sampled_draft_ms", "sampled_plain_ms")
+_OPTIONAL = ("greedy", "sampling", "sampled_draft_ms", "sampled_plain_ms")
 
 
 def _check_keys(value: Any, required: Sequence[str], optional: Sequence[str] = ()) -> None:
@@ -175,6 +187,21 @@ def _positive(given: Any, name: str, count: int, per: str) -> Numbers:
     if len(numbers) != count:
         raise ValueError(f"its `{name}` must hold a number for each of {count} {per}, got {len(numbers)}")
     return numbers
+
+
+def _of_batches(rows: Any, name: str, num_batches: int, num_trees: int) -> tuple[Numbers, ...]:
+    if not isinstance(rows, (list, tuple)) or len(rows) != num_batches:
+        raise ValueError(
+            f"its `{name}` must be a list with a list for each of {num_batches} batch sizes, got {rows!r}"
+        )
+    return tuple(_positive(row, name, num_trees, "tree sizes") for row in rows)
+
+
+def _for_all_sizes(rows: Any, num_trees: int) -> Any:
+    """Earlier tables have one number for trees of all sizes."""
+    if not isinstance(rows, (list, tuple)):
+        return rows
+    return [row if isinstance(row, (list, tuple)) else [row] * num_trees for row in rows]
 
 
 def _parse_curves(value: Any, name: str) -> tuple[AcceptanceCurve, ...] | None:

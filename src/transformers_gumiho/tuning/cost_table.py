@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from ..model.acceptance_curves import AcceptanceCurve
 from ..model.cycle_costs import CycleCostTable, Numbers
 from ..model.modeling_gumiho import GumihoModel
 from ..target.machine import machine_and_dtype
+from ..target.requirements import verification_kind
 from .answers import Answer, typical_context
 from .costs import smooth, without_end
 from .timing import time_drafted, time_plain
@@ -25,7 +27,7 @@ from .timing import time_drafted, time_plain
 TIMED_SIZES = (0, 1, 3, 7, 12, 20, 32, 48, 63, 96, 128, 192, 256)
 TIMED_BATCHES = (1, 4, 8)
 # Sampled cycles are timed with trees of these sizes alone: the target's passes are the same, and by how much all else
-# takes longer than in greedy cycles hardly depends on the size.
+# takes longer than in greedy cycles depends on the depth of the tree, and no longer on its size where it is deepest.
 _SAMPLED_SIZES = (1, 3, 7, 12)
 _NEVER, _AT_ONCE = 1e9, 1.0
 
@@ -44,19 +46,14 @@ class _Times:
     Attributes:
         sizes: Drafted tokens of the trees.
         verify: Of the target's pass, for each size.
-        rest: Of all else in a cycle, for each size.
+        draft: Of all else in a cycle, for each size.
         plain: Of a step of plain decoding.
     """
 
     sizes: tuple[int, ...]
     verify: tuple[Numbers, ...]
-    rest: tuple[Numbers, ...]
+    draft: tuple[Numbers, ...]
     plain: Numbers
-
-    @property
-    def draft(self) -> Numbers:
-        """Of all else in a cycle, whatever the size."""
-        return tuple(round(statistics.median(of_sizes), 4) for of_sizes in self.rest)
 
 
 @torch.inference_mode()
@@ -72,8 +69,8 @@ def measure_cost_table(
     curves: tuple[Curves, Curves] = (None, None),
 ) -> CycleCostTable:
     """
-    Times greedy cycles under `settings` with trees that are cut to every size, and steps of plain decoding, in turns;
-    then sampled ones, with trees of few sizes.
+    Times greedy cycles under `settings` with trees of every size, and steps of plain decoding, in turns; then sampled
+    ones, with trees of few sizes.
 
     Args:
         target: The target.
@@ -110,8 +107,8 @@ def measure_cost_table(
     table = CycleCostTable(*names, tuple(batches), sizes, greedy.verify, greedy.draft, greedy.plain, *curves)
     if sampling is None:
         return table
-    few = {size: forced[size] for size in sizes if size in _SAMPLED_SIZES} or {sizes[-1]: forced[sizes[-1]]}
-    # What drafting takes is the median over the sizes, so fewer turns will do; a step is of no size.
+    few = {size: forced[size] for size in sizes if size in _SAMPLED_SIZES or size == sizes[-1] < _SAMPLED_SIZES[-1]}
+    # A step takes the same whatever the size, and is timed often instead.
     sampled = _measure_times(target, drafter, batches, few, most, repeats, 3, sampling | {"do_sample": True})
     draft, plain = _in_times_of(greedy, sampled)
     return replace(table, sampled_draft_ms=draft, sampled_plain_ms=plain)
@@ -130,11 +127,21 @@ def _timed_sizes(target: PreTrainedModel, settings: dict[str, Any]) -> tuple[int
 def _forced_sizes(
     target: PreTrainedModel, settings: dict[str, Any], sizes: tuple[int, ...], curves: tuple[Curves, Curves]
 ) -> dict[int, dict[str, Any]]:
-    """Returns for each size the settings under which every cycle has it."""
+    """Returns for each size the settings under which every cycle has it, and drafts as much as decoding does then."""
     machine, dtype = machine_and_dtype(target)
+    drafted = {size: max(size, 1) if _drafts_fewer(target, settings) else sizes[-1] for size in sizes}
     return {
-        size: settings | {"cycle_costs": forcing_table(size, machine, dtype, curves)} | DRAFTER_ALONE for size in sizes
+        size: settings
+        | {"num_assistant_tokens": drafted[size], "cycle_costs": forcing_table(size, machine, dtype, curves)}
+        | DRAFTER_ALONE
+        for size in sizes
     }
+
+
+def _drafts_fewer(target: PreTrainedModel, settings: dict[str, Any]) -> bool:
+    """Returns whether fewer tokens are drafted where fewer are verified: neither in chains nor in fixed shapes."""
+    is_fixed = target.generation_config.cache_implementation == "static"
+    return settings["branching_factor"] > 1 and not is_fixed and verification_kind(target) == "tree"
 
 
 def _measure_times(
@@ -150,33 +157,36 @@ def _measure_times(
     sizes = tuple(forced)
     options = {"max_new_tokens": max_new_tokens} | generate_kwargs
     verify: list[Numbers] = []
-    rest: list[Numbers] = []
+    draft: list[Numbers] = []
     plain: list[float] = []
     kind = "sampled" if generate_kwargs["do_sample"] else "greedy"
     with without_end(target):
         for ids, mask in tqdm(batches.values(), desc=f"timing {kind} cycles", unit="batch size"):
             turns = [_time_turn(target, drafter, ids, mask, forced, num_steps, options) for _ in range(num_turns + 1)]
             passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
-            verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
-            verify.append(_milliseconds(smooth(verified).values()))
-            rest.append(_milliseconds(_paired_median([turn[size] for turn in rests], steps) for size in sizes))
+            for kept, turned in ((verify, passes), (draft, rests)):
+                measured = {size: _paired_median([turn[size] for turn in turned], steps) for size in sizes}
+                kept.append(_milliseconds(smooth(measured).values()))
             plain += _milliseconds([statistics.median(steps)])
-    return _Times(sizes, tuple(verify), tuple(rest), tuple(plain))
+    return _Times(sizes, tuple(verify), tuple(draft), tuple(plain))
 
 
-def _in_times_of(greedy: _Times, sampled: _Times) -> tuple[Numbers, Numbers]:
+def _in_times_of(greedy: _Times, sampled: _Times) -> tuple[tuple[Numbers, ...], Numbers]:
     """
-    Returns milliseconds of drafting and of plain steps where tokens are sampled, for each batch size, in times of the
-    greedy cycles. The target's passes are the same: they tell how the machine's speed has changed meanwhile.
+    Returns milliseconds of drafting, for each batch size and each size of the greedy cycles, and of plain steps where
+    tokens are sampled, in times of the greedy cycles. The target's passes are the same: they tell how the machine's
+    speed has changed meanwhile.
     """
     places = [greedy.sizes.index(size) for size in sampled.sizes]
     drafts, steps = [], []
-    for number, draft in enumerate(greedy.draft):
-        before = [(greedy.verify[number][place], greedy.rest[number][place]) for place in places]
-        after = list(zip(sampled.verify[number], sampled.rest[number], strict=True))
-        speed = statistics.median(old[0] / new[0] for old, new in zip(before, after, strict=True))
-        longer = statistics.median(speed * new[1] - old[1] for old, new in zip(before, after, strict=True))
-        drafts.append(round(draft + max(longer, 0.0), 4))
+    for number, (verify, draft) in enumerate(zip(greedy.verify, greedy.draft, strict=True)):
+        passes = zip(places, sampled.verify[number], strict=True)
+        speed = statistics.median(verify[place] / after for place, after in passes)
+        # Of larger trees the noise of as many draws is asked for as of the largest one that was timed.
+        longer = [speed * ms - draft[place] for place, ms in zip(places, sampled.draft[number], strict=True)]
+        added = np.interp(greedy.sizes, sampled.sizes, longer).clip(min=0.0)
+        of_sizes = smooth(dict(zip(greedy.sizes, draft + added, strict=True)))
+        drafts.append(tuple(round(float(ms), 4) for ms in of_sizes.values()))
         steps.append(round(speed * sampled.plain[number], 4))
     return tuple(drafts), tuple(steps)
 
@@ -237,7 +247,8 @@ def forcing_table(size: int, machine: str, dtype: str, curves: tuple[Curves, Cur
     """Returns the table of a machine on which nothing but cycles with `size` drafted tokens pays."""
     sizes = sorted({0, max(size - 1, 0), size, size + 1})
     verify = [_AT_ONCE if timed == size else _NEVER for timed in sizes]
-    table = CycleCostTable(machine, dtype, (1,), tuple(sizes), (tuple(verify),), (_AT_ONCE,), (_NEVER,), *curves)
+    draft = (_AT_ONCE,) * len(sizes)
+    table = CycleCostTable(machine, dtype, (1,), tuple(sizes), (tuple(verify),), (draft,), (_NEVER,), *curves)
     return table.as_dict()
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ..model.cycle_costs import CycleCostTable, Numbers
 from .costs import CycleCosts
 from .search import Candidate, DraftTemperature
 from .sizes import FittedSizes
@@ -100,19 +101,30 @@ def _sizes(sizes: FittedSizes) -> list[str]:
     table = sizes.table
     speeds = ", ".join(f"{speed:.1f} tokens/s up to {size} drafted" for size, speed in sizes.measured.items())
     gain = sizes.measured[sizes.largest] / sizes.fixed_speed - 1
-    sampled = [table.sampled_draft_ms, table.sampled_plain_ms]
-    columns = [table.draft_ms, table.plain_ms, *(column for column in sampled if column is not None)]
-    rests = zip(*columns, strict=True)
     return [
-        "milliseconds of a target pass, by rows and drafted tokens; of drafting; of a plain step; both where sampled",
-        f"rows  {' '.join(f'{size:7d}' for size in table.tree_sizes)}{'    draft    plain' * (len(columns) // 2)}",
-        *[
-            f"{rows:4d}  {' '.join(f'{ms:7.2f}' for ms in verify)}  {'  '.join(f'{ms:7.2f}' for ms in rest)}"
-            for rows, verify, rest in zip(table.batch_sizes, table.verify_ms, rests, strict=True)
-        ],
+        "milliseconds of a target's pass, by rows and drafted tokens, and of a step of plain decoding",
+        *_by_rows(table, table.verify_ms, table.plain_ms),
+        "of drafting, and all else in a cycle",
+        *_by_rows(table, table.draft_ms),
+        *([] if table.sampled_draft_ms is None else [
+            "of these, and a step of plain decoding, where tokens are sampled",
+            *_by_rows(table, table.sampled_draft_ms, table.sampled_plain_ms),
+        ]),
         f"sizes that fit each cycle: {speeds}; always {sizes.fixed}: {sizes.fixed_speed:.1f}, plain "
         f"decoding: {sizes.plain:.1f}; fitting gains {gain:+.1%}{'' if sizes.pays else ', so the size stays fixed'}",
+    ]  # fmt: skip
+
+
+def _by_rows(table: CycleCostTable, of_sizes: tuple[Numbers, ...], plain: Numbers | None = None) -> list[str]:
+    """Returns a line for each batch size, with a column for each tree size, and one for plain decoding."""
+    lines = [
+        [f"{rows:4d} ", *(f"{ms:7.2f}" for ms in row)] for rows, row in zip(table.batch_sizes, of_sizes, strict=True)
     ]
+    header = ["rows ", *(f"{size:7d}" for size in table.tree_sizes)]
+    if plain is not None:
+        lines = [[*line, f"{ms:8.2f}"] for line, ms in zip(lines, plain, strict=True)]
+        header.append(f"{'plain':>8}")
+    return [" ".join(line) for line in [header, *lines]]
 
 
 def _plain(measured: float, step_seconds: float) -> str:

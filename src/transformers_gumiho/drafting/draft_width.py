@@ -1,0 +1,79 @@
+"""How many tokens to draft, which is decided before anybody knows how good they are."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..model.cycle_costs import BatchCosts
+from .tree_size import sizes_up_to
+
+
+# The newest cycles, by which it is decided.
+_NUM_CYCLES = 16
+# What a cycle counts for, after each further one that drafted so many tokens, in how likely tokens usually are.
+_FORGETTING = 0.5
+# Where the last of the tokens that were drafted was as likely as that, nobody knows what would have come behind it:
+# so many times as many are drafted next.
+_LIKELY = 0.7
+_LOOK_AT = 2
+
+
+class DraftWidth:
+    """
+    Decides how many tokens are drafted: as many as would have made most of the time of the newest cycles, had each
+    verified what was best of them. In the first cycle all that may be drafted are.
+
+    Args:
+        costs: Of cycles with as many rows as there are.
+        sizes: To choose among.
+        most: The most tokens that may be drafted.
+    """
+
+    def __init__(self, costs: BatchCosts, sizes: Sequence[int], most: int):
+        self._choices = [size for size in sizes_up_to(most, sizes) if size]
+        verified = [0, *self._choices]
+        self._verified = np.array(verified)
+        # `(drafted, verified)`: no more are verified than are drafted.
+        self._cycle_ms = np.array([costs.cycle_ms(verified, drafted) for drafted in self._choices])
+        self._cycle_ms[self._verified > np.array(self._choices)[:, None]] = np.inf
+        self._usual = np.zeros(0)
+        self._last = 0.0
+        # For each number of drafted tokens, what each of the newest cycles would have got, and the time of it.
+        self._tokens: deque[np.ndarray] = deque(maxlen=_NUM_CYCLES)
+        self._ms: deque[np.ndarray] = deque(maxlen=_NUM_CYCLES)
+
+    def choose(self) -> int:
+        """Returns how many tokens to draft; of equally good numbers the largest."""
+        if not self._tokens:
+            return self._choices[-1]
+        speeds = np.sum(self._tokens, axis=0) / np.sum(self._ms, axis=0)
+        best = self._choices[-1 - int(speeds[::-1].argmax())]
+        return best if self._last < _LIKELY else min(_LOOK_AT * best, self._choices[-1])
+
+    def observe(self, probabilities: np.ndarray) -> None:
+        """
+        Takes in the tree of a cycle.
+
+        Args:
+            probabilities (`(N,)`): How likely each of its drafted tokens is to be accepted in a row, in their order.
+        """
+        self._last = probabilities[-1]
+        num_drafted, usual = len(probabilities), self._usual
+        known = min(num_drafted, len(usual))
+        newest = usual[:known] + (1 - _FORGETTING) * (probabilities[:known] - usual[:known])
+        # What was not drafted is taken to change as the last of those does that were.
+        further = _scaled(usual[known:], usual[known - 1 : known], probabilities[-1:])
+        self._usual = np.concatenate(
+            (newest, probabilities[known:], _scaled(usual[known:], usual[known - 1 : known], newest[-1:]))
+        )
+        totals = np.concatenate(([1.0], probabilities, further)).cumsum()
+        tokens = totals[np.minimum(self._verified, len(totals) - 1)]
+        best = (tokens / self._cycle_ms).argmax(axis=1)
+        self._tokens.append(tokens[best])
+        self._ms.append(self._cycle_ms[np.arange(len(best)), best])
+
+
+def _scaled(further: np.ndarray, before: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Returns what follows in proportion to the last one `(1,)` above it, before and now, and is never above that."""
+    return np.minimum(further * now / np.maximum(before, 1e-9), now) if len(further) else further
