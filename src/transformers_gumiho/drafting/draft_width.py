@@ -1,6 +1,5 @@
 """How many tokens to draft, which is decided before anybody knows how good they are."""
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,15 +38,17 @@ class DraftWidth:
         self._cycle_ms[self._verified > np.array(self._choices)[:, None]] = np.inf
         self._usual = np.zeros(0)
         self._last = 0.0
-        # For each number of drafted tokens, what each of the newest cycles would have got, and the time of it.
-        self._tokens: deque[np.ndarray] = deque(maxlen=_NUM_CYCLES)
-        self._ms: deque[np.ndarray] = deque(maxlen=_NUM_CYCLES)
+        # For each number of drafted tokens, what each of the newest cycles would have got, and the milliseconds of it.
+        self._newest = np.zeros((_NUM_CYCLES, 2, len(self._choices)))
+        self._rows = np.arange(len(self._choices))
+        self._num_cycles = 0
 
     def choose(self) -> int:
         """Returns how many tokens to draft; of equally good numbers the largest."""
-        if not self._tokens:
+        if not self._num_cycles:
             return self._choices[-1]
-        speeds = np.sum(self._tokens, axis=0) / np.sum(self._ms, axis=0)
+        tokens, ms = self._newest.sum(axis=0)
+        speeds = tokens / ms
         best = self._choices[-1 - int(speeds[::-1].argmax())]
         return best if self._last < _LIKELY else min(_LOOK_AT * best, self._choices[-1])
 
@@ -70,8 +71,9 @@ class DraftWidth:
         totals = np.concatenate(([1.0], probabilities, further)).cumsum()
         tokens = totals[np.minimum(self._verified, len(totals) - 1)]
         best = (tokens / self._cycle_ms).argmax(axis=1)
-        self._tokens.append(tokens[best])
-        self._ms.append(self._cycle_ms[np.arange(len(best)), best])
+        place = self._newest[self._num_cycles % _NUM_CYCLES]
+        place[0], place[1] = tokens[best], self._cycle_ms[self._rows, best]
+        self._num_cycles += 1
 
 
 def _scaled(further: np.ndarray, before: np.ndarray, now: np.ndarray) -> np.ndarray:

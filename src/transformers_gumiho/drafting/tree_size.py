@@ -147,14 +147,15 @@ def choose_size(
     weighed.cumsum(out=totals[1:])
     expected = correction * totals[list(sizes)]
     # All rows of a batch have the same time.
-    cycle_ms = _cycle_ms(costs, tuple(sizes), drafter_rests, num_drafted)
-    best = int(((1 + expected) / cycle_ms).argmax())
+    cycle_ms, as_array = _cycle_ms(costs, tuple(sizes), drafter_rests, num_drafted)
+    best = int(((1 + expected) / as_array).argmax())
     return SizeChoice(sizes[best], tuple(sizes), tuple(expected.tolist()), cycle_ms, costs.plain_ms, correction)
 
 
 @lru_cache(maxsize=256)
 def _cycle_ms(
     costs: BatchCosts, sizes: tuple[int, ...], drafter_rests: bool, num_drafted: int | None
-) -> tuple[float, ...]:
-    """Returns the milliseconds of cycles of these sizes, which are few, and the same in most cycles."""
-    return tuple((costs.undrafted_ms(sizes) if drafter_rests else costs.cycle_ms(sizes, num_drafted)).tolist())
+) -> tuple[tuple[float, ...], np.ndarray]:
+    """Returns the milliseconds of cycles of these sizes, twice: kept, as they are the same in most cycles."""
+    cycle_ms = costs.undrafted_ms(sizes) if drafter_rests else costs.cycle_ms(sizes, num_drafted)
+    return tuple(cycle_ms.tolist()), cycle_ms

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
+from operator import mul
 
 import numpy as np
 import torch
@@ -294,24 +296,22 @@ class TreeSizing:
             accepted_lengths: The tokens that each row got; 0 where it had ended before.
             num_right: How many tokens of the context's branch were right in each row; nothing without one.
         """
-        choice = self.reason
-        got = np.array(accepted_lengths)
+        choice, at_rest = self.reason, self._at_rest
         if isinstance(choice, ContextRun):
-            self._run_correction.observe(self._expected_of_run, float(got[0] - 1))
-        if not isinstance(choice, SizeChoice) or not got.any():
+            self._run_correction.observe(self._expected_of_run, accepted_lengths[0] - 1.0)
+        is_open = [length > 0 for length in accepted_lengths]
+        if not isinstance(choice, SizeChoice) or not any(is_open):
             return
-        is_open = got > 0
-        got, weights = got[is_open], self._weights[is_open]
         self._tries_again = False
-        accepted = _mean(got, weights) - 1
-        self._correction.observe(choice.expected[choice.place] / choice.correction, accepted)
-        sharper, at_rest = weights**_SHARPER_WHETHER, self._at_rest
+        got, weights = list(compress(accepted_lengths, is_open)), list(compress(self._weights.tolist(), is_open))
+        self._correction.observe(choice.expected[choice.place] / choice.correction, _mean(got, weights) - 1)
+        sharper = [weight**_SHARPER_WHETHER for weight in weights]
         tokens, cycle_ms = _mean(got, sharper), choice.cycle_ms[choice.place]
         if at_rest is None:
             self._back_off.observe(tokens, cycle_ms)
             return
-        right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[is_open]
-        undrafted_tokens = 1 + (float(right.min()) if self._in_lockstep else _mean(right, sharper))
+        right = np.minimum(np.array(num_right) * self._has_branch, at_rest.size)[is_open].tolist()
+        undrafted_tokens = 1 + (min(right) if self._in_lockstep else _mean(right, sharper))
         self._back_off.observe(tokens, cycle_ms, undrafted_tokens, at_rest.cycle_ms[at_rest.place])
 
     def _choose_at_rest(self, weights: np.ndarray, branch: ContextBranch | None) -> SizeChoice | None:
@@ -328,5 +328,5 @@ class TreeSizing:
         return replace(choice, size=0) if speeds[0] >= _CLEARLY * speeds[choice.place] else choice
 
 
-def _mean(values: np.ndarray, weights: np.ndarray) -> float:
-    return float(values @ weights / weights.sum())
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(map(mul, values, weights)) / sum(weights)

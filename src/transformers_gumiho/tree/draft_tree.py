@@ -235,8 +235,18 @@ def rescore(tree: DraftTree, scores: torch.Tensor) -> DraftTree:
     of which the root scores 0.
     """
     # Of all else than ancestors, 0: no score is positive.
-    of_paths = scores[:, None, :].masked_fill(~tree.ancestors, 0.0).amin(dim=2)
-    return choose_nodes(tree.tokens, of_paths, tree.parents, tree.tokens.shape[1] - 1, tree.max_depth)
+    of_paths = torch.where(tree.ancestors, scores[:, None, :], 0.0).amin(dim=2)
+    of_paths, order = of_paths.sort(dim=1, descending=True, stable=True)
+    ranks = order.argsort(dim=1)
+    rows = order[:, :, None].expand_as(tree.ancestors)
+    return DraftTree(
+        tokens=tree.tokens.gather(1, order),
+        parents=ranks.gather(1, tree.parents.gather(1, order)),
+        depths=tree.depths.gather(1, order),
+        scores=of_paths,
+        ancestors=tree.ancestors.gather(1, rows).gather(2, rows.transpose(1, 2)),
+        max_depth=tree.max_depth,
+    )
 
 
 def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
