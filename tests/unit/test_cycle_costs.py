@@ -129,7 +129,7 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
 def test_drafting_costs_what_is_drafted_and_not_what_is_verified() -> None:
     table = make_cost_table(node_ms=0.5) | {"draft_ms": [[2.0, 4.0, 6.0], [3.0, 6.0, 12.0]]}
     costs = CycleCostTable.parse(table).for_batch(1)
-    for verified, drafted, draft_ms in ((0, 8, 4.0), (4, 4, 3.0), (4, 36, 5.0), (4, 64, 6.0), (70, 90, 6.0)):
+    for verified, drafted, draft_ms in ((0, 8, 4.0), (4, 4, 3.0), (4, 36, 5.0), (4, 64, 6.0), (70, 80, 7.0)):
         assert costs.cycle_ms(verified, drafted) == pytest.approx(10.0 + 0.5 * verified + draft_ms)
     assert costs.cycle_ms([0, 4, 8]) == pytest.approx([12.0, 15.0, 18.0]), "by default as much as is verified"
     assert CycleCostTable.parse(table).for_batch(2).draft_ms == pytest.approx((2 + 1 / 3, 4 + 2 / 3, 8.0))

@@ -380,20 +380,23 @@ def test_what_was_not_drafted_is_judged_by_what_was() -> None:
 def test_room_for_the_context_is_as_much_as_is_worth_verifying() -> None:
     tree, costs = random_tree(seed=0, batch_size=1, num_nodes=24), dear_drafts(1, node_ms=1.5)
     tree = replace(tree, scores=tree.scores * 5.0)
-    drafted = []
+    drafted, dear = [], costs.cycle_ms(0, 24)
     for log_prob in (-4.0, -0.01):
-        branch = ContextBranch.make([[7] * 6], [[log_prob] * 6], CPU)
+        branch = ContextBranch.make([[77] * 6], [[log_prob] * 6], CPU)
         sizing = TreeSizing(costs)
-        for _ in range(4):
+        for _ in range(6):
             drafted.append(sizing.num_to_draft(24, [1.0], branch))
-            sizing.cut(sizing.weigh(tree.first(drafted[-1])), [1.0])
-            sizing.observe([1])
-    alone, with_branch = drafted[3], drafted[7]
+            own = sizing.weigh(tree.first(drafted[-1]))
+            sizing.cut(branch.added_to(own, is_chain=False), [1.0], branch)
+            sizing.observe([7 if log_prob > -1 else 1], [6 if log_prob > -1 else 0])
+    alone, with_branch = drafted[4], drafted[-1]
+    assert float(dear) > 2 * float(costs.cycle_ms(0, alone))
     assert alone <= 3
-    assert with_branch >= alone + 5
+    assert alone + 5 <= with_branch <= alone + 8, "once, and not as tokens of the drafter's, too"
 
 
 def test_trials_draft_little() -> None:
+    # Where drafting more costs nothing, too.
     sizing, tree = TreeSizing(costs_of()), random_tree(seed=0, batch_size=1, num_nodes=20)
     drafted = []
     for _ in range(100):

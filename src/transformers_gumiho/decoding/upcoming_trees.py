@@ -124,7 +124,8 @@ class UpcomingTrees:
         return tree
 
     def _draft(self, committed: CommittedTokens, branch: ContextBranch | None) -> DraftTree:
-        settings, sizing, weights = self._settings, self._sizing, self._row_weights()
+        settings, sizing = self._settings, self._sizing
+        weights = [] if sizing is None else self._row_weights()
         is_chain = settings.branching_factor == 1
         with self._events.stage("draft"):
             if sizing is not None and not is_chain and not self._session.shapes.are_fixed:

@@ -110,8 +110,8 @@ class GumihoDrafter:
 
     def draft_at_most(self, num_drafted: int) -> None:
         """
-        Makes the next trees have no more drafted nodes than this, those that score best in larger ones, which takes
-        less time. Not where shapes are fixed.
+        Makes the next trees have no more drafted nodes than this, those that score best in larger ones, and no deeper
+        paths, which takes less time. Not where shapes are fixed.
         """
         if num_drafted not in self._of_sizes:
             # No path is longer than there are nodes, and what would be drafted below takes time.

@@ -158,4 +158,5 @@ def _cycle_ms(
 ) -> tuple[tuple[float, ...], np.ndarray]:
     """Returns the milliseconds of cycles of these sizes, twice: kept, as they are the same in most cycles."""
     cycle_ms = costs.undrafted_ms(sizes) if drafter_rests else costs.cycle_ms(sizes, num_drafted)
+    cycle_ms.setflags(write=False)
     return tuple(cycle_ms.tolist()), cycle_ms

@@ -48,7 +48,8 @@ _SHARPER_WHETHER = 4
 # Drafted tokens that are verified at most when drafting is tried again, beside as many as the context would have
 # drafted alone: enough to tell whether it pays.
 TRIAL_SIZE = 4
-# Tokens of a row that cycles which draft may lose before they pause, and that earlier gains make up for at most.
+# Tokens of a row that cycles which draft may lose before they pause, and that earlier gains make up for at most: a
+# drafter that has gained may lose more, as one that does not fit gains nothing.
 _MOST_LOST, _MOST_GAINED = 2.0, 4.0
 # Cycles without the drafter before it is tried again: at first, how many times as many the next time, and at most.
 FIRST_PAUSE = 8
@@ -163,8 +164,9 @@ class TreeSizing:
     """
     Fits the trees of a generation. Before each cycle [`pauses`] says whether the drafter rests. If the context offers
     a run, [`takes_run`] says whether to verify that. Else, where the drafter rests, [`size_at_rest`] says how many
-    tokens of the context's branch to verify. Where it does not rest, its tree goes through [`weigh`], is joined with
-    the branch, and [`cut`] says which part to verify. After the cycle [`observe`] is told what came of it.
+    tokens of the context's branch to verify. Where it does not rest, [`num_to_draft`] may say how much it drafts, its
+    tree goes through [`weigh`], is joined with the branch, and [`cut`] says which part to verify. After the cycle
+    [`observe`] is told what came of it.
 
     The rows of a batch have weights, one for each row: what a further token of it counts, and 0 where it has ended. At
     least one row has not.
@@ -197,7 +199,8 @@ class TreeSizing:
         self._tries_again = False
         self._weights = np.zeros(0)  # of the rows, as they were when the newest tree was cut
         self._width: DraftWidth | None = None  # where the drafter is told how much to draft
-        self._num_drafted: int | None = None  # of the newest tree, without the context's branch
+        # Scores of the newest tree's tokens, without those of the context.
+        self._drafted: torch.Tensor | None = None
         self._at_rest: SizeChoice | None = None  # what would have been verified had the drafter rested
         self._has_branch = np.zeros(0, dtype=bool)  # the rows that have a branch of the context
         self.reason: SizeReason | None = None
@@ -251,11 +254,11 @@ class TreeSizing:
 
     def weigh(self, tree: DraftTree) -> DraftTree:
         """Returns a drafter's tree with scores that are as likely as the curves say, its nodes in their order."""
-        self._num_drafted = tree.tokens.shape[1] - 1
-        if self._curves is None:
-            return tree
-        drafted = self._curves.log_probabilities(tree.scores[:, 1:], tree.depths[:, 1:])
-        return rescore(tree, torch.cat((tree.scores[:, :1], drafted), dim=1))
+        if self._curves is not None:
+            drafted = self._curves.log_probabilities(tree.scores[:, 1:], tree.depths[:, 1:])
+            tree = rescore(tree, torch.cat((tree.scores[:, :1], drafted), dim=1))
+        self._drafted = tree.scores[:, 1:]
+        return tree
 
     def cut(self, tree: DraftTree, weights: Sequence[float], branch: ContextBranch | None = None) -> DraftTree:
         """
@@ -280,10 +283,13 @@ class TreeSizing:
         probabilities, open_weights = path_probabilities(scores, self._rows_together), self._weights[is_open]
         choice = choose_size(
             probabilities, sizes, self._costs, self._correction.factor, weights=open_weights,
-            num_drafted=self._num_drafted,
+            num_drafted=None if self._drafted is None else self._drafted.shape[1],
         )  # fmt: skip
-        if self._width is not None:
-            self._width.observe(self._correction.factor * (open_weights @ probabilities) / open_weights.sum())
+        if self._width is not None and self._drafted is not None:
+            # Nearly the first of them would have been drafted alone: which, the drafter's own scores say.
+            drafted = self._drafted.numpy(force=True).astype(np.float64)[is_open]
+            likely = open_weights @ path_probabilities(drafted, self._rows_together) / open_weights.sum()
+            self._width.observe(self._correction.factor * likely)
         self._back_off.expect(1 + choice.expected[choice.place], choice.cycle_ms[choice.place])
         self.reason = choice
         return tree.first(choice.size)

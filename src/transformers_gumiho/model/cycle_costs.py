@@ -40,20 +40,20 @@ class BatchCosts:
             num_drafted: Those that were drafted for it; by default as many.
         """
         drafted = tree_sizes if num_drafted is None else num_drafted
-        return np.asarray(np.interp(drafted, self.tree_sizes, self.draft_ms) + self._verify_ms(tree_sizes))
+        return np.asarray(self._of_sizes(self.draft_ms, drafted) + self._of_sizes(self.verify_ms, tree_sizes))
 
     def undrafted_ms(self, tree_sizes: Sequence[int] | int) -> np.ndarray:
         """
         Returns the milliseconds of cycles without the drafter, that verify so many tokens which the context drafts: a
         step of plain decoding, and what a pass over more tokens costs more.
         """
-        return np.asarray(self.plain_ms + self._verify_ms(tree_sizes) - self.verify_ms[0])
+        return np.asarray(self.plain_ms + self._of_sizes(self.verify_ms, tree_sizes) - self.verify_ms[0])
 
-    def _verify_ms(self, tree_sizes: Sequence[int] | int) -> np.ndarray:
+    def _of_sizes(self, measured: Numbers, tree_sizes: Sequence[int] | int) -> np.ndarray:
         sizes, largest = np.asarray(tree_sizes), self.tree_sizes[-1]
         # Beyond what was measured, in proportion to what the largest tree costs more than the root.
-        slope = (self.verify_ms[-1] - self.verify_ms[0]) / max(largest, 1)
-        return np.interp(sizes, self.tree_sizes, self.verify_ms) + slope * np.maximum(sizes - largest, 0)
+        slope = (measured[-1] - measured[0]) / max(largest, 1)
+        return np.interp(sizes, self.tree_sizes, measured) + slope * np.maximum(sizes - largest, 0)
 
 
 @dataclass(frozen=True)

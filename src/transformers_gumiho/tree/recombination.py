@@ -92,7 +92,7 @@ class Recombinations:
         self._picks, self._level_parents = self._picks.to(device), self._level_parents.to(device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def _enumerate(
     num_nodes: int, serial_depth: int, num_paths: int, num_heads: int, num_candidates: int, limit: int
 ) -> list[tuple[np.ndarray, np.ndarray]] | None:

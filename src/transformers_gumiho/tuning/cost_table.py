@@ -110,7 +110,8 @@ def measure_cost_table(
     few = {size: forced[size] for size in sizes if size in _SAMPLED_SIZES or size == sizes[-1] < _SAMPLED_SIZES[-1]}
     # A step takes the same whatever the size, and is timed often instead.
     sampled = _measure_times(target, drafter, batches, few, most, repeats, 3, sampling | {"do_sample": True})
-    draft, plain = _in_times_of(greedy, sampled)
+    depth = 0 if _drafts_alike(forced) else settings["tree_depth"]
+    draft, plain = _in_times_of(greedy, sampled, depth)
     return replace(table, sampled_draft_ms=draft, sampled_plain_ms=plain)
 
 
@@ -136,6 +137,11 @@ def _forced_sizes(
         | DRAFTER_ALONE
         for size in sizes
     }
+
+
+def _drafts_alike(forced: dict[int, dict[str, Any]]) -> bool:
+    """Returns whether as many tokens are drafted for all sizes."""
+    return len({settings["num_assistant_tokens"] for settings in forced.values()}) == 1
 
 
 def _drafts_fewer(target: PreTrainedModel, settings: dict[str, Any]) -> bool:
@@ -164,26 +170,34 @@ def _measure_times(
         for ids, mask in tqdm(batches.values(), desc=f"timing {kind} cycles", unit="batch size"):
             turns = [_time_turn(target, drafter, ids, mask, forced, num_steps, options) for _ in range(num_turns + 1)]
             passes, rests, steps = zip(*turns[1:], strict=True)  # the first one warms up
-            for kept, turned in ((verify, passes), (draft, rests)):
-                measured = {size: _paired_median([turn[size] for turn in turned], steps) for size in sizes}
-                kept.append(_milliseconds(smooth(measured).values()))
+            verified = {size: _paired_median([turn[size] for turn in passes], steps) for size in sizes}
+            drafted = {size: _paired_median([turn[size] for turn in rests], steps) for size in sizes}
+            if _drafts_alike(forced):
+                # What differs is noise, of which a growing curve would take the largest part for the truth.
+                drafted = dict.fromkeys(sizes, statistics.median(drafted.values()))
+            verify.append(_milliseconds(smooth(verified).values()))
+            draft.append(_milliseconds(smooth(drafted).values()))
             plain += _milliseconds([statistics.median(steps)])
     return _Times(sizes, tuple(verify), tuple(draft), tuple(plain))
 
 
-def _in_times_of(greedy: _Times, sampled: _Times) -> tuple[tuple[Numbers, ...], Numbers]:
+def _in_times_of(greedy: _Times, sampled: _Times, depth: int) -> tuple[tuple[Numbers, ...], Numbers]:
     """
     Returns milliseconds of drafting, for each batch size and each size of the greedy cycles, and of plain steps where
     tokens are sampled, in times of the greedy cycles. The target's passes are the same: they tell how the machine's
-    speed has changed meanwhile.
+    speed has changed meanwhile. Trees of `depth` tokens and more are drafted as deep, and the noise of as many draws
+    is read for them.
     """
     places = [greedy.sizes.index(size) for size in sampled.sizes]
     drafts, steps = [], []
     for number, (verify, draft) in enumerate(zip(greedy.verify, greedy.draft, strict=True)):
         passes = zip(places, sampled.verify[number], strict=True)
         speed = statistics.median(verify[place] / after for place, after in passes)
-        # Of larger trees the noise of as many draws is asked for as of the largest one that was timed.
         longer = [speed * ms - draft[place] for place, ms in zip(places, sampled.draft[number], strict=True)]
+        deepest = [ms for size, ms in zip(sampled.sizes, longer, strict=True) if size >= depth] or longer[-1:]
+        longer = [
+            statistics.median(deepest) if size >= depth else ms for size, ms in zip(sampled.sizes, longer, strict=True)
+        ]
         added = np.interp(greedy.sizes, sampled.sizes, longer).clip(min=0.0)
         of_sizes = smooth(dict(zip(greedy.sizes, draft + added, strict=True)))
         drafts.append(tuple(round(float(ms), 4) for ms in of_sizes.values()))
