@@ -120,13 +120,15 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     target = make_target()
     answers = [Answer(torch.arange(40) % 7, 10), Answer(torch.arange(50) % 5, 10)]
     table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=1)
-    assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 3, 7, 12))
-    assert Counter(seen) == {(rows, size): 4 for rows in (1, 2) for size in (0, 1, 3, 7, 12)}
-    assert paddings == [[0]] * 24 + [[0, 1]] * 24, "as batches are"
+    assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 2, 3, 7, 12))
+    assert Counter(seen) == {(rows, size): 4 for rows in (1, 2) for size in (0, 1, 2, 3, 7, 12)}
+    assert paddings == [[0]] * 28 + [[0, 1]] * 28, "as batches are"
     for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):
         assert verify == pytest.approx([10.0 + rows * size for size in table.tree_sizes])
     for draft in table.draft_ms:
-        assert draft == pytest.approx((4.1, 4.1, 4.3, 4.7, 5.2)), "as much is drafted as is verified, one at least"
+        assert draft == pytest.approx((4.1, 4.1, 4.2, 4.3, 4.7, 5.2)), (
+            "as much is drafted as is verified, one at least"
+        )
     assert table.plain_ms == pytest.approx((10.0, 11.0))
     assert table.dtype == "float64"
 
@@ -151,7 +153,7 @@ def test_target_that_takes_no_padding_is_timed_without(monkeypatch: pytest.Monke
         target, make_drafter(target), [Answer(torch.arange(40) % 7, 10)], SETTINGS, 8, batch_sizes=(2,), repeats=1
     )
     assert table.batch_sizes == (2,)
-    assert len(masks) == 4 * 6, "four turns of five sizes and a step"
+    assert len(masks) == 4 * 7, "four turns of six sizes and a step"
     assert all(mask.all() for mask in masks)
 
 

@@ -23,12 +23,13 @@ from .costs import smooth, without_end
 from .timing import time_drafted, time_plain
 
 
-# Drafted tokens of the trees that are timed, and rows of the batches; what is between them is interpolated.
-TIMED_SIZES = (0, 1, 3, 7, 12, 20, 32, 48, 63, 96, 128, 192, 256)
+# Drafted tokens of the trees that are timed, and rows of the batches; what is between them is interpolated. Drafting
+# takes a serial pass more for two tokens than for one, and the parallel heads for three.
+TIMED_SIZES = (0, 1, 2, 3, 7, 12, 20, 32, 48, 63, 96, 128, 192, 256)
 TIMED_BATCHES = (1, 4, 8)
 # Sampled cycles are timed with trees of these sizes alone: the target's passes are the same, and by how much all else
 # takes longer than in greedy cycles depends on the depth of the tree, and no longer on its size where it is deepest.
-_SAMPLED_SIZES = (1, 3, 7, 12)
+_SAMPLED_SIZES = (1, 2, 3, 7, 12)
 _NEVER, _AT_ONCE = 1e9, 1.0
 
 # How often drafted tokens are accepted at each depth, `None` where nobody knows.
