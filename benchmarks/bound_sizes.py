@@ -257,7 +257,7 @@ class SizesThatFit(Way):
 class AtRate(Way):
     """
     Sizes by expectation: a token more must not take longer than tokens take on the whole (Dinkelbach's method). It
-    looks at trees before it decides not to draft them, so decoding cannot do quite as well.
+    looks at trees before it decides how much of them to draft, if anything, so decoding cannot do quite as well.
     """
 
     has_runs = False

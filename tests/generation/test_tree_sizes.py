@@ -149,6 +149,7 @@ def test_where_little_is_verified_little_is_drafted(lengths: list[int], do_sampl
     torch.manual_seed(0)
     assert torch.equal(drafted, target.generate(**arguments))
     sizes = [reason.sizes[-1] for reason in seen.reasons if isinstance(reason, SizeChoice)]
+    assert len(sizes) == len(seen.reasons), "trials after a pause draft little anyway"
     assert sizes[0] == 32
     assert min(sizes) < drafter.config.max_draft_depth, "shallower trees, too"
 

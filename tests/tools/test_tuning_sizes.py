@@ -226,7 +226,9 @@ def test_where_all_is_drafted_all_is_timed(way: str, monkeypatch: pytest.MonkeyP
 
     def timed(_: Any, __: Any, ids: torch.Tensor, settings: dict[str, Any], **options: Any) -> DecodingTime:
         drafted.add(settings["num_assistant_tokens"])
-        return DecodingTime(num_tokens=1, seconds=0.01, verify_seconds=0.01, cycle_seconds=0.02)
+        sizes = settings["cycle_costs"]["tree_sizes"]
+        noise = 0.001 * (settings["cycle_costs"]["verify_ms"][0].index(1.0) + len(sizes))
+        return DecodingTime(num_tokens=1, seconds=0.01, verify_seconds=0.01, cycle_seconds=0.02 + noise)
 
     monkeypatch.setattr(cost_table, "time_drafted", timed)
     monkeypatch.setattr(cost_table, "time_plain", lambda *_, **__: DecodingTime(num_tokens=1, seconds=0.01))
@@ -235,8 +237,11 @@ def test_where_all_is_drafted_all_is_timed(way: str, monkeypatch: pytest.MonkeyP
         target.generation_config.cache_implementation = "static"
     drafter = make_chain_drafter(target) if way == "chain" else make_drafter(target)
     settings = SETTINGS | {"num_assistant_tokens": 7}
-    measure_cost_table(target, drafter, [Answer(torch.arange(40) % 7 + 1, 10)], settings, 8, 1, batch_sizes=(1,))
+    table = measure_cost_table(
+        target, drafter, [Answer(torch.arange(40) % 7 + 1, 10)], settings, 8, 1, batch_sizes=(1,)
+    )
     assert drafted == {7}
+    assert len(set(table.draft_ms[0])) == 1, "what differs is noise"
 
 
 def test_texts_with_the_padding_token_are_timed_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from cycle_costs import make_cost_table
 
 from transformers_gumiho.drafting.context_branch import ContextBranch
-from transformers_gumiho.drafting.draft_width import DraftWidth
+from transformers_gumiho.drafting.draft_budget import DraftBudget
 from transformers_gumiho.drafting.tree_size import (
     TREE_SIZES,
     ContextRun,
@@ -337,14 +337,14 @@ def test_where_small_trees_are_verified_no_large_ones_are_drafted() -> None:
 def test_as_much_is_drafted_as_would_have_been_best(seed: int) -> None:
     generator = np.random.default_rng(seed)
     costs, most = dear_drafts(4, node_ms=float(generator.uniform(0.02, 0.4))), 20
-    width, trees = DraftWidth(costs, TREE_SIZES, most), []
+    budget, trees = DraftBudget(costs, TREE_SIZES, most), []
     for _ in range(12):
-        assert width.choose() == (best_width(trees, costs, most) if trees else most)
+        assert budget.choose() == (best_budget(trees, costs, most) if trees else most)
         trees.append(generator.random(most).cumprod() ** generator.uniform(0.05, 0.5))
-        width.observe(trees[-1])
+        budget.observe(trees[-1])
 
 
-def best_width(trees: list[np.ndarray], costs: BatchCosts, most: int) -> int:
+def best_budget(trees: list[np.ndarray], costs: BatchCosts, most: int) -> int:
     """Returns the number of drafted tokens with which the trees make most of their time."""
 
     def speed(drafted: int) -> float:
@@ -366,12 +366,12 @@ def test_what_was_not_drafted_is_judged_by_what_was() -> None:
     """A text that gets easier has larger trees drafted again, and one that does not has none."""
     found = {}
     for is_easier in (False, True):
-        width = DraftWidth(dear_drafts(1, node_ms=0.8), TREE_SIZES, 16)
+        budget = DraftBudget(dear_drafts(1, node_ms=0.8), TREE_SIZES, 16)
         hard, easy = 0.5 * 0.6 ** np.arange(16), 0.99 ** np.arange(16)
         for cycle in range(60):
             tree = easy if is_easier and cycle >= 20 else hard
-            found[is_easier, cycle] = width.choose()
-            width.observe(tree[: found[is_easier, cycle]])
+            found[is_easier, cycle] = budget.choose()
+            budget.observe(tree[: found[is_easier, cycle]])
     assert max(found[is_easier, cycle] for is_easier in (False, True) for cycle in range(5, 20)) <= 4
     assert max(found[False, cycle] for cycle in range(20, 60)) <= 4
     assert found[True, 59] == 16
@@ -380,7 +380,7 @@ def test_what_was_not_drafted_is_judged_by_what_was() -> None:
 def test_room_for_the_context_is_as_much_as_is_worth_verifying() -> None:
     tree, costs = random_tree(seed=0, batch_size=1, num_nodes=24), dear_drafts(1, node_ms=1.5)
     tree = replace(tree, scores=tree.scores * 5.0)
-    drafted, dear = [], costs.cycle_ms(0, 24)
+    drafted = []
     for log_prob in (-4.0, -0.01):
         branch = ContextBranch.make([[77] * 6], [[log_prob] * 6], CPU)
         sizing = TreeSizing(costs)
@@ -390,7 +390,6 @@ def test_room_for_the_context_is_as_much_as_is_worth_verifying() -> None:
             sizing.cut(branch.added_to(own, is_chain=False), [1.0], branch)
             sizing.observe([7 if log_prob > -1 else 1], [6 if log_prob > -1 else 0])
     alone, with_branch = drafted[4], drafted[-1]
-    assert float(dear) > 2 * float(costs.cycle_ms(0, alone))
     assert alone <= 3
     assert alone + 5 <= with_branch <= alone + 8, "once, and not as tokens of the drafter's, too"
 

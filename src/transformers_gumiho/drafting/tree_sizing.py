@@ -12,7 +12,7 @@ from ..model.acceptance_curves import AcceptanceCurves
 from ..model.cycle_costs import BatchCosts
 from ..tree.draft_tree import DraftTree, rescore
 from .context_branch import ContextBranch
-from .draft_width import DraftWidth
+from .draft_budget import DraftBudget
 from .tree_size import (
     TREE_SIZES,
     ContextRun,
@@ -198,7 +198,7 @@ class TreeSizing:
         self._back_off = BackOff(costs.plain_ms)
         self._tries_again = False
         self._weights = np.zeros(0)  # of the rows, as they were when the newest tree was cut
-        self._width: DraftWidth | None = None  # where the drafter is told how much to draft
+        self._budget: DraftBudget | None = None  # where the drafter is told how much to draft
         # Scores of the newest tree's tokens, without those of the context.
         self._drafted: torch.Tensor | None = None
         self._at_rest: SizeChoice | None = None  # what would have been verified had the drafter rested
@@ -247,9 +247,9 @@ class TreeSizing:
         """
         at_rest = self._choose_at_rest(np.array(weights), branch)
         of_branch = 0 if at_rest is None else at_rest.size
-        if self._width is None:
-            self._width = DraftWidth(self._costs, self._sizes, most)
-        enough = of_branch + (TRIAL_SIZE if self._tries_again else self._width.choose())
+        if self._budget is None:
+            self._budget = DraftBudget(self._costs, self._sizes, most)
+        enough = of_branch + (TRIAL_SIZE if self._tries_again else self._budget.choose())
         return next(size for size in sizes_up_to(most, self._sizes) if size >= min(enough, most))
 
     def weigh(self, tree: DraftTree) -> DraftTree:
@@ -285,11 +285,13 @@ class TreeSizing:
             probabilities, sizes, self._costs, self._correction.factor, weights=open_weights,
             num_drafted=None if self._drafted is None else self._drafted.shape[1],
         )  # fmt: skip
-        if self._width is not None and self._drafted is not None:
+        if self._budget is not None and self._drafted is not None:
+            own = probabilities
+            if branch is not None:
+                drafted = self._drafted.numpy(force=True).astype(np.float64)[is_open]
+                own = path_probabilities(drafted, self._rows_together)
             # Nearly the first of them would have been drafted alone: which, the drafter's own scores say.
-            drafted = self._drafted.numpy(force=True).astype(np.float64)[is_open]
-            likely = open_weights @ path_probabilities(drafted, self._rows_together) / open_weights.sum()
-            self._width.observe(self._correction.factor * likely)
+            self._budget.observe(self._correction.factor * (open_weights @ own) / open_weights.sum())
         self._back_off.expect(1 + choice.expected[choice.place], choice.cycle_ms[choice.place])
         self.reason = choice
         return tree.first(choice.size)

@@ -131,7 +131,8 @@ def _forced_sizes(
 ) -> dict[int, dict[str, Any]]:
     """Returns for each size the settings under which every cycle has it, and drafts as much as decoding does then."""
     machine, dtype = machine_and_dtype(target)
-    drafted = {size: max(size, 1) if _drafts_fewer(target, settings) else sizes[-1] for size in sizes}
+    drafts_fewer = _drafts_fewer(target, settings)
+    drafted = {size: max(size, 1) if drafts_fewer else sizes[-1] for size in sizes}
     return {
         size: settings
         | {"num_assistant_tokens": drafted[size], "cycle_costs": forcing_table(size, machine, dtype, curves)}
@@ -195,10 +196,9 @@ def _in_times_of(greedy: _Times, sampled: _Times, depth: int) -> tuple[tuple[Num
         passes = zip(places, sampled.verify[number], strict=True)
         speed = statistics.median(verify[place] / after for place, after in passes)
         longer = [speed * ms - draft[place] for place, ms in zip(places, sampled.draft[number], strict=True)]
-        deepest = [ms for size, ms in zip(sampled.sizes, longer, strict=True) if size >= depth] or longer[-1:]
-        longer = [
-            statistics.median(deepest) if size >= depth else ms for size, ms in zip(sampled.sizes, longer, strict=True)
-        ]
+        num_shallower = sum(size < depth for size in sampled.sizes)
+        if deepest := longer[num_shallower:]:
+            longer = longer[:num_shallower] + [statistics.median(deepest)] * len(deepest)
         added = np.interp(greedy.sizes, sampled.sizes, longer).clip(min=0.0)
         of_sizes = smooth(dict(zip(greedy.sizes, draft + added, strict=True)))
         drafts.append(tuple(round(float(ms), 4) for ms in of_sizes.values()))

@@ -15,10 +15,10 @@ _FORGETTING = 0.5
 # Where the last of the tokens that were drafted was as likely as that, nobody knows what would have come behind it:
 # so many times as many are drafted next.
 _LIKELY = 0.7
-_LOOK_AT = 2
+_FURTHER = 2
 
 
-class DraftWidth:
+class DraftBudget:
     """
     Decides how many tokens are drafted: as many as would have made most of the time of the newest cycles, had each
     verified what was best of them. In the first cycle all that may be drafted are.
@@ -50,7 +50,7 @@ class DraftWidth:
         tokens, ms = self._newest.sum(axis=0)
         speeds = tokens / ms
         best = self._choices[-1 - int(speeds[::-1].argmax())]
-        return best if self._last < _LIKELY else min(_LOOK_AT * best, self._choices[-1])
+        return best if self._last < _LIKELY else min(_FURTHER * best, self._choices[-1])
 
     def observe(self, probabilities: np.ndarray) -> None:
         """
