@@ -122,7 +122,8 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=1)
     assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 2, 3, 7, 12))
     assert Counter(seen) == {(rows, size): 4 for rows in (1, 2) for size in (0, 1, 2, 3, 7, 12)}
-    assert paddings == [[0]] * 28 + [[0, 1]] * 28, "as batches are"
+    assert paddings[0] == [0]
+    assert paddings[28:] == [[0, 3]] * 28, "contexts of 25 and 30 tokens: the longer of two texts has 28.75 on average"
     for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):
         assert verify == pytest.approx([10.0 + rows * size for size in table.tree_sizes])
     for draft in table.draft_ms:
@@ -268,13 +269,39 @@ def test_texts_with_the_padding_token_are_timed_as_they_are(monkeypatch: pytest.
 
 def test_rows_of_a_batch_are_different_texts_of_unequal_lengths() -> None:
     answers = [Answer(torch.arange(start, start + 60), 20) for start in (0, 100)]
-    rows, mask = typical_rows(answers, 20, 3)
-    assert rows.shape == mask.shape == (3, 30)
+    rows, mask = typical_rows(answers, 3)
+    assert rows.shape == mask.shape == (3, 40), "halfway through the answers"
     assert not torch.equal(rows[0], rows[1])
-    assert torch.equal(rows[0], rows[2])
-    assert mask.sum(dim=1).tolist() == [30, 29, 28], "rows are padded as people's are"
+    assert torch.equal(rows[0, :38], rows[2, 2:])
+    assert mask.sum(dim=1).tolist() == [40, 39, 38], "rows are padded as people's are"
     assert mask[:, -1].tolist() == [1, 1, 1], "on the left"
-    assert typical_rows(answers, 20, 40)[1].sum(dim=1).min() == 1
+    assert typical_rows(answers, 50)[1].sum(dim=1).min() == 1
+
+
+def test_larger_batches_have_longer_contexts() -> None:
+    # Half of the texts are twice as long: of two rows, one of them or more is with a probability of 3/4.
+    answers = [Answer(torch.arange(length), length) for length in (100, 100, 200, 200)]
+    assert [typical_rows(answers, size)[1].sum(dim=1).tolist() for size in (1, 2)] == [
+        [pytest.approx(150, abs=2)],
+        [pytest.approx(175, abs=2), pytest.approx(125, abs=2)],
+    ]
+    assert typical_rows(answers, 8)[0].shape[1] == pytest.approx(200, abs=2)
+
+
+def test_runs_of_every_length_have_the_same_context_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target(seed=3)
+    drafter = make_drafter(target)
+    contexts = set()
+
+    def note(model: object, drafter: object, ids: torch.Tensor, *args: object, **kwargs: Any) -> DecodingTime:
+        contexts.add(ids.shape[1] + kwargs["max_new_tokens"] // 2)
+        return DecodingTime(num_tokens=1, seconds=1.0, cycle_seconds=1.0)
+
+    monkeypatch.setattr(cost_table, "time_drafted", note)
+    monkeypatch.setattr(cost_table, "time_plain", lambda model, ids, **kwargs: note(model, None, ids, **kwargs))
+    answers = [Answer(torch.arange(90) % 7, 20)]
+    measure_cost_table(target, drafter, answers, SETTINGS, max_new_tokens=70, repeats=1, batch_sizes=[1, 3])
+    assert contexts == {55}
 
 
 def test_what_is_found_are_settings_of_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:

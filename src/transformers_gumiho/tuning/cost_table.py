@@ -18,7 +18,7 @@ from ..model.cycle_costs import CycleCostTable, Numbers
 from ..model.modeling_gumiho import GumihoModel
 from ..target.machine import machine_and_dtype
 from ..target.requirements import verification_kind
-from .answers import Answer, typical_context
+from .answers import Answer, context_lengths
 from .costs import smooth, without_end
 from .timing import time_drafted, time_plain
 
@@ -76,7 +76,7 @@ def measure_cost_table(
     Args:
         target: The target.
         drafter: The drafter. Its settings are as before afterwards.
-        answers: Texts; the cycles come after parts of them.
+        answers: Texts; the cycles come within them, in contexts that are as long as they are on average.
         settings: Decoding settings of the drafter; `num_assistant_tokens` is the largest size.
         max_new_tokens: Tokens of each run.
         repeats: Turns in which sampled cycles are timed; greedy ones take three times as many. The median counts, told
@@ -97,7 +97,7 @@ def measure_cost_table(
     most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
     batches: dict[int, _Rows] = {}
     for batch_size in TIMED_BATCHES if batch_sizes is None else batch_sizes:
-        rows = _verifiable_rows(target, drafter, settings, typical_rows(answers, most, batch_size))
+        rows = _verifiable_rows(target, drafter, settings, typical_rows(answers, batch_size))
         if rows is not None:
             batches[batch_size] = rows
     if not batches:
@@ -240,13 +240,27 @@ def _time_turn(
     passes, rests = {}, {}
     for size, settings in forced.items():
         # Small trees take many cycles, of which a dozen tell enough.
-        of_size = options | {"max_new_tokens": min(options["max_new_tokens"], 12 * (size + 1))}
+        num_new = min(options["max_new_tokens"], 12 * (size + 1))
+        before, mask_before = _ending_before(ids, mask, num_new)
         torch.manual_seed(0)
-        taken = time_drafted(target, drafter, ids, settings, split=True, attention_mask=mask, **of_size)
+        taken = time_drafted(
+            target, drafter, before, settings, split=True, attention_mask=mask_before,
+            **options | {"max_new_tokens": num_new},
+        )  # fmt: skip
         passes[size] = taken.verify_seconds
         rests[size] = taken.cycle_seconds - taken.verify_seconds
-    steps = [time_plain(target, ids, attention_mask=mask, **options) for _ in range(num_steps)]
+    before, mask_before = _ending_before(ids, mask, options["max_new_tokens"])
+    steps = [time_plain(target, before, attention_mask=mask_before, **options) for _ in range(num_steps)]
     return passes, rests, statistics.median(step.seconds / step.num_tokens for step in steps)
+
+
+def _ending_before(ids: torch.Tensor, mask: torch.Tensor, num_new_tokens: int) -> _Rows:
+    """
+    Returns the rows without so many of their last tokens that a run of new ones has, on average, the whole rows for a
+    context; each keeps one.
+    """
+    num_cut = min(num_new_tokens // 2, int(mask.sum(dim=1).min()) - 1)
+    return ids[:, : ids.shape[1] - num_cut], mask[:, : mask.shape[1] - num_cut]
 
 
 def _paired_median(seconds: Sequence[float], steps: Sequence[float]) -> float:
@@ -267,21 +281,26 @@ def forcing_table(size: int, machine: str, dtype: str, curves: tuple[Curves, Cur
     return table.as_dict()
 
 
-def typical_rows(answers: Sequence[Answer], num_new_tokens: int, batch_size: int) -> _Rows:
+def typical_rows(answers: Sequence[Answer], batch_size: int) -> _Rows:
     """
-    Returns parts of the texts `(batch_size, T)` and their attention mask. The first row is as long as
-    [`typical_context`], and each other one shorter by a token than the one before it, down to a single one, with as
-    much padding on the left, where the ids are any.
+    Returns beginnings of the texts `(batch_size, T)` and their attention mask: contexts as they are on average while
+    a batch is decoded. The first row is as long as the longest one of a batch is, and so on down to the last, each
+    shorter by a token at least than the one before it (but for single tokens), with as much padding on the left, where
+    the ids are any.
 
-    Different texts as far as there are, as rows that are alike advance together, which costs less. Padded, as rows of
-    different prompts nearly always are: passes with a mask take other ways through attention than passes without one,
-    which may be faster or slower.
+    Longer in larger batches, as all rows of a batch take the time of its longest one. Different texts as far as there
+    are, as rows that are alike advance together, which costs less. Padded, as rows of different prompts nearly always
+    are: passes with a mask take other ways through attention than passes without one.
     """
-    length = len(typical_context(answers, num_new_tokens))
-    texts = [answer.tokens[-length:] for answer in answers if len(answer.tokens) >= length]
-    ids = torch.stack([texts[row % len(texts)] for row in range(batch_size)])
-    num_padding = torch.arange(batch_size).clamp(max=length - 1)
-    mask = (torch.arange(length) >= num_padding[:, None]).long()
+    at_random = np.random.default_rng(0).choice(context_lengths(answers), (10_000, batch_size))
+    of_rows = np.sort(at_random, axis=1)[:, ::-1].mean(axis=0).round().astype(int)
+    lengths = np.minimum(of_rows, of_rows[0] - np.arange(batch_size)).clip(min=1)
+    width = lengths[0]
+    ids, mask = torch.zeros(batch_size, width, dtype=torch.long), torch.zeros(batch_size, width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        texts = [answer.tokens for answer in answers if len(answer.tokens) >= length]
+        ids[row, width - length :] = texts[row % len(texts)][:length]
+        mask[row, width - length :] = 1
     return ids, mask
 
 
