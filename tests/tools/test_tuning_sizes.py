@@ -122,8 +122,8 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=1)
     assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 2, 3, 7, 12))
     assert Counter(seen) == {(rows, size): 4 for rows in (1, 2) for size in (0, 1, 2, 3, 7, 12)}
-    assert paddings[0] == [0]
-    assert paddings[28:] == [[0, 3]] * 28, "contexts of 25 and 30 tokens: the longer of two texts has 28.75 on average"
+    # Contexts of 25 and 30 tokens: the longer one of two has 28.75 on average, the shorter one 26.25.
+    assert paddings == [[0]] * 28 + [[0, 3]] * 28, "as batches are"
     for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):
         assert verify == pytest.approx([10.0 + rows * size for size in table.tree_sizes])
     for draft in table.draft_ms:
@@ -276,6 +276,16 @@ def test_rows_of_a_batch_are_different_texts_of_unequal_lengths() -> None:
     assert mask.sum(dim=1).tolist() == [40, 39, 38], "rows are padded as people's are"
     assert mask[:, -1].tolist() == [1, 1, 1], "on the left"
     assert typical_rows(answers, 50)[1].sum(dim=1).min() == 1
+
+
+def test_rows_of_a_batch_are_different_texts_where_texts_have_unequal_lengths() -> None:
+    starts, lengths = (0, 1000, 2000), (60, 100, 180)
+    for order in (slice(None), slice(None, None, -1)):
+        of_texts = list(zip(starts, lengths, strict=True))[order]
+        rows, _ = typical_rows([Answer(torch.arange(n) + start, n // 2) for start, n in of_texts], 3)
+        assert sorted((rows[:, -1] // 1000).tolist()) == [0, 1, 2]
+        # Also where a target takes no padding: rows of one token would make the same text.
+        assert torch.equal(rows // 1000, (rows[:, -1:] // 1000).expand_as(rows))
 
 
 def test_larger_batches_have_longer_contexts() -> None:

@@ -286,7 +286,7 @@ def typical_rows(answers: Sequence[Answer], batch_size: int) -> _Rows:
     Returns beginnings of the texts `(batch_size, T)` and their attention mask: contexts as they are on average while
     a batch is decoded. The first row is as long as the longest one of a batch is, and so on down to the last, each
     shorter by a token at least than the one before it (but for single tokens), with as much padding on the left, where
-    the ids are any.
+    other tokens of the text stand: a target that takes no padding reads them.
 
     Longer in larger batches, as all rows of a batch take the time of its longest one. Different texts as far as there
     are, as rows that are alike advance together, which costs less. Padded, as rows of different prompts nearly always
@@ -295,13 +295,14 @@ def typical_rows(answers: Sequence[Answer], batch_size: int) -> _Rows:
     at_random = np.random.default_rng(0).choice(context_lengths(answers), (10_000, batch_size))
     of_rows = np.sort(at_random, axis=1)[:, ::-1].mean(axis=0).round().astype(int)
     lengths = np.minimum(of_rows, of_rows[0] - np.arange(batch_size)).clip(min=1)
-    width = lengths[0]
-    ids, mask = torch.zeros(batch_size, width, dtype=torch.long), torch.zeros(batch_size, width, dtype=torch.long)
+    places = torch.arange(lengths[0]) - torch.from_numpy(lengths[0] - lengths)[:, None]  # below 0 where padded
+    longest_first = sorted((answer.tokens for answer in answers), key=len, reverse=True)
+    ids = []
     for row, length in enumerate(lengths):
-        texts = [answer.tokens for answer in answers if len(answer.tokens) >= length]
-        ids[row, width - length :] = texts[row % len(texts)][:length]
-        mask[row, width - length :] = 1
-    return ids, mask
+        num_long_enough = sum(len(text) >= length for text in longest_first)
+        text = longest_first[row % num_long_enough]
+        ids.append(text[places[row] % len(text)])
+    return torch.stack(ids), (places >= 0).long()
 
 
 def _milliseconds(seconds: Iterable[float]) -> Numbers:
