@@ -334,18 +334,19 @@ def test_where_small_trees_are_verified_no_large_ones_are_drafted() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_as_much_is_drafted_as_would_have_been_best(seed: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_as_much_is_drafted_as_would_nearly_have_been_best(seed: int, num_rows: int) -> None:
     generator = np.random.default_rng(seed)
     costs, most = dear_drafts(4, node_ms=float(generator.uniform(0.02, 0.4))), 20
     budget, trees = DraftBudget(costs, TREE_SIZES, most), []
     for _ in range(12):
-        assert budget.choose() == (best_budget(trees, costs, most) if trees else most)
+        assert budget.choose(num_rows) == (largest_good_budget(trees, costs, most, num_rows) if trees else most)
         trees.append(generator.random(most).cumprod() ** generator.uniform(0.05, 0.5))
         budget.observe(trees[-1])
 
 
-def best_budget(trees: list[np.ndarray], costs: BatchCosts, most: int) -> int:
-    """Returns the number of drafted tokens with which the trees make most of their time."""
+def largest_good_budget(trees: list[np.ndarray], costs: BatchCosts, most: int, num_rows: int) -> int:
+    """Returns the largest number of drafted tokens with which the trees make nearly most of their time."""
 
     def speed(drafted: int) -> float:
         tokens = ms = 0.0
@@ -359,7 +360,8 @@ def best_budget(trees: list[np.ndarray], costs: BatchCosts, most: int) -> int:
             tokens, ms = tokens + got, ms + taken
         return tokens / ms
 
-    return max((size for size in sizes_up_to(most) if size), key=speed)
+    speeds = {size: speed(size) for size in sizes_up_to(most) if size}
+    return max(size for size in speeds if speeds[size] >= (1 - 0.01 / num_rows) * max(speeds.values()))
 
 
 def test_what_was_not_drafted_is_judged_by_what_was() -> None:
@@ -370,7 +372,7 @@ def test_what_was_not_drafted_is_judged_by_what_was() -> None:
         hard, easy = 0.5 * 0.6 ** np.arange(16), 0.99 ** np.arange(16)
         for cycle in range(60):
             tree = easy if is_easier and cycle >= 20 else hard
-            found[is_easier, cycle] = budget.choose()
+            found[is_easier, cycle] = budget.choose(1)
             budget.observe(tree[: found[is_easier, cycle]])
     assert max(found[is_easier, cycle] for is_easier in (False, True) for cycle in range(5, 20)) <= 4
     assert max(found[False, cycle] for cycle in range(20, 60)) <= 4

@@ -12,6 +12,10 @@ from .tree_size import sizes_up_to
 _NUM_CYCLES = 16
 # What a cycle counts for, after each further one that drafted so many tokens, in how likely tokens usually are.
 _FORGETTING = 0.5
+# The share of the speed that a row gives up to see more drafted tokens than pay by what is known: those that were not
+# seen are taken to be as likely as they usually are, and some of them are much likelier. The mean of many rows is
+# seldom far from what it usually is, so they give up less.
+_GIVEN_UP = 0.01
 # Where the last of the tokens that were drafted was as likely as that, nobody knows what would have come behind it:
 # so many times as many are drafted next.
 _LIKELY = 0.7
@@ -20,8 +24,8 @@ _FURTHER = 2
 
 class DraftBudget:
     """
-    Decides how many tokens are drafted: as many as would have made most of the time of the newest cycles, had each
-    verified what was best of them. In the first cycle all that may be drafted are.
+    Decides how many tokens are drafted: the most with which the newest cycles would have been nearly as fast as with
+    the best number, had each verified what was best of them. In the first cycle all that may be drafted are.
 
     Args:
         costs: Of cycles with as many rows as there are.
@@ -43,14 +47,14 @@ class DraftBudget:
         self._rows = np.arange(len(self._choices))
         self._num_cycles = 0
 
-    def choose(self) -> int:
-        """Returns how many tokens to draft; of equally good numbers the largest."""
+    def choose(self, num_rows: int) -> int:
+        """Returns how many tokens to draft, in a batch of which so many rows have not ended."""
         if not self._num_cycles:
             return self._choices[-1]
         tokens, ms = self._newest.sum(axis=0)
         speeds = tokens / ms
-        best = self._choices[-1 - int(speeds[::-1].argmax())]
-        return best if self._last < _LIKELY else min(_FURTHER * best, self._choices[-1])
+        most = self._choices[int(np.flatnonzero(speeds >= (1 - _GIVEN_UP / num_rows) * speeds.max())[-1])]
+        return most if self._last < _LIKELY else min(_FURTHER * most, self._choices[-1])
 
     def observe(self, probabilities: np.ndarray) -> None:
         """

@@ -249,7 +249,8 @@ class TreeSizing:
         of_branch = 0 if at_rest is None else at_rest.size
         if self._budget is None:
             self._budget = DraftBudget(self._costs, self._sizes, most)
-        enough = of_branch + (TRIAL_SIZE if self._tries_again else self._budget.choose())
+        num_open = sum(weight > 0 for weight in weights)
+        enough = of_branch + (TRIAL_SIZE if self._tries_again else self._budget.choose(num_open))
         return next(size for size in sizes_up_to(most, self._sizes) if size >= min(enough, most))
 
     def weigh(self, tree: DraftTree) -> DraftTree:
