@@ -248,6 +248,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     questions = read_questions(args.prompts, num_questions=args.num_tuning_prompts + args.num_prompts)
     target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if args.prompt_lookup_num_tokens is not None:
         drafter.generation_config.prompt_lookup_num_tokens = args.prompt_lookup_num_tokens
     texts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]

@@ -40,8 +40,8 @@ from transformers_gumiho.tuning import (
     timing,
     tune,
 )
-from transformers_gumiho.tuning.answers import typical_context
 from transformers_gumiho.tuning.calibration import LOG_TEMPERATURES, cross_fitted, features_of_drafts
+from transformers_gumiho.tuning.contexts import typical_context
 from transformers_gumiho.tuning.costs import smooth, tree_capacity
 from transformers_gumiho.tuning.timing import DecodingTime, time_drafted, time_plain
 
@@ -302,8 +302,8 @@ def test_larger_trees_never_cost_less() -> None:
 
 def test_cycles_are_timed_in_a_context_of_average_length() -> None:
     answers = [Answer(torch.arange(100), 20), Answer(torch.arange(60), 40)]
-    # Contexts grow from 20 to 100 and from 40 to 60, so they have 55 tokens on average.
-    assert typical_context(answers, 32).tolist() == list(range(55 - 16))
+    # Contexts grow from 20 to 100 and from 40 to 60: 80 steps have 60 tokens on average, and 20 have 50.
+    assert typical_context(answers, 32).tolist() == list(range(58 - 16))
     assert typical_context([Answer(torch.arange(3), 1)], 32).tolist() == [0]
 
 

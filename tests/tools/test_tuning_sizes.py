@@ -31,7 +31,8 @@ from transformers_gumiho.tuning import (
     measure_acceptance_curves,
     measure_cost_table,
 )
-from transformers_gumiho.tuning.cost_table import forcing_table, typical_rows
+from transformers_gumiho.tuning.contexts import ending_before, typical_rows
+from transformers_gumiho.tuning.cost_table import forcing_table
 from transformers_gumiho.tuning.timing import DecodingTime, time_drafted, time_plain
 
 
@@ -82,7 +83,7 @@ def test_curves_count_the_drafted_tokens_of_a_generation() -> None:
     assert one_token is None
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 12])
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 12])
 def test_forced_size_is_that_of_every_cycle(size: int) -> None:
     target = make_target(seed=3)
     drafter = make_drafter(target, **SETTINGS, cycle_costs=forcing_table(size, "here", "float64"))
@@ -118,12 +119,12 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cost_table, "time_drafted", drafted)
     monkeypatch.setattr(cost_table, "time_plain", plain)
     target = make_target()
-    answers = [Answer(torch.arange(40) % 7, 10), Answer(torch.arange(50) % 5, 10)]
+    # Two rows begin with 10 and 18 tokens in half of the batches, and with the same number in the others.
+    answers = [Answer(torch.arange(40) % 7, 10), Answer(torch.arange(48) % 5, 18)]
     table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=1)
     assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 2, 3, 7, 12))
     assert Counter(seen) == {(rows, size): 4 for rows in (1, 2) for size in (0, 1, 2, 3, 7, 12)}
-    # Contexts of 25 and 30 tokens: the longer one of two has 28.75 on average, the shorter one 26.25.
-    assert paddings == [[0]] * 28 + [[0, 3]] * 28, "as batches are"
+    assert paddings == [[0]] * 28 + [[0, 4]] * 28, "as batches are"
     for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):
         assert verify == pytest.approx([10.0 + rows * size for size in table.tree_sizes])
     for draft in table.draft_ms:
@@ -164,7 +165,8 @@ def test_batches_that_a_target_cannot_verify_are_left_out() -> None:
     settings = SETTINGS | {"num_assistant_tokens": 3, "branching_factor": 1}
     timed = target, drafter, answers, settings, 4
     assert measure_cost_table(*timed, batch_sizes=(1, 2), repeats=1).batch_sizes == (1,)
-    with pytest.raises(ValueError, match=r"RwkvForCausalLM cannot verify drafts in batches of \(2,\)"):
+    why = r"RwkvForCausalLM cannot verify drafts in batches of \(2,\), time others: .*differs from one token after"
+    with pytest.raises(ValueError, match=why):
         measure_cost_table(*timed, batch_sizes=(2,), repeats=1)
 
 
@@ -278,24 +280,54 @@ def test_rows_of_a_batch_are_different_texts_of_unequal_lengths() -> None:
     assert typical_rows(answers, 50)[1].sum(dim=1).min() == 1
 
 
-def test_rows_of_a_batch_are_different_texts_where_texts_have_unequal_lengths() -> None:
-    starts, lengths = (0, 1000, 2000), (60, 100, 180)
-    for order in (slice(None), slice(None, None, -1)):
-        of_texts = list(zip(starts, lengths, strict=True))[order]
-        rows, _ = typical_rows([Answer(torch.arange(n) + start, n // 2) for start, n in of_texts], 3)
-        assert sorted((rows[:, -1] // 1000).tolist()) == [0, 1, 2]
-        # Also where a target takes no padding: rows of one token would make the same text.
-        assert torch.equal(rows // 1000, (rows[:, -1:] // 1000).expand_as(rows))
-
-
-def test_larger_batches_have_longer_contexts() -> None:
-    # Half of the texts are twice as long: of two rows, one of them or more is with a probability of 3/4.
-    answers = [Answer(torch.arange(length), length) for length in (100, 100, 200, 200)]
-    assert [typical_rows(answers, size)[1].sum(dim=1).tolist() for size in (1, 2)] == [
-        [pytest.approx(150, abs=2)],
-        [pytest.approx(175, abs=2), pytest.approx(125, abs=2)],
+@pytest.mark.parametrize("batch_size", [2, 4, 8, 30])
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_of_a_batch_are_as_different_as_can_be(seed: int, batch_size: int) -> None:
+    generator = np.random.default_rng(seed)
+    prompts, new = (generator.integers(1, 400, 6) for _ in range(2))
+    texts = [
+        Answer(torch.arange(before + after) + 1000 * number, int(before))
+        for number, (before, after) in enumerate(zip(prompts, new, strict=True))
     ]
-    assert typical_rows(answers, 8)[0].shape[1] == pytest.approx(200, abs=2)
+    rows, mask = typical_rows(texts, batch_size)
+    lengths, numbers = mask.sum(dim=1), rows[:, -1] // 1000
+    assert ((lengths.diff() < 0) | (lengths[1:] == 1)).all(), "rows that are alike advance together"
+    uses = Counter(numbers.tolist())
+    for row, length in enumerate(lengths.tolist()):
+        long_enough = [number for number, text in enumerate(texts) if len(text.tokens) >= length]
+        assert int(numbers[row]) in long_enough
+        assert uses[int(numbers[row])] <= -(-batch_size // len(long_enough)), "as often as others"
+    # Also where a target takes no padding: rows of one token would make the same text.
+    assert torch.equal(rows // 1000, numbers[:, None].expand_as(rows))
+
+
+def test_rows_are_as_long_as_those_of_batches_are_on_average() -> None:
+    """A batch is as wide as its longest prompt, and takes as many steps as its longest answer."""
+    lengths = [(60, 10), (12, 100), (30, 60)]
+    answers = [Answer(torch.arange(before + after), before) for before, after in lengths]
+    for size in (1, 2, 3):
+        widths, shortest = [], []
+        for batch in itertools.product(lengths, repeat=size):
+            prompts, new = zip(*batch, strict=True)
+            widths += [max(prompts) + step + 0.5 for step in range(max(new))]
+            shortest += [min(prompts) + step + 0.5 for step in range(max(new))]
+        of_rows = typical_rows(answers, size)[1].sum(dim=1).tolist()
+        assert of_rows[0] == pytest.approx(np.mean(widths), abs=2), "longer in larger batches"
+        assert of_rows[-1] == pytest.approx(np.mean(shortest), abs=2)
+
+
+def test_rows_are_no_longer_than_the_longest_text() -> None:
+    """Though one prompt may be as long as that, and another answer, which the target may have no positions for."""
+    rows, mask = typical_rows([Answer(torch.arange(110), 100), Answer(torch.arange(110), 10)], 8)
+    assert mask.sum(dim=1).tolist()[0] == rows.shape[1] == 110
+
+
+def test_row_that_is_too_short_to_be_cut_keeps_a_token() -> None:
+    ids, mask = torch.arange(12).reshape(2, 6), torch.tensor([[1] * 6, [0] * 4 + [1] * 2])
+    rows, of_rows = ending_before((ids, mask), 6)
+    assert (rows.tolist(), of_rows.tolist()) == ([[0, 1, 2], [6, 7, 8]], [[1, 1, 1], [0, 0, 1]])
+    assert mask[1].tolist() == [0] * 4 + [1] * 2, "as they were"
+    assert ending_before((ids, mask), 50)[0].tolist() == [[0], [6]]
 
 
 def test_runs_of_every_length_have_the_same_context_on_average(monkeypatch: pytest.MonkeyPatch) -> None:

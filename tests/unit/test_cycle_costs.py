@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cycle_costs import make_cost_table
@@ -124,6 +125,25 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
             expected = 4.0 + 10.0 + 0.5 * (rows * (size + 1) - 1)
             assert costs.cycle_ms(size) == pytest.approx(expected)
             assert costs.undrafted_ms(size) == pytest.approx(costs.plain_ms + 0.5 * rows * size)
+
+
+def test_larger_trees_never_cost_less_beyond_what_was_measured() -> None:
+    """Though a node cost less with eight rows than with four, which is noise."""
+    table = make_cost_table() | {
+        "batch_sizes": [4, 8], "tree_sizes": [0, 1, 16], "plain_ms": [16.0, 22.0], "draft_ms": [3.0, 3.5],
+        "verify_ms": [[15.0, 28.0, 30.0], [22.0, 27.0, 40.0]],
+    }  # fmt: skip
+    for rows in (8, 9, 16, 64):
+        costs = CycleCostTable.parse(table).for_batch(rows)
+        assert np.diff(costs.cycle_ms([0, 1, 2, 16, 20])).min() >= 0
+        assert costs.undrafted_ms([0, 1, 16]).min() == pytest.approx(costs.plain_ms)
+
+
+def test_verifying_more_is_never_faster_than_plain_decoding() -> None:
+    """Whatever a table says: speeds are compared, and have to be positive."""
+    table = make_cost_table() | {"tree_sizes": [0, 20], "batch_sizes": [1], "plain_ms": [5.0], "draft_ms": [3.0]}
+    costs = CycleCostTable.parse(table | {"verify_ms": [[10.0, 5.0]]}).for_batch(1)
+    assert costs.undrafted_ms([0, 10, 20, 40]).tolist() == [5.0] * 4
 
 
 def test_drafting_costs_what_is_drafted_and_not_what_is_verified() -> None:

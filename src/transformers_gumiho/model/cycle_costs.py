@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,8 @@ class BatchCosts:
         Returns the milliseconds of cycles without the drafter, that verify so many tokens which the context drafts: a
         step of plain decoding, and what a pass over more tokens costs more.
         """
-        return np.asarray(self.plain_ms + self._of_sizes(self.verify_ms, tree_sizes) - self.verify_ms[0])
+        more = self._of_sizes(self.verify_ms, tree_sizes) - self.verify_ms[0]
+        return np.asarray(self.plain_ms + np.maximum(more, 0.0))
 
     def _of_sizes(self, measured: Numbers, tree_sizes: Sequence[int] | int) -> np.ndarray:
         sizes, largest = np.asarray(tree_sizes), self.tree_sizes[-1]
@@ -141,7 +142,9 @@ class CycleCostTable:
             return _at(batch_size, self.batch_sizes, values)
 
         def of_sizes(rows: tuple[Numbers, ...]) -> Numbers:
-            return tuple(map(at, zip(*rows, strict=True)))
+            # Of the smallest size, and what each further one costs more: beyond the measured batches, too, no larger
+            # tree costs less than a smaller one.
+            return tuple(accumulate(map(at, np.diff(rows, axis=1, prepend=0.0).T.tolist())))
 
         return BatchCosts(self.tree_sizes, of_sizes(self.verify_ms), of_sizes(draft), at(plain))
 

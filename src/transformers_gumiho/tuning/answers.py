@@ -58,22 +58,3 @@ def decode_answers(
         )  # fmt: skip
         answers.append(Answer(output[0].cpu(), len(prompt)))
     return answers
-
-
-def context_lengths(answers: Sequence[Answer]) -> list[float]:
-    """
-    Returns how long the context is on average while each of the answers is decoded: it grows from the prompt's length
-    to the whole text's. What a cycle costs grows with it.
-    """
-    return [(answer.prompt_length + len(answer.tokens)) / 2 for answer in answers]
-
-
-def typical_context(answers: Sequence[Answer], num_new_tokens: int) -> torch.Tensor:
-    """
-    Returns the beginning `(T,)` of one of the texts, after which `num_new_tokens` more are decoded in a context that
-    is as long as contexts are on average.
-    """
-    lengths = context_lengths(answers)
-    middle = sum(lengths) / len(lengths)
-    longest = max(answers, key=lambda answer: len(answer.tokens))
-    return longest.tokens[: max(round(middle - num_new_tokens / 2), 1)]

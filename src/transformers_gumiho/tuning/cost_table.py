@@ -18,7 +18,8 @@ from ..model.cycle_costs import CycleCostTable, Numbers
 from ..model.modeling_gumiho import GumihoModel
 from ..target.machine import machine_and_dtype
 from ..target.requirements import verification_kind
-from .answers import Answer, context_lengths
+from .answers import Answer
+from .contexts import Rows, ending_before, typical_rows
 from .costs import smooth, without_end
 from .timing import time_drafted, time_plain
 
@@ -34,9 +35,6 @@ _NEVER, _AT_ONCE = 1e9, 1.0
 
 # How often drafted tokens are accepted at each depth, `None` where nobody knows.
 Curves = tuple[AcceptanceCurve, ...] | None
-
-# Token ids `(B, T)` on the target's device, and their attention mask.
-_Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,8 @@ def measure_cost_table(
     Args:
         target: The target.
         drafter: The drafter. Its settings are as before afterwards.
-        answers: Texts; the cycles come within them, in contexts that are as long as they are on average.
+        answers: Texts, at least one; the cycles come within them, in contexts as long as those of the average step of
+            decoding them.
         settings: Decoding settings of the drafter; `num_assistant_tokens` is the largest size.
         max_new_tokens: Tokens of each run.
         repeats: Turns in which sampled cycles are timed; greedy ones take three times as many. The median counts, told
@@ -95,13 +94,16 @@ def measure_cost_table(
     sizes = _timed_sizes(target, settings)
     # The longest cycle leaves a whole one after it.
     most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
-    batches: dict[int, _Rows] = {}
+    batches: dict[int, Rows] = {}
     for batch_size in TIMED_BATCHES if batch_sizes is None else batch_sizes:
-        rows = _verifiable_rows(target, drafter, settings, typical_rows(answers, batch_size))
-        if rows is not None:
-            batches[batch_size] = rows
+        try:
+            batches[batch_size] = _verifiable_rows(target, drafter, settings, typical_rows(answers, batch_size))
+        except ValueError as error:
+            refusal = error
     if not batches:
-        raise ValueError(f"{type(target).__name__} cannot verify drafts in batches of {batch_sizes}: time others.")
+        raise ValueError(
+            f"{type(target).__name__} cannot verify drafts in batches of {batch_sizes}, time others: {refusal}"
+        ) from refusal
     forced = _forced_sizes(target, settings, sizes, curves)
     greedy = _measure_times(target, drafter, batches, forced, most, 3 * repeats, 1, {"do_sample": False})
     names = machine_and_dtype(target)
@@ -155,7 +157,7 @@ def _drafts_fewer(target: PreTrainedModel, settings: dict[str, Any]) -> bool:
 def _measure_times(
     target: PreTrainedModel,
     drafter: GumihoModel,
-    batches: dict[int, _Rows],
+    batches: dict[int, Rows],
     forced: dict[int, dict[str, Any]],
     max_new_tokens: int,
     num_turns: int,
@@ -206,22 +208,23 @@ def _in_times_of(greedy: _Times, sampled: _Times, depth: int) -> tuple[tuple[Num
     return tuple(drafts), tuple(steps)
 
 
-def _verifiable_rows(
-    target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any], rows: _Rows
-) -> _Rows | None:
+def _verifiable_rows(target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any], rows: Rows) -> Rows:
     """
-    Returns rows on the target's device, their mask without padding for a target that cannot verify padded drafts;
-    `None` for one that cannot verify drafts of so many rows.
+    Returns rows on the target's device, their mask without padding for a target that cannot verify padded drafts.
+
+    Raises:
+        ValueError: It cannot verify drafts of so many rows.
     """
     ids, mask = (tensor.to(target.device) for tensor in rows)
     if len(ids) == 1:
         return ids, mask  # what is refused of a single row is told when it is timed
+    options: dict[str, Any] = {"assistant_model": drafter, "max_new_tokens": 2, "do_sample": False}
     with decoding_settings(drafter, settings | DRAFTER_ALONE):
-        for tried in (mask, torch.ones_like(mask)):
-            with suppress(ValueError):
-                target.generate(ids, attention_mask=tried, assistant_model=drafter, max_new_tokens=2, do_sample=False)
-                return ids, tried
-    return None
+        with suppress(ValueError):
+            target.generate(ids, attention_mask=mask, **options)
+            return ids, mask
+        target.generate(ids, attention_mask=torch.ones_like(mask), **options)
+    return ids, torch.ones_like(mask)
 
 
 def _time_turn(
@@ -241,7 +244,7 @@ def _time_turn(
     for size, settings in forced.items():
         # Small trees take many cycles, of which a dozen tell enough.
         num_new = min(options["max_new_tokens"], 12 * (size + 1))
-        before, mask_before = _ending_before(ids, mask, num_new)
+        before, mask_before = ending_before((ids, mask), num_new)
         torch.manual_seed(0)
         taken = time_drafted(
             target, drafter, before, settings, split=True, attention_mask=mask_before,
@@ -249,18 +252,9 @@ def _time_turn(
         )  # fmt: skip
         passes[size] = taken.verify_seconds
         rests[size] = taken.cycle_seconds - taken.verify_seconds
-    before, mask_before = _ending_before(ids, mask, options["max_new_tokens"])
+    before, mask_before = ending_before((ids, mask), options["max_new_tokens"])
     steps = [time_plain(target, before, attention_mask=mask_before, **options) for _ in range(num_steps)]
     return passes, rests, statistics.median(step.seconds / step.num_tokens for step in steps)
-
-
-def _ending_before(ids: torch.Tensor, mask: torch.Tensor, num_new_tokens: int) -> _Rows:
-    """
-    Returns the rows without so many of their last tokens that a run of new ones has, on average, the whole rows for a
-    context; each keeps one.
-    """
-    num_cut = min(num_new_tokens // 2, int(mask.sum(dim=1).min()) - 1)
-    return ids[:, : ids.shape[1] - num_cut], mask[:, : mask.shape[1] - num_cut]
 
 
 def _paired_median(seconds: Sequence[float], steps: Sequence[float]) -> float:
@@ -279,30 +273,6 @@ def forcing_table(size: int, machine: str, dtype: str, curves: tuple[Curves, Cur
     draft = (_AT_ONCE,) * len(sizes)
     table = CycleCostTable(machine, dtype, (1,), tuple(sizes), (tuple(verify),), (draft,), (_NEVER,), *curves)
     return table.as_dict()
-
-
-def typical_rows(answers: Sequence[Answer], batch_size: int) -> _Rows:
-    """
-    Returns beginnings of the texts `(batch_size, T)` and their attention mask: contexts as they are on average while
-    a batch is decoded. The first row is as long as the longest one of a batch is, and so on down to the last, each
-    shorter by a token at least than the one before it (but for single tokens), with as much padding on the left, where
-    other tokens of the text stand: a target that takes no padding reads them.
-
-    Longer in larger batches, as all rows of a batch take the time of its longest one. Different texts as far as there
-    are, as rows that are alike advance together, which costs less. Padded, as rows of different prompts nearly always
-    are: passes with a mask take other ways through attention than passes without one.
-    """
-    at_random = np.random.default_rng(0).choice(context_lengths(answers), (10_000, batch_size))
-    of_rows = np.sort(at_random, axis=1)[:, ::-1].mean(axis=0).round().astype(int)
-    lengths = np.minimum(of_rows, of_rows[0] - np.arange(batch_size)).clip(min=1)
-    places = torch.arange(lengths[0]) - torch.from_numpy(lengths[0] - lengths)[:, None]  # below 0 where padded
-    longest_first = sorted((answer.tokens for answer in answers), key=len, reverse=True)
-    ids = []
-    for row, length in enumerate(lengths):
-        num_long_enough = sum(len(text) >= length for text in longest_first)
-        text = longest_first[row % num_long_enough]
-        ids.append(text[places[row] % len(text)])
-    return torch.stack(ids), (places >= 0).long()
 
 
 def _milliseconds(seconds: Iterable[float]) -> Numbers:

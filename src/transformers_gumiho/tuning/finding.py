@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from ..drafting.settings import DRAFT_TEMPERATURE
 from ..model.modeling_gumiho import GumihoModel
 from .acceptance import AcceptanceProfile, profile_acceptance
-from .answers import decode_answers, typical_context
+from .answers import decode_answers
 from .arguments import TuningArguments
 from .calibration import cross_fitted, measure_draft_losses
 from .contest import measure_in_turns
+from .contexts import typical_context
 from .costs import CycleCosts, measure_costs, tree_capacity
 from .result import TuningResult
 from .search import Candidate, DraftTemperature, TreeSettings, choose_contenders, rank_trees

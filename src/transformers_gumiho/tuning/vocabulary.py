@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from ..model.modeling_gumiho import GumihoModel
 from .acceptance import profile_acceptance
-from .answers import Answer, typical_context
+from .answers import Answer
 from .contest import PLAIN, decode_in_turns
+from .contexts import typical_context
 from .costs import measure_cycles, smooth
 from .counting import rank_on_other_half, rank_tokens
 from .search import TreeSettings
