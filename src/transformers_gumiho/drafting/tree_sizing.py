@@ -51,10 +51,8 @@ TRIAL_SIZE = 4
 # Tokens of a row that cycles which draft may lose before they pause, and that earlier gains make up for at most: a
 # drafter that has gained may lose more, as one that does not fit gains nothing.
 _MOST_LOST, _MOST_GAINED = 2.0, 4.0
-# Cycles without the drafter before it is tried again: at first, how many times as many the next time, and at most.
-FIRST_PAUSE = 8
-_LONGER_PAUSE = 4
-LONGEST_PAUSE = 64
+# Cycles without the drafter before it is tried again: at first, and after each trial that lost, too.
+FIRST_PAUSE, LATER_PAUSE = 8, 64
 
 
 class AcceptanceCorrection:
@@ -84,8 +82,8 @@ class BackOff:
     Decides whether to draft. It pauses where the newest cycles that drafted were slower than plain decoding, or
     clearly slower than the same would have been with drafts from the context alone, and more was lost than by a bad
     cycle or two: lost tokens are summed up, gained ones taken off as far as they are few (a one-sided cumulative sum
-    test, E. S. Page, 1954). Each pause is longer than the one before, up to a limit; once nothing is lost any more the
-    pauses begin anew.
+    test, E. S. Page, 1954). Later pauses are longer than the first one; once nothing is lost any more the pauses begin
+    anew.
 
     Args:
         plain_ms: Milliseconds of a step of plain decoding.
@@ -145,7 +143,7 @@ class BackOff:
             self._begin_pause()
 
     def _begin_pause(self) -> None:
-        self.num_left, self._next_pause = self._next_pause, min(_LONGER_PAUSE * self._next_pause, LONGEST_PAUSE)
+        self.num_left, self._next_pause = self._next_pause, LATER_PAUSE
         # One more cycle that loses is enough then.
         self._lost = _MOST_LOST
         self._tokens, self._ms = _LEFT_BY_PAUSE * self._tokens, _LEFT_BY_PAUSE * self._ms
