@@ -119,12 +119,11 @@ def test_table_holds_the_medians_of_what_was_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cost_table, "time_drafted", drafted)
     monkeypatch.setattr(cost_table, "time_plain", plain)
     target = make_target()
-    # Two rows begin with 10 and 18 tokens in half of the batches, and with the same number in the others.
     answers = [Answer(torch.arange(40) % 7, 10), Answer(torch.arange(48) % 5, 18)]
     table = measure_cost_table(target, make_drafter(target), answers, SETTINGS, 8, batch_sizes=(1, 2), repeats=1)
     assert (table.batch_sizes, table.tree_sizes) == ((1, 2), (0, 1, 2, 3, 7, 12))
     assert Counter(seen) == {(rows, size): 4 for rows in (1, 2) for size in (0, 1, 2, 3, 7, 12)}
-    assert paddings == [[0]] * 28 + [[0, 4]] * 28, "as batches are"
+    assert paddings == [[0]] * 28 + [[0, 8]] * 28, "as batches are"
     for rows, verify in zip(table.batch_sizes, table.verify_ms, strict=True):
         assert verify == pytest.approx([10.0 + rows * size for size in table.tree_sizes])
     for draft in table.draft_ms:
@@ -305,9 +304,9 @@ def test_rows_are_as_long_as_those_of_batches_are_on_average() -> None:
     """A batch is as wide as its longest prompt, and takes as many steps as its longest answer."""
     lengths = [(60, 10), (12, 100), (30, 60)]
     answers = [Answer(torch.arange(before + after), before) for before, after in lengths]
-    for size in (1, 2, 3):
+    for size in (1, 2, 3, 4):
         widths, shortest = [], []
-        for batch in itertools.product(lengths, repeat=size):
+        for batch in itertools.permutations(lengths, size) if size <= 3 else itertools.product(lengths, repeat=size):
             prompts, new = zip(*batch, strict=True)
             widths += [max(prompts) + step + 0.5 for step in range(max(new))]
             shortest += [min(prompts) + step + 0.5 for step in range(max(new))]
@@ -316,10 +315,24 @@ def test_rows_are_as_long_as_those_of_batches_are_on_average() -> None:
         assert of_rows[-1] == pytest.approx(np.mean(shortest), abs=2)
 
 
-def test_rows_are_no_longer_than_the_longest_text() -> None:
-    """Though one prompt may be as long as that, and another answer, which the target may have no positions for."""
-    rows, mask = typical_rows([Answer(torch.arange(110), 100), Answer(torch.arange(110), 10)], 8)
-    assert mask.sum(dim=1).tolist()[0] == rows.shape[1] == 110
+def test_no_cycle_is_timed_where_a_target_has_no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though one prompt may be nearly as long, and the answer to another one."""
+    ends, timed = set(), DecodingTime(num_tokens=1, seconds=0.01, verify_seconds=0.01, cycle_seconds=0.02)
+
+    def note(*args: Any, max_new_tokens: int, **kwargs: Any) -> DecodingTime:
+        (ids,) = (value for value in args if isinstance(value, torch.Tensor))
+        ends.add(ids.shape[1] + max_new_tokens)
+        return timed
+
+    monkeypatch.setattr(cost_table, "time_drafted", note)
+    monkeypatch.setattr(cost_table, "time_plain", note)
+    target = make_target()
+    drafter, answers = make_drafter(target), [Answer(torch.arange(62) % 7, 60), Answer(torch.arange(50) % 7, 10)]
+    for positions, end in ((64, 64), (1000, 82)):
+        ends.clear()
+        target.config.max_position_embeddings = positions
+        measure_cost_table(target, drafter, answers, SETTINGS, 40, batch_sizes=(2,), repeats=1)
+        assert max(ends) == end, "the longest text and half of a run, or all positions"
 
 
 def test_row_that_is_too_short_to_be_cut_keeps_a_token() -> None:

@@ -136,6 +136,7 @@ def test_larger_trees_never_cost_less_beyond_what_was_measured() -> None:
     for rows in (8, 9, 16, 64):
         costs = CycleCostTable.parse(table).for_batch(rows)
         assert np.diff(costs.cycle_ms([0, 1, 2, 16, 20])).min() >= 0
+        assert costs.verify_ms[-1] == pytest.approx(40.0 + (rows - 8) * 10 / 4), "and what was not noise is as before"
         assert costs.undrafted_ms([0, 1, 16]).min() == pytest.approx(costs.plain_ms)
 
 
@@ -144,6 +145,7 @@ def test_verifying_more_is_never_faster_than_plain_decoding() -> None:
     table = make_cost_table() | {"tree_sizes": [0, 20], "batch_sizes": [1], "plain_ms": [5.0], "draft_ms": [3.0]}
     costs = CycleCostTable.parse(table | {"verify_ms": [[10.0, 5.0]]}).for_batch(1)
     assert costs.undrafted_ms([0, 10, 20, 40]).tolist() == [5.0] * 4
+    assert costs.cycle_ms([20, 40, 400]).tolist() == [8.0] * 3
 
 
 def test_drafting_costs_what_is_drafted_and_not_what_is_verified() -> None:

@@ -146,6 +146,16 @@ def test_later_pauses_are_longer_and_begin_anew_after_success() -> None:
     assert pauses[16:][failing[0] :][:3] == [FIRST_PAUSE, LATER_PAUSE, LATER_PAUSE]
 
 
+def test_pauses_begin_anew_where_what_was_lost_is_regained() -> None:
+    back_off = BackOff(plain_ms=10.0)
+    back_off.expect(1.0, 15.0)
+    pauses = [paused_cycles(back_off, tokens, 15.0) for tokens in [1.0] * 5 + [3.0] + [1.0] * 4]
+    # Two tokens were lost, of which a trial of three regains one and a half.
+    assert pauses == [0] * 4 + [FIRST_PAUSE] + [0] * 4 + [LATER_PAUSE]
+    pauses = [paused_cycles(back_off, tokens, 15.0) for tokens in [4.0] + [1.0] * 6]
+    assert pauses == [0] * 6 + [FIRST_PAUSE]
+
+
 @pytest.mark.parametrize(("share", "most_paused", "least_speed"), [(0.75, 0.04, 1.4), (0.3, 1.0, 0.96)])
 def test_chance_ends_in_few_pauses(share: float, most_paused: float, least_speed: float) -> None:
     """Texts of 128 tokens whose drafts are accepted one after the other as if by dice, in cycles of two steps."""
@@ -343,6 +353,14 @@ def test_as_much_is_drafted_as_would_nearly_have_been_best(seed: int, num_rows: 
         assert budget.choose(num_rows) == (largest_good_budget(trees, costs, most, num_rows) if trees else most)
         trees.append(generator.random(most).cumprod() ** generator.uniform(0.05, 0.5))
         budget.observe(trees[-1])
+
+
+def test_rows_that_have_ended_are_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(DraftBudget, "choose", lambda budget, num_rows: asked.append(num_rows) or 4)
+    sizing = TreeSizing(costs_of(4))
+    assert [sizing.num_to_draft(20, weights) for weights in ([1.0] * 4, [0.0, 1.0, 0.0, 0.2])] == [4, 4]
+    assert asked == [4, 2]
 
 
 def largest_good_budget(trees: list[np.ndarray], costs: BatchCosts, most: int, num_rows: int) -> int:

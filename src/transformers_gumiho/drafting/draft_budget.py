@@ -12,9 +12,9 @@ from .tree_size import sizes_up_to
 _NUM_CYCLES = 16
 # What a cycle counts for, after each further one that drafted so many tokens, in how likely tokens usually are.
 _FORGETTING = 0.5
-# The share of the speed that a row gives up to see more drafted tokens than pay by what is known: those that were not
-# seen are taken to be as likely as they usually are, and some of them are much likelier. The mean of many rows is
-# seldom far from what it usually is, so they give up less.
+# The share of a single row's speed that may be given up to see more drafted tokens than pay by what is known: those
+# that were not seen are taken to be as likely as they usually are, and some of them are much likelier. The mean of
+# many rows is seldom far from what it usually is, so a batch gives up less, in proportion.
 _GIVEN_UP = 0.01
 # Where the last of the tokens that were drafted was as likely as that, nobody knows what would have come behind it:
 # so many times as many are drafted next.
@@ -25,7 +25,8 @@ _FURTHER = 2
 class DraftBudget:
     """
     Decides how many tokens are drafted: the most with which the newest cycles would have been nearly as fast as with
-    the best number, had each verified what was best of them. In the first cycle all that may be drafted are.
+    the best number, had each verified what was best of them. Twice as many where the last of those that were drafted
+    was likely, and in the first cycle all that may be.
 
     Args:
         costs: Of cycles with as many rows as there are.

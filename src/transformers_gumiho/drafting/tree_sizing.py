@@ -51,7 +51,7 @@ TRIAL_SIZE = 4
 # Tokens of a row that cycles which draft may lose before they pause, and that earlier gains make up for at most: a
 # drafter that has gained may lose more, as one that does not fit gains nothing.
 _MOST_LOST, _MOST_GAINED = 2.0, 4.0
-# Cycles without the drafter before it is tried again: at first, and after each trial that lost, too.
+# Cycles without the drafter before it is tried again: the first time, and later, until what was lost is regained.
 FIRST_PAUSE, LATER_PAUSE = 8, 64
 
 
@@ -240,8 +240,8 @@ class TreeSizing:
 
     def num_to_draft(self, most: int, weights: Sequence[float], branch: ContextBranch | None = None) -> int:
         """
-        Returns how many nodes, of `most`, the drafter is to draft: as many as pay, and room for what is worth being
-        verified of the context's branch. The other arguments are those of [`cut`].
+        Returns how many nodes, of `most`, the drafter is to draft: as many as its budget says, and room for what is
+        worth being verified of the context's branch. The other arguments are those of [`cut`].
         """
         at_rest = self._choose_at_rest(np.array(weights), branch)
         of_branch = 0 if at_rest is None else at_rest.size

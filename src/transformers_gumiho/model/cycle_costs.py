@@ -53,7 +53,7 @@ class BatchCosts:
     def _of_sizes(self, measured: Numbers, tree_sizes: Sequence[int] | int) -> np.ndarray:
         sizes, largest = np.asarray(tree_sizes), self.tree_sizes[-1]
         # Beyond what was measured, in proportion to what the largest tree costs more than the root.
-        slope = (measured[-1] - measured[0]) / max(largest, 1)
+        slope = max(measured[-1] - measured[0], 0.0) / max(largest, 1)
         return np.interp(sizes, self.tree_sizes, measured) + slope * np.maximum(sizes - largest, 0)
 
 
@@ -132,7 +132,8 @@ class CycleCostTable:
 
     def for_batch(self, batch_size: int, is_sampling: bool = False) -> BatchCosts:
         """
-        Returns what cycles with so many rows cost, greedy or sampled: between the measured ones what lies between.
+        Returns what cycles with so many rows cost, greedy or sampled: between the measured ones what lies between,
+        and beyond them what the last rows cost more.
         """
         draft, plain = self.draft_ms, self.plain_ms
         if is_sampling:
@@ -141,10 +142,12 @@ class CycleCostTable:
         def at(values: Sequence[float]) -> float:
             return _at(batch_size, self.batch_sizes, values)
 
+        is_beyond = len(self.batch_sizes) > 1 and batch_size > self.batch_sizes[-1]
+
         def of_sizes(rows: tuple[Numbers, ...]) -> Numbers:
-            # Of the smallest size, and what each further one costs more: beyond the measured batches, too, no larger
-            # tree costs less than a smaller one.
-            return tuple(accumulate(map(at, np.diff(rows, axis=1, prepend=0.0).T.tolist())))
+            values = map(at, zip(*rows, strict=True))
+            # What grows by noise may say that a larger tree costs less than a smaller one.
+            return tuple(accumulate(values, max) if is_beyond else values)
 
         return BatchCosts(self.tree_sizes, of_sizes(self.verify_ms), of_sizes(draft), at(plain))
 

@@ -20,14 +20,19 @@ def context_lengths(answers: Sequence[Answer], batch_size: int) -> np.ndarray:
     Returns how many tokens `(batch_size,)` the rows have in the average step of decoding these answers in batches, the
     longest first. What a step costs grows with them.
 
-    A batch is put together at random. It begins with as many tokens as the longest of its prompts has, shorter ones
-    padded, and takes as many steps as the longest of its answers has tokens, in each of which all rows grow by one.
+    A batch is put together at random, of different answers if there are enough. It begins with as many tokens as the
+    longest of its prompts has, shorter ones padded, and takes a step for each token of the longest of its answers, in
+    which all rows grow by one.
     """
     prompts = np.array([answer.prompt_length for answer in answers])
-    new = np.array([len(answer.new_tokens) for answer in answers])
-    picked = np.arange(len(answers))[:, None]
-    if batch_size > 1:
-        picked = np.random.default_rng(0).integers(len(answers), size=(_NUM_BATCHES, batch_size))
+    new = np.array([max(len(answer.new_tokens), 1) for answer in answers])
+    generator, count = np.random.default_rng(0), len(answers)
+    if batch_size == 1:
+        picked = np.arange(count)[:, None]
+    elif batch_size <= count:
+        picked = generator.random((_NUM_BATCHES, count)).argsort(axis=1)[:, :batch_size]
+    else:
+        picked = generator.integers(count, size=(_NUM_BATCHES, batch_size))
     num_steps = new[picked].max(axis=1)
     longest_first = -np.sort(-prompts[picked], axis=1)
     return np.average(longest_first + num_steps[:, None] / 2, axis=0, weights=num_steps)
@@ -43,12 +48,12 @@ def typical_context(answers: Sequence[Answer], num_new_tokens: int) -> torch.Ten
     return longest.tokens[: max(round(length - num_new_tokens / 2), 1)]
 
 
-def typical_rows(answers: Sequence[Answer], batch_size: int) -> Rows:
+def typical_rows(answers: Sequence[Answer], batch_size: int, most: int | None = None) -> Rows:
     """
     Returns beginnings of the texts `(batch_size, T)` and their attention mask: a batch in the average step of decoding
-    the answers in batches ([`context_lengths`]), but no longer than the longest text. Each row is shorter by at least
-    a token than the one before it (but for single tokens), with as much padding on the left, where other tokens of the
-    text stand: a target that takes no padding reads them.
+    the answers in batches ([`context_lengths`]), but of at most `most` tokens, and no longer than the longest text.
+    Each row is shorter by at least a token than the one before it (but for single tokens), with as much padding on the
+    left, where other tokens of the text stand: a target that takes no padding reads them.
 
     Longer in larger batches, as all rows of a batch take the time of its longest one. Different texts as far as there
     are, as rows that are alike advance together, which costs less. Padded, as rows of different prompts nearly always
@@ -56,7 +61,8 @@ def typical_rows(answers: Sequence[Answer], batch_size: int) -> Rows:
     """
     texts, places = [answer.tokens for answer in answers], np.arange(batch_size)
     of_rows = context_lengths(answers, batch_size).round().astype(int)
-    of_rows -= max(of_rows[0] - max(map(len, texts)), 0)
+    longest = max(map(len, texts))
+    of_rows -= max(of_rows[0] - (longest if most is None else min(longest, most)), 0)
     lengths = (np.minimum.accumulate(of_rows + places) - places).clip(min=1)
     columns = torch.arange(lengths[0]) - torch.from_numpy(lengths[0] - lengths)[:, None]  # below 0 where padded
     num_uses, ids = [0] * len(texts), []

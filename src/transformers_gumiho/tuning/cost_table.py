@@ -94,10 +94,15 @@ def measure_cost_table(
     sizes = _timed_sizes(target, settings)
     # The longest cycle leaves a whole one after it.
     most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    # A run of new tokens begins by half of its length before the end of the rows, and ends as far behind it.
+    most_in_row = None if positions is None else max(positions - (most + 1) // 2, 1)
     batches: dict[int, Rows] = {}
+    refusal: ValueError | None = None
     for batch_size in TIMED_BATCHES if batch_sizes is None else batch_sizes:
+        rows = typical_rows(answers, batch_size, most_in_row)
         try:
-            batches[batch_size] = _verifiable_rows(target, drafter, settings, typical_rows(answers, batch_size))
+            batches[batch_size] = _verifiable_rows(target, drafter, settings, rows)
         except ValueError as error:
             refusal = error
     if not batches:
