@@ -94,21 +94,7 @@ def measure_cost_table(
     sizes = _timed_sizes(target, settings)
     # The longest cycle leaves a whole one after it.
     most = max(max_new_tokens, 2 * drafter.config.max_draft_depth + 4)
-    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    # A run of new tokens begins by half of its length before the end of the rows, and ends as far behind it.
-    most_in_row = None if positions is None else max(positions - (most + 1) // 2, 1)
-    batches: dict[int, Rows] = {}
-    refusal: ValueError | None = None
-    for batch_size in TIMED_BATCHES if batch_sizes is None else batch_sizes:
-        rows = typical_rows(answers, batch_size, most_in_row)
-        try:
-            batches[batch_size] = _verifiable_rows(target, drafter, settings, rows)
-        except ValueError as error:
-            refusal = error
-    if not batches:
-        raise ValueError(
-            f"{type(target).__name__} cannot verify drafts in batches of {batch_sizes}, time others: {refusal}"
-        ) from refusal
+    batches = _verifiable_batches(target, drafter, settings, answers, batch_sizes or TIMED_BATCHES, most)
     forced = _forced_sizes(target, settings, sizes, curves)
     greedy = _measure_times(target, drafter, batches, forced, most, 3 * repeats, 1, {"do_sample": False})
     names = machine_and_dtype(target)
@@ -211,6 +197,37 @@ def _in_times_of(greedy: _Times, sampled: _Times, depth: int) -> tuple[tuple[Num
         drafts.append(tuple(round(float(ms), 4) for ms in of_sizes.values()))
         steps.append(round(speed * sampled.plain[number], 4))
     return tuple(drafts), tuple(steps)
+
+
+def _verifiable_batches(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    settings: dict[str, Any],
+    answers: Sequence[Answer],
+    batch_sizes: Sequence[int],
+    num_new_tokens: int,
+) -> dict[int, Rows]:
+    """
+    Returns the rows of batches of each size, without the sizes in which the target cannot verify drafts.
+
+    Raises:
+        ValueError: It can in none of them.
+    """
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    # A run of new tokens begins by half of its length before the end of the rows, and ends as far behind it.
+    most = None if positions is None else max(positions - (num_new_tokens + 1) // 2, 1)
+    batches: dict[int, Rows] = {}
+    for batch_size in batch_sizes:
+        rows = typical_rows(answers, batch_size, most)
+        try:
+            batches[batch_size] = _verifiable_rows(target, drafter, settings, rows)
+        except ValueError as error:
+            refusal = error
+    if not batches:
+        raise ValueError(
+            f"{type(target).__name__} cannot verify drafts in batches of {tuple(batch_sizes)}, time others: {refusal}"
+        ) from refusal
+    return batches
 
 
 def _verifiable_rows(target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any], rows: Rows) -> Rows:
