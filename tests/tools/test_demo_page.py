@@ -21,9 +21,9 @@ from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.presenting import DemoArguments, make_page
 from transformers_gumiho.presenting.web import command
 from transformers_gumiho.presenting.web import race as race_module
+from transformers_gumiho.presenting.web.lock import ModelLock
 from transformers_gumiho.presenting.web.markup import answer_html, tree_html, verdict_html
 from transformers_gumiho.presenting.web.race import Question, Race
-from transformers_gumiho.presenting.web.turns import Turns
 
 
 Pair = tuple[Any, Any, Any]
@@ -36,12 +36,12 @@ def pair() -> Pair:
     return load_pair(str(DEMO_TARGET), str(DEMO_TARGET.parent / "gumiho"), "float32")
 
 
-def make_race(pair: Pair, turns: Turns, text: str, **settings: Any) -> Race:
-    return Race(*pair, turns, Question(text=text, **SMALL | settings), max_question_tokens=100)
+def make_race(pair: Pair, lock: ModelLock, text: str, **settings: Any) -> Race:
+    return Race(*pair, lock, Question(text=text, **SMALL | settings), max_question_tokens=100)
 
 
-def begin(pair: Pair, turns: Turns, text: str, **settings: Any) -> Race:
-    race = make_race(pair, turns, text, **settings)
+def begin(pair: Pair, lock: ModelLock, text: str, **settings: Any) -> Race:
+    race = make_race(pair, lock, text, **settings)
     race.start()
     return race
 
@@ -53,8 +53,8 @@ def plain_tokens(pair: Pair, text: str, seed: int = 0, **settings: Any) -> list[
 
 
 def test_visitors_at_once_get_what_each_would_get_alone(pair: Pair) -> None:
-    """Also where texts are sampled, with seeds and settings of their own, and in turns."""
-    turns = Turns(torch.device("cpu"))
+    """Also where texts are sampled, with seeds and settings of their own."""
+    lock = ModelLock(torch.device("cpu"))
     sampled = [{"temperature": 0.8, "seed": seed} for seed in (1, 2)]
     expected = [
         plain_tokens(pair, text, how["seed"], max_new_tokens=16, do_sample=True, temperature=0.8)
@@ -62,8 +62,8 @@ def test_visitors_at_once_get_what_each_would_get_alone(pair: Pair) -> None:
     ]
     expected.append(plain_tokens(pair, PROMPTS[0], max_new_tokens=16, do_sample=False))
     settings_before = pair[2].generation_config.to_dict()
-    races = [begin(pair, turns, text, **how) for text, how in zip(PROMPTS, sampled, strict=True)]
-    races.append(begin(pair, turns, PROMPTS[0], num_assistant_tokens=5, branching_factor=1))
+    races = [begin(pair, lock, text, **how) for text, how in zip(PROMPTS, sampled, strict=True)]
+    races.append(begin(pair, lock, PROMPTS[0], num_assistant_tokens=5, branching_factor=1))
     for race, tokens in zip(races, expected, strict=True):
         assert race.wait(120)
         assert race.plain.tokens == race.drafted.tokens == tokens
@@ -84,7 +84,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
 
     monkeypatch.setattr(type(pair[0]), "generate", listening)
     wanted = SMALL | {"full_tree_attention": False, "prompt_lookup_num_tokens": 5}
-    race = begin(pair, Turns(torch.device("cpu")), PROMPTS[0], **wanted)
+    race = begin(pair, ModelLock(torch.device("cpu")), PROMPTS[0], **wanted)
     assert race.wait(120)
     (own,) = [drafter.generation_config for drafter in asked if drafter is not None]
     assert {name: getattr(own, name) for name in wanted if name != "max_new_tokens"} == {
@@ -101,7 +101,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
 
 
 def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
-    race = begin(pair, Turns(torch.device("cpu")), "print('<b>${1}</b>')\n")
+    race = begin(pair, ModelLock(torch.device("cpu")), "print('<b>${1}</b>')\n")
     assert race.wait(120)
     html = answer_html(race.drafted)
     text = "".join(piece for piece, _ in race.drafted.pieces)
@@ -120,8 +120,8 @@ def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) 
 
 
 def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
-    turns = Turns(torch.device("cpu"))
-    stopped = make_race(pair, turns, PROMPTS[0], max_new_tokens=2000)
+    lock = ModelLock(torch.device("cpu"))
+    stopped = make_race(pair, lock, PROMPTS[0], max_new_tokens=2000)
     so_far: list[tuple[int, int]] = []
 
     def stop_once_both_are_written(*_: Any) -> None:
@@ -131,7 +131,7 @@ def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
 
     with pair[0].model.layers[0].register_forward_pre_hook(stop_once_both_are_written):
         stopped.start()
-        other = begin(pair, turns, PROMPTS[1])
+        other = begin(pair, lock, PROMPTS[1])
         assert stopped.wait(120)
         assert other.wait(120)
     assert {stopped.plain.progress, stopped.drafted.progress} == {"stopped"}
@@ -160,19 +160,19 @@ def test_questions_that_cannot_be_answered_are_refused(
     pair: Pair, text: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        begin(pair, Turns(torch.device("cpu")), text, **settings)
+        begin(pair, ModelLock(torch.device("cpu")), text, **settings)
 
 
 def test_a_failure_is_told_and_the_models_go_to_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns(torch.device("cpu"))
+    lock = ModelLock(torch.device("cpu"))
     with monkeypatch.context() as patch:
         patch.setattr(pair[0].model.layers[0], "forward", _out_of_memory)
-        race = begin(pair, turns, PROMPTS[0])
+        race = begin(pair, lock, PROMPTS[0])
         assert race.wait(60)
     assert race.plain.progress == race.drafted.progress == "failed"
     assert "There is not enough memory for this answer. Ask for fewer" in answer_html(race.drafted)
     assert 'data-verdict="failed"' in verdict_html(race)
-    again = begin(pair, turns, PROMPTS[0])
+    again = begin(pair, lock, PROMPTS[0])
     assert again.wait(120)
     assert 'data-verdict="equal"' in verdict_html(again)
 
@@ -185,7 +185,7 @@ def test_what_only_the_host_may_know_is_not_told(pair: Pair, monkeypatch: pytest
     logged: list[Any] = []
     monkeypatch.setattr(race_module.logger, "error", lambda *_, exc_info: logged.append(exc_info))
     monkeypatch.setattr(pair[0].model.layers[0], "forward", _no_such_file)
-    race = begin(pair, Turns(torch.device("cpu")), PROMPTS[0])
+    race = begin(pair, ModelLock(torch.device("cpu")), PROMPTS[0])
     assert race.wait(60)
     html = answer_html(race.plain)
     assert "The answer failed (FileNotFoundError)." in html

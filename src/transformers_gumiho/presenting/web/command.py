@@ -28,7 +28,7 @@ def demo(args: DemoArguments) -> None:
     try:
         page.build(args.max_visitors).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
     finally:
-        page.turns.close()
+        page.lock.is_closed = True
 
 
 def make_page(args: DemoArguments) -> "gradio.Blocks":

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...drafting.settings import DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
+from .lock import ModelLock
 from .markup import answer_html, tree_html, verdict_html
 from .race import Question, Race
-from .turns import Turns
 
 
 # Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
@@ -27,7 +27,8 @@ _INTRODUCTION = """\
 
 `{target}` answers your question twice, at the same time: as plain `generate()` does, and with the drafter \
 `{drafter}`. What was drafted and the target accepted is <span style="background:rgba(34,197,94,0.28)">\
-green</span>. Both take turns at the processor, and each clock runs only while its own answer is worked at."""
+green</span>. Both share the processor, a cycle or token each in turn. \
+Each clock runs only while its own answer is generated."""
 
 
 class Page:
@@ -53,13 +54,13 @@ class Page:
     ):
         self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
         self.max_new_tokens, self.max_question_tokens = max_new_tokens, max_question_tokens
-        self.turns = Turns(target.device)
+        self.lock = ModelLock(target.device)
 
     def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        """Yields what is shown, again and again until both answers are whole: how to stop, and four pieces of HTML."""
+        """Yields what to show until both answers are over: the event that stops them, and four pieces of HTML."""
         try:
             question = self._question(text, *settings)
-            race = Race(self.target, self.tokenizer, self.drafter, self.turns, question, self.max_question_tokens)
+            race = Race(self.target, self.tokenizer, self.drafter, self.lock, question, self.max_question_tokens)
         except ValueError as error:
             # What it says is shown as HTML.
             raise gr.Error(escape(str(error)), print_exception=False) from error
@@ -114,7 +115,7 @@ class Page:
         return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree
 
     def build(self, max_visitors: int) -> gr.Blocks:
-        """Returns the page; `max_visitors` are answered at a time."""
+        """Returns the page, which answers `max_visitors` at a time."""
         introduction = _INTRODUCTION.format(target=_name(self.target), drafter=_name(self.drafter))
         with gr.Blocks(title="Gumiho beside plain decoding", analytics_enabled=False) as blocks:
             session = gr.State(None)
@@ -181,5 +182,5 @@ def _stop(wish_to_stop: Event | None) -> None:
 
 
 def _name(model: PreTrainedModel) -> str:
-    """Returns a model's name without the folders around it, which are nobody's business."""
+    """Returns a model's name without the folders around it, which visitors should not see."""
     return Path(model.name_or_path).name or type(model).__name__

@@ -1,4 +1,4 @@
-"""One question answered twice at once, with the drafter and without, while somebody watches."""
+"""One question answered twice at the same time: with the drafter and by plain decoding."""
 
 import copy
 import threading
@@ -18,7 +18,7 @@ from ...model.modeling_gumiho import GumihoModel
 from ..answering import sampling_settings
 from ..cycles import Cycle, watch_cycles
 from ..streaming import PieceStreamer
-from .turns import Turn, Turns
+from .lock import Hold, ModelLock
 
 
 logger = logging.get_logger(__name__)
@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 # More than nearly any text has; to count the tokens of a longer one would take long already.
 _CHARACTERS_PER_TOKEN = 16
 
-Progress = Literal["waiting", "writing", "whole", "stopped", "failed"]
+Progress = Literal["queued", "writing", "done", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Question:
 
 
 class Stopped(Exception):
-    """Ends a generation that nobody waits for any more."""
+    """Ends a generation that was stopped."""
 
 
 class LiveAnswer:
@@ -64,30 +64,30 @@ class LiveAnswer:
     An answer as it is written; one thread writes it, and others read it.
 
     Attributes:
-        pieces: Its text, in pieces of whole characters, and whether each is made of accepted drafts alone.
+        pieces: Its text in pieces of complete characters, each with whether it holds accepted drafts alone.
         tokens: Its tokens so far.
         cycles: The verification cycles so far; none in plain decoding.
-        progress: How far it is.
-        problem: Why it failed, for people.
+        progress: Its state.
+        problem: Why it failed, as the page shows it.
     """
 
     def __init__(self) -> None:
         self.pieces: list[tuple[str, bool]] = []
         self.tokens: list[int] = []
         self.cycles: list[Cycle] = []
-        self.progress: Progress = "waiting"
+        self.progress: Progress = "queued"
         self.problem: str | None = None
-        self.turn: Turn | None = None
+        self.hold: Hold | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
-        return self.progress in ("whole", "stopped", "failed")
+        """Whether it has ended, for whatever reason."""
+        return self.progress in ("done", "stopped", "failed")
 
     @property
     def seconds(self) -> float:
-        """How long the models have worked for it."""
-        return self.turn.seconds if self.turn is not None else 0.0
+        """How long the models have worked on it."""
+        return self.hold.seconds if self.hold is not None else 0.0
 
     @property
     def tau(self) -> float | None:
@@ -98,14 +98,14 @@ class LiveAnswer:
 
 class Race:
     """
-    A question's two answers in the making, which take turns at the models, together with those of other questions. A
-    race shares nothing but the models and the turns with other races.
+    The two answers to a question, generated at the same time. They share the models, and nothing else, with the
+    answers to other questions.
 
     Args:
         target: The target.
         tokenizer: Its tokenizer.
         drafter: The drafter, whose settings stay as they are.
-        turns: Who may use the models.
+        lock: The lock on the models.
         question: What is asked.
         max_question_tokens: The most that a question may have.
 
@@ -122,13 +122,13 @@ class Race:
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         drafter: GumihoModel,
-        turns: Turns,
+        lock: ModelLock,
         question: Question,
         max_question_tokens: int = 1024,
     ):
         self.question = question
         self.plain, self.drafted = LiveAnswer(), LiveAnswer()
-        self._target, self._tokenizer, self._turns = target, tokenizer, turns
+        self._target, self._tokenizer, self._lock = target, tokenizer, lock
         self._drafter = _with_settings(drafter, question)
         self.prompt = _encode(target, tokenizer, question, max_question_tokens)
         self.wish_to_stop, self._is_over = threading.Event(), threading.Event()
@@ -143,12 +143,12 @@ class Race:
         self.wish_to_stop.set()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until both answers are over, so many seconds at most; returns whether they are."""
+        """Waits at most `seconds` until both answers are over, and returns whether they are."""
         return self._is_over.wait(seconds)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether it has ended, for whatever reason."""
         return self.plain.is_over and self.drafted.is_over
 
     def first_difference(self) -> int | None:
@@ -158,24 +158,24 @@ class Race:
 
     def _run(self, answer: LiveAnswer, drafter: GumihoModel | None) -> None:
         try:
-            with self._turns.join(self.question.seed) as answer.turn:
+            with self._lock.hold(self.question.seed) as answer.hold:
                 answer.progress = "writing"
-                self._generate(answer, answer.turn, drafter)
-            answer.progress = "whole"
+                self._generate(answer, answer.hold, drafter)
+            answer.progress = "done"
         except Stopped:
             answer.progress = "stopped"
-        except Exception as error:  # whatever it is, somebody waits to be told
+        except Exception as error:  # whatever it is, a visitor waits for the answer
             answer.problem = _explain(error)
             answer.progress = "failed"
         finally:
             if self.is_over:
                 self._is_over.set()
 
-    def _generate(self, answer: LiveAnswer, turn: Turn, drafter: GumihoModel | None) -> None:
+    def _generate(self, answer: LiveAnswer, hold: Hold, drafter: GumihoModel | None) -> None:
         def pause() -> None:
             """Is called between two tokens, or two cycles."""
             self._check_wanted()
-            turn.give_way()
+            hold.hand_over()
             self._check_wanted()
 
         def on_cycle(cycle: Cycle) -> None:
@@ -196,12 +196,12 @@ class Race:
             )  # fmt: skip
 
     def _check_wanted(self) -> None:
-        if self.wish_to_stop.is_set() or self._turns.is_closed:
+        if self.wish_to_stop.is_set() or self._lock.is_closed:
             raise Stopped
 
 
 class _Pauses(GenerationObserver):
-    """Pauses where a new tree would be drafted: by then a streamer has the tokens of the cycle before."""
+    """Pauses before a new tree is drafted, when the streamer has all tokens of the previous cycle."""
 
     def __init__(self, pause: Callable[[], None]):
         self.pause = pause
@@ -229,7 +229,7 @@ class _LiveStreamer(PieceStreamer):
 
 
 def _with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:
-    """Returns a drafter with the same weights and settings of its own."""
+    """Returns a drafter with the same weights and its own copy of the settings."""
     own = copy.copy(drafter)
     own.generation_config = copy.deepcopy(drafter.generation_config)
     for name in ("num_assistant_tokens", "branching_factor", "full_tree_attention", "prompt_lookup_num_tokens"):
@@ -265,11 +265,11 @@ def _too_long(length: str, most: int) -> str:
 
 
 def _explain(error: Exception) -> str:
-    """Returns what to tell strangers of an error; what else there is to it may not be their business."""
+    """Returns an error's text for visitors, without paths or other details of the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
         return "There is not enough memory for this answer. Ask for fewer new tokens or a smaller tree, or try later."
     if isinstance(error, ValueError):
         return str(error)
     logger.error("An answer failed.", exc_info=error)
     kind = type(error).__name__
-    return f"The answer failed ({kind}). This is a fault of the program or of its machine; the log tells more."
+    return f"The answer failed ({kind}). The server's log has the details."
