@@ -18,6 +18,8 @@ from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.cli import main
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.drafter import GumihoDrafter
+from transformers_gumiho.measuring import timing
+from transformers_gumiho.measuring.timing import DecodingTime, time_drafted, time_plain
 from transformers_gumiho.tuning import (
     AcceptanceProfile,
     Answer,
@@ -37,13 +39,11 @@ from transformers_gumiho.tuning import (
     measure_draft_losses,
     profile_acceptance,
     rank_trees,
-    timing,
     tune,
 )
 from transformers_gumiho.tuning.calibration import LOG_TEMPERATURES, cross_fitted, features_of_drafts
 from transformers_gumiho.tuning.contexts import typical_context
 from transformers_gumiho.tuning.costs import smooth, tree_capacity
-from transformers_gumiho.tuning.timing import DecodingTime, time_drafted, time_plain
 
 
 @pytest.mark.parametrize("branching_factor", [1, 3])

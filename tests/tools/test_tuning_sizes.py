@@ -16,6 +16,7 @@ from tuning_results import make_result
 from transformers_gumiho.decoding import loop
 from transformers_gumiho.drafting.settings import DraftingSettings
 from transformers_gumiho.drafting.tree_size import COMPILED_TREE_SIZES, sizes_up_to
+from transformers_gumiho.measuring.timing import DecodingTime, time_drafted, time_plain
 from transformers_gumiho.model.acceptance_curves import AcceptanceCurves
 from transformers_gumiho.model.cycle_costs import CycleCostTable
 from transformers_gumiho.tuning import (
@@ -33,7 +34,6 @@ from transformers_gumiho.tuning import (
 )
 from transformers_gumiho.tuning.contexts import ending_before, typical_rows
 from transformers_gumiho.tuning.cost_table import forcing_table
-from transformers_gumiho.tuning.timing import DecodingTime, time_drafted, time_plain
 
 
 SETTINGS = {"num_assistant_tokens": 12, "branching_factor": 3, "tree_depth": 7, "draft_temperature": 1.0}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tuning_results import make_result
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.measuring.timing import DecodingTime
 from transformers_gumiho.tuning import (
     Answer,
     Candidate,
@@ -37,7 +38,6 @@ from transformers_gumiho.tuning import (
     tune,
     vocabulary,
 )
-from transformers_gumiho.tuning.timing import DecodingTime
 
 
 VOCAB_SIZE = 32

@@ -7,9 +7,9 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from ..measuring.timing import time_drafted, time_plain
 from ..model.modeling_gumiho import GumihoModel
 from .search import TreeSettings
-from .timing import time_drafted, time_plain
 
 
 # Decoding without a drafter, among the ways of decoding.

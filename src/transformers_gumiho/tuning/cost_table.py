@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..drafting.tree_size import COMPILED_TREE_SIZES
 from ..measuring.decoding_settings import DRAFTER_ALONE, decoding_settings
+from ..measuring.timing import time_drafted, time_plain
 from ..model.acceptance_curves import AcceptanceCurve
 from ..model.cycle_costs import CycleCostTable, Numbers
 from ..model.modeling_gumiho import GumihoModel
@@ -21,7 +22,6 @@ from ..target.requirements import verification_kind
 from .answers import Answer
 from .contexts import Rows, ending_before, typical_rows
 from .costs import smooth, without_end
-from .timing import time_drafted, time_plain
 
 
 # Drafted tokens of the trees that are timed, and rows of the batches; what is between them is interpolated. Drafting

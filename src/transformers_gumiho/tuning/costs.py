@@ -13,8 +13,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..measuring.decoding_settings import DRAFTER_ALONE
+from ..measuring.timing import DecodingTime, time_drafted, time_plain
 from ..model.modeling_gumiho import GumihoModel
-from .timing import DecodingTime, time_drafted, time_plain
 
 
 Shape = tuple[int, int]  # branching factor and depth

@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
-from ..measuring.decoding_settings import decoding_settings
-from ..measuring.stages import synchronize
 from ..model.modeling_gumiho import GumihoModel
+from .decoding_settings import decoding_settings
+from .stages import synchronize
 
 
 @dataclass
