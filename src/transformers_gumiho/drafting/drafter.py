@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 
@@ -70,8 +69,6 @@ class GumihoDrafter:
                 self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids)
         self._committed = [(causal[:, :n, :n], offsets[:, :n]) for n in range(self._num_committed + 1)]
         self._recombinations = self._find_recombinations(len(cache.lengths))
-        self._deepest = settings.tree_depth
-        self._of_sizes = {settings.num_assistant_tokens: (settings, self._recombinations)}
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
         self._heads_temperatures = temperatures[model.config.num_serial_tokens :, None, None]
@@ -107,18 +104,6 @@ class GumihoDrafter:
             num_candidates=min(settings.extension[1], vocab_size),
             batch_size=batch_size,
         )
-
-    def draft_at_most(self, num_drafted: int) -> None:
-        """
-        Makes the next trees have no more drafted nodes than this, those that score best in larger ones, and no deeper
-        paths, which takes less time. Not where shapes are fixed.
-        """
-        if num_drafted not in self._of_sizes:
-            # No path is longer than there are nodes, and what would be drafted below takes time.
-            depth = min(self._deepest, num_drafted)
-            self.settings = replace(self.settings, num_assistant_tokens=num_drafted, tree_depth=depth)
-            self._of_sizes[num_drafted] = self.settings, self._find_recombinations(len(self.cache.lengths))
-        self.settings, self._recombinations = self._of_sizes[num_drafted]
 
     @property
     def has_fixed_shapes(self) -> bool:

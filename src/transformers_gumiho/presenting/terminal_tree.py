@@ -1,13 +1,13 @@
 """A draft tree as lines of text."""
 
+from ..drafting.pause import DraftOrigin
 from .colours import coloured
 from .cycles import Cycle
 from .labels import CycleLabels
-from .size_reasons import OTHERWISE, describe_size
 
 
 _LEGEND = """\
-token: the probability of the token after those above it: the drafter's, at draft temperature {temperatures}{otherwise}
+token: the probability of the token after those above it: the drafter's, at draft temperature {temperatures}
 path: that of all of them, by which the nodes were chosen
 * drafted and accepted   + bonus token, the target's own"""
 
@@ -30,13 +30,20 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         f"{'':16}{labels.nodes[0]}  (the newest committed token)",
         *_draw_children(cycle, labels, 0, "", colours),
         "",
-        _LEGEND.format(temperatures=temperatures, otherwise=OTHERWISE if cycle.reason is not None else ""),
+        _LEGEND.format(temperatures=temperatures),
         "",
         f"{num_drafted} tokens drafted, {num_accepted} accepted ({cycle.expected_accepted:.2f} were expected, "
         f"the sum of the path probabilities), {len(cycle.committed)} committed",
-        *([] if cycle.reason is None else [describe_size(cycle.reason)]),
+        describe_origin(cycle.origin),
     ]
     return "\n".join(lines)
+
+
+def describe_origin(origin: DraftOrigin) -> str:
+    """Returns one line on where a tree's tokens come from."""
+    if origin.source == "pause":
+        return f"the drafter is paused for {origin.num_left} more cycles"
+    return "drafted by the context alone" if origin.source == "context" else "drafted by the drafter"
 
 
 def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colours: bool) -> list[str]:

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from .cycles import Cycle
 from .labels import CycleLabels
-from .size_reasons import OTHERWISE
 from .tree_layout import ACCEPTED, BONUS, DRAFTED, lay_out, shorten
 
 
@@ -52,12 +51,11 @@ def draw_picture(cycle: Cycle, labels: CycleLabels, temperatures: str, path: str
         mark, colour = ("✓ ", ACCEPTED) if is_accepted else ("", DRAFTED)
         _draw_box(axes, places[node], mark + labels.nodes[node], numbers, colour, of_path, is_strong=is_accepted)
 
-    otherwise = OTHERWISE if cycle.reason is not None else ""
     _write(axes, 0, -_HEADING + 0.08, f"after {labels.context}", size=8, family="monospace")
     _write(
         axes, 0, layout.num_rows * _ROW + 0.12,
         "In a box: the probability of the token after those before it, and of the whole path (the shade) at "
-        f"draft temperature {temperatures}{otherwise}.\n"
+        f"draft temperature {temperatures}.\n"
         "✓ drafted and accepted.   Dashed: the bonus token, the target's own.   "
         f"{len(places) - 1} tokens drafted, {len(cycle.accepted)} accepted (expected: {cycle.expected_accepted:.2f}), "
         f"{len(cycle.committed)} committed.",

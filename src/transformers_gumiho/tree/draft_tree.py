@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class DraftTree:
         parents (`(B, N + 1)`): Index of each node's parent; the root is its own.
         depths (`(B, N + 1)`): Distance to the root.
         scores (`(B, N + 1)`): Summed draft log-probabilities (nats) of the paths that end here, 0 for the root. They
-            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws. With
-            `cycle_costs` that tell it, how often such paths were accepted. Of tokens from the context, estimates.
+            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws. Those
+            of tokens from the context are estimates.
         ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
         max_depth (`int`): No path is longer than this.
     """
@@ -151,6 +152,29 @@ def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     )
 
 
+def padded_root(root_tokens: torch.Tensor, num_unused: int, max_depth: int) -> DraftTree:
+    """
+    Returns the root with `num_unused` children that stand for no draft, where all trees must have the same shapes.
+
+    Args:
+        root_tokens (`(B,)`): The newest committed tokens.
+        num_unused: Children of the root, with token 0 and a score of minus infinity.
+        max_depth: That of the other trees.
+    """
+    unused = torch.zeros(len(root_tokens), num_unused, dtype=torch.long, device=root_tokens.device)
+    depths = nn.functional.pad(torch.ones_like(unused), (1, 0))
+    itself = torch.eye(num_unused + 1, dtype=torch.bool, device=root_tokens.device)
+    itself[:, 0] = True
+    return DraftTree(
+        tokens=torch.cat((root_tokens[:, None].to(unused), unused), dim=1),
+        parents=torch.zeros_like(depths),
+        depths=depths,
+        scores=torch.zeros_like(depths, dtype=torch.float32).masked_fill(depths > 0, -torch.inf),
+        ancestors=itself.repeat(len(root_tokens), 1, 1),
+        max_depth=max_depth,
+    )
+
+
 def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
     """
     Returns the tree that is one path in each row.
@@ -226,26 +250,6 @@ def choose_nodes(
         scores=scores[:, : num_nodes + 1],
         ancestors=ancestors,
         max_depth=max_depth,
-    )
-
-
-def rescore(tree: DraftTree, scores: torch.Tensor) -> DraftTree:
-    """
-    Returns a tree with other scores `(B, N + 1)`, its nodes in their order. No node scores better than its ancestors,
-    of which the root scores 0.
-    """
-    # Of all else than ancestors, 0: no score is positive.
-    of_paths = torch.where(tree.ancestors, scores[:, None, :], 0.0).amin(dim=2)
-    of_paths, order = of_paths.sort(dim=1, descending=True, stable=True)
-    ranks = order.argsort(dim=1)
-    rows = order[:, :, None].expand_as(tree.ancestors)
-    return DraftTree(
-        tokens=tree.tokens.gather(1, order),
-        parents=ranks.gather(1, tree.parents.gather(1, order)),
-        depths=tree.depths.gather(1, order),
-        scores=of_paths,
-        ancestors=tree.ancestors.gather(1, rows).gather(2, rows.transpose(1, 2)),
-        max_depth=tree.max_depth,
     )
 
 
