@@ -17,18 +17,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.cli import main
-from transformers_gumiho.tuning import Standing, Tree, TuningArguments, TuningResult, contest, describe, finding, tune
-from transformers_gumiho.tuning.contest import Measurement
+from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.tuning import (
+    Standing,
+    Tree,
+    TuningArguments,
+    TuningResult,
+    contest,
+    describe,
+    finding,
+    tune,
+    vocabularies,
+)
+from transformers_gumiho.tuning.contest import Measurement, compare
 from transformers_gumiho.tuning.finding import find_settings
 from transformers_gumiho.tuning.journal import Journal
 from transformers_gumiho.tuning.trees import list_sizes, list_trees
 from transformers_gumiho.tuning.turns import Stage, TurnDecoder
-from transformers_gumiho.tuning.vocabularies import Vocabularies
 
 
 OWN = Tree(20, 3, 5, 0.9)
 PROMPTS = [[number, 900 + number] for number in range(18)]
-VOCABULARIES = Vocabularies(vocab_size=8192, has_own=False)
+VOCAB_SIZE = 8192
 
 
 @dataclass
@@ -55,7 +65,7 @@ class PlantedMachine:
         # A machine whose speed drifts, by the same for all ways of a turn, and that is busy with others now and then.
         speed = 1.0 + turn % 3 + stage.rows
         if tree is None:
-            texts = tuple((*stage.prompts[index], 7000 + index) for index in stage.indices(turn))
+            texts = [[*stage.prompts[index], 7000 + index] for index in stage.indices(turn)]
             return Measurement(1000 * speed, 1000, 1000, texts)
         busy = 5.0 if (turn + tree.num_assistant_tokens) % 3 == 0 else 1.0
         num_cycles = round(1000 / self.tau(tree))
@@ -80,7 +90,7 @@ def demo_trees(own: Tree = OWN, verifies_chains: bool = False) -> list[Tree]:
 
 def find(machine: PlantedMachine, path: Path, **options: object) -> TuningResult:
     args = replace(TuningArguments("", "", tune_vocabulary=False), **options)
-    return find_settings(machine, demo_trees(), PROMPTS, VOCABULARIES, Journal(path / "journal.jsonl", {}), args)
+    return find_settings(machine, demo_trees(), PROMPTS, VOCAB_SIZE, Journal(path / "journal.jsonl", {}), args)
 
 
 @pytest.mark.parametrize("per_node", [0.0, 0.004, 0.02, 0.2])
@@ -90,7 +100,7 @@ def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: f
     result = find(PlantedMachine(tau_of, cycle), tmp_path, temperature=temperature)
     cycles = {rows: cycle(tree, rows) for rows, tree in result.chosen.items()}
     best = max(demo_trees(), key=lambda tree: tau_of(tree) / cycle(tree, 1))
-    assert result.winner == best
+    assert result.chosen[1] == best
     for rows in (4, 8):
         assert result.chosen[rows] == max(list_sizes(best), key=lambda tree: tau_of(tree) / cycle(tree, rows))
     assert result.settings == {
@@ -98,6 +108,7 @@ def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: f
         "branching_factor": best.branching_factor,
         "tree_depth": best.tree_depth,
         "draft_temperature": best.draft_temperature,
+        "draft_vocabulary": None,
         "break_even": {
             kind: {str(rows): pytest.approx(dearer * seconds, abs=1e-3) for rows, seconds in cycles.items()}
             for kind, dearer in (("greedy", 1.0), ("sampled", 1.5))
@@ -130,7 +141,7 @@ def test_fewer_trees_decode_more_prompts_and_the_winner_others(tmp_path: Path) -
     # What stands in the report and in `break_even` is of prompts that decided nothing.
     decided, final = (
         {tuple(stage.prompts[i]) for stage, _, turn in machine.calls for i in stage.indices(turn) if is_of(stage.name)}
-        for is_of in (lambda name: name != "final", lambda name: name == "final")
+        for is_of in (lambda name: name != "finals", lambda name: name == "finals")
     )
     assert len(decided) == 12
     assert len(final) == 6
@@ -172,13 +183,11 @@ def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
     assert result.losing == [("greedy", 8), ("sampled", 4), ("sampled", 8)]
     lines = describe(result).splitlines()
     warnings = [line for line in lines if "PLAIN" in line]
-    assert warnings[0] == (
-        "PLAIN DECODING IS FASTER with 8 rows, greedy: with the drafter 0.77 times its speed. Leave `assistant_model` "
-        "out there."
-    )
+    assert warnings[0] == "PLAIN DECODING IS FASTER with 8 rows, greedy: the drafter has 0.77 times its speed."
     assert len(warnings) == 3
+    assert lines[-1] == "Leave `assistant_model` out there."
     assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67"] for line in lines)
-    assert "(the drafter's)" in describe(result)
+    assert describe(result).count("(the drafter had it)") == 1
 
 
 def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) -> None:
@@ -190,7 +199,7 @@ def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) 
         return machine(stage, tree, turn)
 
     args = TuningArguments("", "", tune_vocabulary=False)
-    result = find_settings(refusing, demo_trees(), PROMPTS, VOCABULARIES, Journal(tmp_path / "j", {}), args)
+    result = find_settings(refusing, demo_trees(), PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
     assert list(result.settings["num_assistant_tokens"]) == ["1", "8"]
     assert "\nnot tuned for 4 rows: It cannot verify drafts in a padded batch.\n" in describe(result) + "\n"
 
@@ -198,16 +207,16 @@ def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) 
 def test_a_list_competes_on_texts_that_it_was_not_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gains = {"own": 1.0, "all": 0.9, "counted": 0.8}
     machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
-    vocabularies = Vocabularies(vocab_size=8192, has_own=True)
-    monkeypatch.setattr(Vocabularies, "counted_size", 24)
+    monkeypatch.setattr(vocabularies, "_num_counted", lambda _: 24)
     args = TuningArguments("", "", batch_sizes=[1])
-    result = find_settings(machine, demo_trees(), PROMPTS, vocabularies, Journal(tmp_path / "j", {}), args)
+    trees = demo_trees(replace(OWN, vocabulary="own"))
+    result = find_settings(machine, trees, PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
     competed = [stage for stage, tree, _ in machine.calls if stage.name == "vocabularies"]
     # Prompts and answers: the ids are those of the first six prompts, then of the other six.
     assert set(competed[0].counted) >= {token for i in range(6) for token in (i, 900 + i, 7000 + i)}
     assert not set(competed[0].counted) & {token for i in range(6, 12) for token in (900 + i, 7000 + i)}
     assert competed[0].prompts == PROMPTS[6:12]
-    assert result.winner.vocabulary == "counted"
+    assert result.chosen[1].vocabulary == "counted"
     everything = {token for i in range(12) for token in (i, 900 + i, 7000 + i)}
     assert set(result.settings["draft_vocabulary"]) <= everything
     assert [tree.vocabulary for tree in result.vocabularies] == ["counted", "all", "own"]
@@ -216,8 +225,9 @@ def test_a_list_competes_on_texts_that_it_was_not_counted_on(tmp_path: Path, mon
 
 def test_chains_are_all_that_competes_where_a_target_verifies_no_trees() -> None:
     trees = demo_trees(verifies_chains=True)
+    # The drafter's own depth is the first one.
     assert [(tree.num_assistant_tokens, tree.branching_factor, tree.tree_depth) for tree in trees] == [
-        (depth, 1, depth) for depth in range(1, 8)
+        (depth, 1, depth) for depth in (5, 1, 2, 3, 4, 6, 7)
     ]
 
 
@@ -226,16 +236,16 @@ def test_standings_take_the_median_of_ratios_within_turns() -> None:
     drafted = [Measurement(seconds, 10, cycles) for seconds, cycles in ((10.0, 5), (45.0, 5), (90.0, 4), (0.0, 0))]
     # Cycles of 2 steps, 3 steps, and 22.5 while something else ran; the last text ended with its first token.
     plain[3] = drafted[3] = Measurement(0.1, 0, 0)
-    standing = Standing.of(list(zip(drafted, plain, strict=True)))
+    standing = compare(list(zip(drafted, plain, strict=True)))
     assert standing == Standing(tau=pytest.approx(30 / 14), break_even=pytest.approx(3.0), num_turns=3)
     with pytest.raises(ValueError, match=r"end with their first token\. Give other prompts"):
-        Standing.of([(drafted[3], plain[3])])
+        compare([(drafted[3], plain[3])])
 
 
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        (PROMPTS[:1], {}, r"needs at least two prompts, .*, got 1\. Give more, or raise `num_prompts`"),
+        (PROMPTS[:1], {}, r"needs two prompts, .*, got 1\. Give more, or raise `num_prompts`"),
         (PROMPTS, {"batch_sizes": [4, 0]}, r"`batch_sizes` must be .* at least 1, got \[4, 0\]"),
         (PROMPTS, {"batch_sizes": []}, r"`batch_sizes` must be .* at least 1, got \[\]"),
     ],
@@ -246,7 +256,7 @@ def test_options_out_of_range_are_refused(
     machine = PlantedMachine(tau_of, cycle_of(0.02))
     args = replace(TuningArguments("", ""), **options)
     with pytest.raises(ValueError, match=message):
-        find_settings(machine, demo_trees(), prompts, VOCABULARIES, Journal(tmp_path / "j", {}), args)
+        find_settings(machine, demo_trees(), prompts, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
     assert not machine.calls
 
 
@@ -262,7 +272,7 @@ def test_turns_decode_the_prompts_that_are_due(rows: int) -> None:
         plain = decode(stage, None, turn)
         for text, index in zip(plain.texts, stage.indices(turn), strict=True):
             alone = target.generate(torch.tensor([prompts[index]]), max_new_tokens=9, do_sample=False)[0].tolist()
-            assert list(text)[-len(alone) :] == alone
+            assert text[-len(alone) :] == alone
         assert (plain.num_tokens, plain.num_passes) == (8, 8)
         for vocabulary in ("own", "all", "counted"):
             drafted = decode(stage, Tree(5, 2, 4, 0.5, vocabulary), turn)
@@ -291,7 +301,7 @@ def test_command_keeps_the_settings_with_the_drafter(
     has_prompts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Each tree takes seconds.
-    monkeypatch.setattr("transformers_gumiho.tuning.trees.SHAPES", ((6, 2),))
+    monkeypatch.setattr("transformers_gumiho.tuning.trees._SHAPES", ((6, 2),))
     monkeypatch.setattr(contest, "ROUNDS", (1, 2))
     monkeypatch.setattr(finding, "ROUNDS", (1, 2))
     monkeypatch.setattr(finding, "FINAL_TURNS", 1)
@@ -307,7 +317,7 @@ def test_command_keeps_the_settings_with_the_drafter(
     assert f"the settings are in {tmp_path}; copy its generation_config.json over the drafter's to use them" in (
         captured.out
     )
-    assert "timed on prompts that were not in the contests" in captured.out
+    assert "the fastest, on prompts that were not in the contests" in captured.out
     assert "<" in captured.err, "the bar has the time that is left"
     assert [path.name for path in tmp_path.iterdir()] == ["generation_config.json"]
     with pytest.raises(OSError, match=r"but a generation_config.json: decoding settings alone.*Copy that file over"):
@@ -318,6 +328,16 @@ def test_command_keeps_the_settings_with_the_drafter(
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)
     drafter.generation_config = type(drafter.generation_config).from_pretrained(tmp_path)
+    for rows in (1, 4):
+        for kind, sampling_temperature in (("greedy", None), ("sampled", 1.0)):
+            read = DraftingSettings.from_generation_config(
+                drafter.generation_config, drafter.config, sampling_temperature, rows
+            )
+            assert read.break_even == settings["break_even"][kind][str(rows)]
+            assert read.num_assistant_tokens == settings["num_assistant_tokens"][str(rows)]
+        assert (read.branching_factor, read.draft_temperature) == (
+            settings["branching_factor"], settings["draft_temperature"]
+        )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
     for texts in (["def read(self):"], ["import", "class A:", "for i in range(", "def"]):
         inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")

@@ -1,21 +1,16 @@
 """`gumiho tune`: finds the settings that decode fastest on this machine, and keeps them with the drafter."""
 
-import hashlib
-import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from ..drafting.settings import DraftingSettings
+from ..measuring.conditions import measuring_conditions
 from ..measuring.loading import load_pair
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
-from ..target.fingerprint import model_fingerprint
-from ..target.machine import machine_name
 from ..target.requirements import verification_kind
 from .arguments import TuningArguments
 from .finding import find_settings
@@ -23,10 +18,6 @@ from .journal import Journal
 from .result import TuningResult
 from .trees import Tree, list_trees
 from .turns import TurnDecoder
-from .vocabularies import Vocabularies
-
-
-JOURNAL = "tuning.jsonl"
 
 
 def tune(args: TuningArguments) -> TuningResult:
@@ -49,13 +40,15 @@ def tune(args: TuningArguments) -> TuningResult:
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     folder.mkdir(parents=True, exist_ok=True)
-    journal = Journal(folder / JOURNAL, _settings_of_journal(target, drafter, prompts, args))
+    options = asdict(replace(args, target="", assistant="", output_dir=None))  # folders may have other names
+    conditions = measuring_conditions(target, drafter) | {"prompts": prompts, "options": options}
+    journal = Journal(folder / "tuning.jsonl", conditions)
     decode = TurnDecoder(target, drafter, tokenizer.pad_token_id, args.max_new_tokens)
-    trees = list_trees(drafter.config, _own_tree(drafter, args), verification_kind(target) == "chain")
-    has_own = drafter.generation_config.draft_vocabulary is not None
-    vocabularies = Vocabularies(drafter.config.get_text_config().vocab_size, has_own)
+    own = _own_tree(target, drafter, min(args.batch_sizes, default=1))
+    trees = list_trees(drafter.config, own, verification_kind(target) == "chain")
+    vocab_size = drafter.config.get_text_config().vocab_size
     try:
-        result = find_settings(decode, trees, prompts, vocabularies, journal, args)
+        result = find_settings(decode, trees, prompts, vocab_size, journal, args)
     except KeyboardInterrupt:
         raise SystemExit("Stopped. Run the same command again to continue from here.") from None
     drafter.generation_config.update(**result.settings)
@@ -64,30 +57,13 @@ def tune(args: TuningArguments) -> TuningResult:
     return result
 
 
-def _own_tree(drafter: GumihoModel, args: TuningArguments) -> Tree:
+def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> Tree:
     """Returns the tree that the drafter would decode with."""
-    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
-    return Tree(
-        settings.num_assistant_tokens, settings.branching_factor, settings.tree_depth, settings.draft_temperature
+    settings = DraftingSettings.from_generation_config(
+        drafter.generation_config, drafter.config, None, num_rows, target.device.type
     )
-
-
-def _settings_of_journal(
-    target: PreTrainedModel, drafter: GumihoModel, prompts: list[list[int]], args: TuningArguments
-) -> dict[str, Any]:
-    """Returns what measurements depend on."""
-    settings = {
-        "machine": machine_name(target.device),
-        "versions": [torch.__version__, transformers.__version__],
-        "dtype": str(target.dtype),
-        "target": model_fingerprint(target),
-        "assistant": model_fingerprint(drafter),
-        "settings of the assistant": drafter.generation_config.to_diff_dict(),
-        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-        "arguments": {k: v for k, v in asdict(args).items() if k not in ("target", "assistant", "output_dir")},
-    }
-    # As it is read again, with lists for tuples.
-    return json.loads(json.dumps(settings))
+    shape = settings.num_assistant_tokens, settings.branching_factor, settings.tree_depth
+    return Tree(*shape, settings.draft_temperature, "all" if settings.draft_vocabulary is None else "own")
 
 
 def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]]:

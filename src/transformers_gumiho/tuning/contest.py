@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .trees import Tree
 
@@ -29,7 +29,7 @@ class Measurement:
     seconds: float
     num_tokens: int
     num_passes: int
-    texts: tuple[tuple[int, ...], ...] = ()
+    texts: list[list[int]] = field(default_factory=list)
 
     @property
     def pass_seconds(self) -> float:
@@ -63,21 +63,21 @@ class Standing:
         """How many times as fast as plain decoding."""
         return self.tau / self.break_even
 
-    @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> "Standing":
-        """
-        Sums up turns. What is accepted does not depend on the clock, so all tokens count alike. Times do: the ratio
-        is taken within each turn, as a machine's speed drifts, and the median over turns, as other programs interrupt.
 
-        Raises:
-            ValueError: All texts end with their first token.
-        """
-        used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
-        if not used:
-            raise ValueError("The texts end with their first token. Give other prompts, or more `max_new_tokens`.")
-        tau = sum(drafted.num_tokens for drafted, _ in used) / sum(drafted.num_passes for drafted, _ in used)
-        ratios = [drafted.pass_seconds / plain.pass_seconds for drafted, plain in used]
-        return cls(tau, statistics.median(ratios), len(used))
+def compare(pairs: Sequence[Pair]) -> Standing:
+    """
+    Sums up turns. What is accepted does not depend on the clock, so all tokens count alike. Times do: their ratio is
+    taken within each turn, as a machine's speed drifts, and the median over turns, as other programs interrupt.
+
+    Raises:
+        ValueError: All texts end with their first token.
+    """
+    used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
+    if not used:
+        raise ValueError("The texts end with their first token. Give other prompts, or more `max_new_tokens`.")
+    tau = sum(drafted.num_tokens for drafted, _ in used) / sum(drafted.num_passes for drafted, _ in used)
+    ratios = [drafted.pass_seconds / plain.pass_seconds for drafted, plain in used]
+    return Standing(tau, statistics.median(ratios), len(used))
 
 
 def find_fastest(trees: Sequence[Tree], measure: Measure) -> dict[Tree, Standing]:
@@ -101,9 +101,9 @@ def find_fastest(trees: Sequence[Tree], measure: Measure) -> dict[Tree, Standing
         for turn in turns:
             for tree, pair in decode_in_turns(competing, turn, measure).items():
                 pairs[tree].append(pair)
-        speeds = {tree: Standing.of(pairs[tree]).speedup for tree in competing}
+        speeds = {tree: compare(pairs[tree]).speedup for tree in competing}
         ranked = sorted(competing, key=speeds.__getitem__, reverse=True) + left
-    return {tree: Standing.of(pairs[tree]) for tree in ranked}
+    return {tree: compare(pairs[tree]) for tree in ranked}
 
 
 def decode_in_turns(trees: Sequence[Tree], turn: int, measure: Measure) -> dict[Tree, Pair]:
@@ -114,7 +114,7 @@ def decode_in_turns(trees: Sequence[Tree], turn: int, measure: Measure) -> dict[
     return {tree: (taken[tree], taken[PLAIN]) for tree in trees}
 
 
-def num_measurements(num_trees: int) -> int:
+def num_measured(num_trees: int) -> int:
     """Returns how often [`find_fastest`] measures for this many trees, plain decoding included."""
     return sum(len(turns) * (num_left + 1) for turns, num_left in _rounds(num_trees))
 

@@ -25,11 +25,11 @@ class Journal:
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path = path
-        check_begun_with(path, settings)
+        check_begun_with(path, json.loads(json.dumps(settings)))  # as it is read again
         lines = whole_lines(path)
         cut_after(path, len(lines))
         rows = map(json.loads, lines)
-        self._known = {json.dumps(row.pop("of"), sort_keys=True): _read(row) for row in rows}
+        self._known = {json.dumps(row.pop("of"), sort_keys=True): Measurement(**row) for row in rows}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -47,7 +47,3 @@ class Journal:
         """Deletes the file, so that the next run measures anew."""
         self.path.unlink(missing_ok=True)
         settings_file(self.path).unlink(missing_ok=True)
-
-
-def _read(row: dict[str, Any]) -> Measurement:
-    return Measurement(**row | {"texts": tuple(map(tuple, row["texts"]))})

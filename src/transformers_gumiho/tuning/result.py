@@ -12,42 +12,35 @@ from .trees import Tree
 class TuningResult:
     """
     Attributes:
+        own: The tree that the drafter had.
         trees: The trees that competed, the fastest first.
-        own: The tree that the drafter had, one of them.
         vocabularies: The fastest tree with each vocabulary, the fastest first; empty where none was chosen.
         chosen: The fastest tree for each number of rows. They differ in size only.
         counted: The tokens that were counted.
         finals: How the chosen trees did on prompts that no contest had, by "greedy" or "sampled" and by rows.
         refused: Numbers of rows in which the target cannot verify drafts, and why.
-        temperature: The temperature that was tuned for; 0 is greedy.
     """
 
-    trees: Mapping[Tree, Standing]
     own: Tree
+    trees: Mapping[Tree, Standing]
     vocabularies: Mapping[Tree, Standing]
     chosen: Mapping[int, Tree]
     counted: list[int]
     finals: Mapping[tuple[str, int], Standing]
     refused: Mapping[int, str]
-    temperature: float = 0.0
-
-    @property
-    def winner(self) -> Tree:
-        """The tree of the fewest rows, whose settings besides the size are those of all."""
-        return next(iter(self.chosen.values()))
 
     @property
     def settings(self) -> dict[str, Any]:
         """What was found, as fields of a generation config."""
+        winner = next(iter(self.chosen.values()))
         by_rows = {str(rows): tree.num_assistant_tokens for rows, tree in self.chosen.items()}
         break_even: dict[str, dict[str, float]] = {}
         for (kind, rows), standing in self.finals.items():
             break_even.setdefault(kind, {})[str(rows)] = round(standing.break_even, 3)
-        vocabulary: dict[str, Any] = {}
-        if self.winner.vocabulary != "own":
-            is_counted = self.winner.vocabulary == "counted"
-            vocabulary = {"draft_vocabulary": self.counted if is_counted else None}
-        return self.winner.settings | {"num_assistant_tokens": by_rows, "break_even": break_even} | vocabulary
+        found = winner.settings | {"num_assistant_tokens": by_rows, "break_even": break_even}
+        if winner.vocabulary != "own":
+            found["draft_vocabulary"] = self.counted if winner.vocabulary == "counted" else None
+        return found
 
     @property
     def losing(self) -> list[tuple[str, int]]:
@@ -57,51 +50,33 @@ class TuningResult:
 
 def describe(result: TuningResult) -> str:
     """Returns what `gumiho tune` prints of a `result`."""
-    kind = f"sampled at {result.temperature:g}" if result.temperature else "greedy"
-    lines = [
-        f"trees, {kind}, {min(result.chosen)} rows at once; tau: tokens per cycle; cycle: in steps of plain decoding",
-        "drafted  branching  depth  temperature    tau  cycle  speed-up  turns",
-        *[_tree_row(tree, standing, result) for tree, standing in result.trees.items()],
-        "",
-    ]
+    vocabularies = {"all": "all tokens", "own": "the drafter's", "counted": f"{len(result.counted)} counted"}
+    lines = ["drafted  branching  depth  temperature    tau  cycle  speed-up  turns"]
+    lines += [_tree_row(tree, standing, result.own) for tree, standing in result.trees.items()]
     if result.vocabularies:
-        lines += ["draft vocabulary    tau  cycle  speed-up", *_vocabulary_rows(result), ""]
-    lines += [
-        "the fastest, timed on prompts that were not in the contests",
-        "rows  decoding  drafted    tau  cycle  speed-up",
-        *[
-            f"{rows:4d}  {kind:<8}  {result.chosen[rows].num_assistant_tokens:7d}  {_numbers(standing)}"
-            for (kind, rows), standing in result.finals.items()
-        ],
-        *[f"not tuned for {rows} rows: {refusal}" for rows, refusal in result.refused.items()],
-        *[_warning(kind, rows, result.finals[kind, rows]) for kind, rows in result.losing],
-    ]
-    return "\n".join(lines)
+        lines += ["", "draft vocabulary    tau  cycle  speed-up"]
+    lines += [f"{vocabularies[tree.vocabulary]:>16}  {_numbers(won)}" for tree, won in result.vocabularies.items()]
+    lines += ["", "the fastest, on prompts that were not in the contests, without drafts from the context"]
+    lines += ["rows  decoding  drafted    tau  cycle  speed-up"]
+    for (kind, rows), standing in result.finals.items():
+        size = result.chosen[rows].num_assistant_tokens
+        lines.append(f"{rows:4d}  {kind:<8}  {size:7d}  {_numbers(standing)}")
+    lines += ["", "tau: tokens per cycle; cycle: in steps of plain decoding; speed-up: tau / cycle"]
+    lines += [f"not tuned for {rows} rows: {reason}" for rows, reason in result.refused.items()]
+    for kind, rows in result.losing:
+        speedup = f"{result.finals[kind, rows].speedup:.2f} times its speed"
+        lines.append(f"PLAIN DECODING IS FASTER with {rows} rows, {kind}: the drafter has {speedup}.")
+    return "\n".join(lines + ["Leave `assistant_model` out there."] * bool(result.losing))
 
 
-def _tree_row(tree: Tree, standing: Standing, result: TuningResult) -> str:
+def _tree_row(tree: Tree, standing: Standing, own: Tree) -> str:
     given = tree.draft_temperature
-    temperature = f"{given:.2f}" if isinstance(given, float | int) else "by depth"
-    own = "  (the drafter's)" if tree == result.own else ""
+    temperature = "by depth" if isinstance(given, tuple) else f"{given:.2f}"
     return (
         f"{tree.num_assistant_tokens:7d}  {tree.branching_factor:9d}  {tree.tree_depth:5d}  {temperature:>11}  "
-        f"{_numbers(standing)}  {standing.num_turns:5d}{own}"
+        f"{_numbers(standing)}  {standing.num_turns:5d}{'  (the drafter had it)' if tree == own else ''}"
     )
-
-
-def _vocabulary_rows(result: TuningResult) -> list[str]:
-    names = {"own": "the drafter's", "all": "all tokens", "counted": f"{len(result.counted)} counted"}
-    if len({"own", "all"} & {tree.vocabulary for tree in result.vocabularies}) == 1:
-        names["own"] = names["all"]
-    return [f"{names[tree.vocabulary]:>16}  {_numbers(standing)}" for tree, standing in result.vocabularies.items()]
 
 
 def _numbers(standing: Standing) -> str:
     return f"{standing.tau:5.2f}  {standing.break_even:5.2f}  {standing.speedup:8.2f}"
-
-
-def _warning(kind: str, rows: int, standing: Standing) -> str:
-    return (
-        f"PLAIN DECODING IS FASTER with {rows} rows, {kind}: with the drafter {standing.speedup:.2f} times its speed. "
-        f"Leave `assistant_model` out there."
-    )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..measuring.decoding_settings import DRAFTER_ALONE
 from ..measuring.prompts import pad_left
 from ..measuring.timing import DecodingTime, time_drafted, time_plain
 from ..model.modeling_gumiho import GumihoModel
@@ -25,6 +26,7 @@ class Stage:
         rows: Prompts of a turn, decoded as a batch.
         temperature: 0 is greedy.
         counted: Token ids that trees with the vocabulary "counted" may draft.
+        drafter_alone: Leave out drafts from the context, whatever the drafter's settings say.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Stage:
     rows: int
     temperature: float
     counted: Sequence[int] = ()
+    drafter_alone: bool = False
 
     def indices(self, turn: int) -> list[int]:
         """Returns which prompts are due, from the first one again behind the last one."""
@@ -68,25 +71,20 @@ class TurnDecoder:
             self._warm.add(warm)
         taken = self._decode(stage, tree, turn)
         if tree is PLAIN:
-            texts = tuple(map(tuple, taken.sequences.tolist()))
-            return Measurement(taken.seconds, taken.num_tokens, taken.num_tokens, texts)
+            return Measurement(taken.seconds, taken.num_tokens, taken.num_tokens, taken.sequences.tolist())
         return Measurement(taken.seconds, taken.num_tokens, taken.num_cycles)
 
     def _decode(self, stage: Stage, tree: Tree | None, turn: int) -> DecodingTime:
         padded = pad_left([stage.prompts[index] for index in stage.indices(turn)], self._pad_token_id)
         ids, mask = (tensor.to(self._target.device) for tensor in padded.values())
-        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens} | sampling_options(stage.temperature)
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": stage.temperature > 0}
+        if stage.temperature:
+            options |= {"temperature": stage.temperature, "top_k": 0}
         torch.manual_seed(turn)
         if tree is PLAIN:
             return time_plain(self._target, ids, mask, **options)
-        # A cycle commits at least one token, and never fewer than the context alone would: at 1 the drafter is not
-        # paused, and all that is timed are cycles that draft.
-        settings = tree.settings | {"break_even": 1.0}
+        # A cycle commits at least one token. So the drafter never pauses, and cycles that draft are what is timed.
+        settings = tree.settings | {"break_even": 1.0} | (DRAFTER_ALONE if stage.drafter_alone else {})
         if tree.vocabulary != "own":
             settings["draft_vocabulary"] = list(stage.counted) if tree.vocabulary == "counted" else None
         return time_drafted(self._target, self._drafter, ids, settings, attention_mask=mask, **options)
-
-
-def sampling_options(temperature: float) -> dict[str, Any]:
-    """Returns what `generate()` is given to sample at a temperature; at 0 to decode greedily."""
-    return {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}

@@ -1,48 +1,33 @@
 """The tokens that may be drafted: all, the drafter's own list, or one that is counted."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from .trees import Tree
 
 
-# Of a smaller draft vocabulary the output head costs so little that cutting it further saves nothing.
-SMALLEST_VOCABULARY = 2048
+# Cutting the output head below it saves next to nothing.
+_MIN_COUNTED = 2048
 
 
-@dataclass(frozen=True)
-class Vocabularies:
+def list_vocabularies(winner: Tree, vocab_size: int) -> list[Tree]:
+    """Returns a tree with each vocabulary that may compete, beginning with its own."""
+    trees = [winner, replace(winner, vocabulary="all"), replace(winner, vocabulary="counted")]
+    return list(dict.fromkeys(trees[: 3 if _num_counted(vocab_size) < vocab_size else 2]))
+
+
+def count_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
     """
-    What may be drafted from.
-
-    Attributes:
-        vocab_size: Tokens of the target.
-        has_own: Whether the drafter came with a list.
+    Returns the tokens that occur most often, a quarter of all. Equally frequent ones are in the order of their ids:
+    where a vocabulary was made by merging, the lower one is the more frequent one.
     """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for text in texts:
+        counts += torch.bincount(torch.tensor(text), minlength=vocab_size)[:vocab_size]
+    return counts.argsort(descending=True, stable=True)[: _num_counted(vocab_size)].tolist()
 
-    vocab_size: int
-    has_own: bool
 
-    @property
-    def counted_size(self) -> int:
-        """Tokens of the counted list."""
-        return max(self.vocab_size // 4, SMALLEST_VOCABULARY)
-
-    def list_trees(self, winner: Tree) -> list[Tree]:
-        """Returns the winner with each vocabulary; one alone where there is nothing to choose from."""
-        trees = [winner, replace(winner, vocabulary="all")] if self.has_own else [winner]
-        if self.counted_size < self.vocab_size:
-            trees.append(replace(winner, vocabulary="counted"))
-        return trees
-
-    def count(self, texts: Sequence[Sequence[int]]) -> list[int]:
-        """
-        Returns the tokens that occur most often in texts. Equally frequent ones are in the order of their ids: where a
-        vocabulary was made by merging, that is by frequency as well.
-        """
-        counts = torch.zeros(self.vocab_size, dtype=torch.long)
-        for text in texts:
-            counts += torch.bincount(torch.tensor(text), minlength=self.vocab_size)[: self.vocab_size]
-        return counts.argsort(descending=True, stable=True)[: self.counted_size].tolist()
+def _num_counted(vocab_size: int) -> int:
+    return max(vocab_size // 4, _MIN_COUNTED)
