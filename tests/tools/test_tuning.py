@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.cli import main
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting.pause import DraftOrigin
 from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.tuning import (
     Standing,
     Tree,
@@ -282,6 +286,33 @@ def test_turns_decode_the_prompts_that_are_due(rows: int) -> None:
     assert drafter.generation_config.to_dict() == before
 
 
+def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> None:
+    """In ordinary decoding it pauses, and a contest of pauses would say nothing about trees."""
+    target = make_target("llama", vocab_size=64)
+    drafter, origins = make_drafter(target), Origins()
+    prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (5, 6)]
+    decode = TurnDecoder(target, drafter, 0, max_new_tokens=60)
+    tree = Tree(12, 4, 7)
+    for rows in (1, 2):
+        decode(Stage("trees", prompts, rows, 0.0), tree, 0)  # a warm-up, too
+        origins.sources.clear()
+        with observing(origins):
+            taken = decode(Stage("trees", prompts, rows, 0.0), tree, 0)
+            assert origins.sources.count("drafter") in (taken.num_passes, taken.num_passes + 1)
+            assert set(origins.sources) == {"drafter"}
+            with decoding_settings(drafter, tree.settings):
+                target.generate(torch.tensor(prompts[:1]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
+            assert "pause" in origins.sources
+
+
+class Origins(GenerationObserver):
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        self.sources.append(origin.source)
+
+
 def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
     with pytest.raises(SystemExit, match="not a folder; give --output_dir"):
         tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
@@ -294,6 +325,19 @@ def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="to read prompts from"):
         benchmark(BenchmarkArguments(**missing, output_dir=str(tmp_path / "results")))
     assert not (tmp_path / "results").exists()
+
+
+def stopped_in_call(number: int, decode: Callable[..., Measurement]) -> Callable[..., Measurement]:
+    """Returns what decodes, until the user stops it."""
+    calls: list[int] = []
+
+    def stopping(*args: Any) -> Measurement:
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return decode(*args)
+
+    return stopping
 
 
 @pytest.mark.parametrize("has_prompts", [True, False])
@@ -312,6 +356,12 @@ def test_command_keeps_the_settings_with_the_drafter(
         "--output_dir", tmp_path,
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    if has_prompts:
+        with monkeypatch.context() as patched:
+            patched.setattr(TurnDecoder, "__call__", stopped_in_call(5, TurnDecoder.__call__))
+            with pytest.raises(SystemExit, match=r"^Stopped\. Run the same command again to continue from here\."):
+                main()
+        assert len((tmp_path / "tuning.jsonl").read_text(encoding="utf-8").splitlines()) == 4
     main()
     captured = capsys.readouterr()
     assert f"the settings are in {tmp_path}; copy its generation_config.json over the drafter's to use them" in (
