@@ -26,7 +26,7 @@ from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.measuring.prompts import encode_turn, read_questions
 from transformers_gumiho.measuring.stages import synchronize
-from transformers_gumiho.tuning.timing import time_plain
+from transformers_gumiho.measuring.timing import time_plain
 
 
 DEMO_PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"

@@ -19,9 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.drafting.tree_size import ContextRun, SizeChoice, SizeReason
+from transformers_gumiho.measuring.timing import DecodingTime
 from transformers_gumiho.target import session
 from transformers_gumiho.tree.draft_tree import choose_nodes
-from transformers_gumiho.tuning.timing import DecodingTime
 
 
 ROOT = Path(__file__).parents[2]

@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
         "metrics",
         "resumable_file",
     },
-    "tuning": {"internals", "tree", "model", "target", "losses", "drafting", "decoding", "measuring"},
+    "tuning": {"model", "target", "drafting", "measuring", "resumable_file"},
     "pairs": set(),
     "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "pairs"},
     "vllm": {"model"},

@@ -6,13 +6,12 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..measuring.conditions import measuring_conditions
 from ..measuring.loading import load_pair
 from ..measuring.prompts import first_of_each_category, read_questions
 from ..model.modeling_gumiho import GumihoModel
-from ..target.fingerprint import model_fingerprint
-from ..target.machine import machine_name
 from .modes import DecodingMode, choose_modes, decoding_modes
-from .report import environment, markdown, write_json
+from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
 from .sample_file import SampleFile
 from .summary import SummaryRow, summarize
@@ -111,12 +110,7 @@ def _settings_of_samples(
     args: BenchmarkArguments, modes: list[DecodingMode], target: PreTrainedModel, drafter: GumihoModel
 ) -> dict[str, Any]:
     """Returns what a sample depends on, besides its question, its temperature and the size of its batch."""
-    return {
-        "machine": machine_name(target.device),
-        "environment": environment(),
-        "target": model_fingerprint(target),
-        "assistant": model_fingerprint(drafter),
-        "settings of the assistant": drafter.generation_config.to_diff_dict(),
+    return measuring_conditions(target, drafter) | {
         "modes": [mode.name for mode in modes],
         "draft_model": args.draft_model,
         "max_new_tokens": args.max_new_tokens,
