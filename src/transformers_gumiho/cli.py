@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
+from . import __version__
 from .user_errors import told_in_one_line
 
 
@@ -17,13 +18,13 @@ Options = TypeVar("Options")
 _USAGE = """\
 usage: gumiho COMMAND ...
 
-  generate    answer prompts, and colour what was drafted
+  generate    generate text and highlight accepted draft tokens
   show        draw the draft tree of a verification cycle
   demo        open a web page that answers questions with and without a drafter
-  benchmark   compare all ways of decoding a target on this machine
-  tune        find the draft trees that decode fastest on this machine, and keep them with the drafter
+  benchmark   benchmark against plain, prompt-lookup and assisted decoding
+  tune        find the fastest settings for this machine and save them
 
-`gumiho COMMAND --help` lists a command's options.
+`gumiho COMMAND --help` lists a command's options. `gumiho --version` prints the version.
 """
 
 
@@ -37,6 +38,9 @@ def main() -> None:
         "tune": run_tune_command,
     }
     name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name == "--version":
+        sys.stdout.write(f"gumiho {__version__}\n")
+        return
     if name not in commands:
         unknown = f"gumiho: there is no command {name!r}\n" if name and not name.startswith("-") else ""
         asked_for = name in ("-h", "--help")

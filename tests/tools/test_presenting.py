@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import transformers_gumiho
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.presenting import (
@@ -263,21 +264,28 @@ def test_comparing_answers_by_plain_decoding_too_and_tells_what_differs(
     written = capsys.readouterr().out
     text = TOKENIZER.decode(answer.tokens)
     assert written.count(text) == 2
-    speeds = r"\[plain decoding \| [\d.]+ tokens/s \| 24 tokens]\n\[with the drafter [\d.]+ times as fast \| "
-    assert re.search(speeds + r"the same tokens]\n$", written)
+    speeds = r"\[plain decoding \| [\d.]+ tokens/s \| 24 tokens]\nSpeed-up [\d.]+x"
+    assert re.search(speeds + r", same text\n$", written)
 
 
 def test_comparison_names_the_first_token_that_differs() -> None:
     def answer(*tokens: int, seconds: float = 1.0, is_whole: bool = True) -> Answer:
         return Answer(tokens, (), seconds, is_whole)
 
-    told = describe_comparison(answer(1, 2, 3, seconds=0.5), answer(1, 2, 4))
-    assert told.endswith("[with the drafter 2.00 times as fast | other tokens from number 3 on]")
-    assert describe_comparison(answer(1, 2), answer(1, 2, 3)).endswith("other tokens from number 3 on]")
-    assert describe_comparison(answer(1, 2), answer(1, 3), gap=0.125).endswith(
-        "other tokens from number 2 on, where the logits of the two are 0.12 apart]"
+    def last_line(*texts: Answer, dtype: torch.dtype = torch.bfloat16, **options: float) -> str:
+        return describe_comparison(*texts, dtype, **options).splitlines()[-1]
+
+    assert last_line(answer(1, 2, seconds=0.5), answer(1, 2)) == "Speed-up 2.00x, same text"
+    assert last_line(answer(1, 2, 3, seconds=0.5), answer(1, 2, 4), gap=0.125) == (
+        "Speed-up 2.00x. The texts differ from token 3 on: a near-tie in bfloat16 (two logits 0.12 apart); "
+        "--dtype float32 avoids it"
     )
-    assert describe_comparison(answer(1, 2), answer(1, is_whole=False)).endswith("| interrupted, so not compared]")
+    # Whoever decodes in float32 is not sent there, and the number says that it is no near-tie.
+    assert last_line(answer(1, 2), answer(1, 3), dtype=torch.float32, gap=2.0) == (
+        "Speed-up 1.00x. The texts differ from token 2 on (two logits 2 apart)"
+    )
+    assert "differ from token 3 on" in last_line(answer(1, 2), answer(1, 2, 3))
+    assert last_line(answer(1, 2), answer(1, is_whole=False)).endswith("| interrupted, so not compared]")
 
 
 def test_drafts_from_the_context_are_the_drafters_alone(
@@ -518,6 +526,12 @@ def test_wrong_commands_are_answered_with_the_usage(
         cli.main()
     assert caught.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_version_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gumiho", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"gumiho {transformers_gumiho.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune"])

@@ -133,16 +133,25 @@ def logit_gap(target: PreTrainedModel, prompt: Sequence[int], answer: Answer, pl
     return abs(float(logits[answer.tokens[place]] - logits[plain.tokens[place]]))
 
 
-def describe_comparison(answer: Answer, plain: Answer, gap: float | None = None) -> str:
+def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: float | None = None) -> str:
     """
-    Returns the lines below plain decoding's answer to the same prompt: its speed, and how the two compare. `gap` is
-    the [`logit_gap`] of greedy answers, which tells why they differ.
+    Returns the lines below plain decoding's answer: its speed, the speed-up, and whether both texts are the same.
+
+    Args:
+        answer: The answer with the drafter.
+        plain: The answer to the same prompt without it.
+        dtype: The target's precision.
+        gap: The [`logit_gap`] of two greedy answers.
     """
     speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
     if not plain.is_whole:
         return f"{speed} | interrupted, so not compared]"
+    speed_up = f"{speed}]\nSpeed-up {answer.speed / plain.speed:.2f}x"
     place = first_difference(answer, plain)
-    tokens = "the same tokens" if place is None else f"other tokens from number {place + 1} on"
-    if gap is not None:
-        tokens += f", where the logits of the two are {gap:.2g} apart"
-    return f"{speed}]\n[with the drafter {answer.speed / plain.speed:.2f} times as fast | {tokens}]"
+    if place is None:
+        return f"{speed_up}, same text"
+    difference = f"{speed_up}. The texts differ from token {place + 1} on"
+    apart = "" if gap is None else f" (two logits {gap:.2g} apart)"
+    if dtype.itemsize > 2:
+        return difference + apart
+    return f"{difference}: a near-tie in {str(dtype).removeprefix('torch.')}{apart}; --dtype float32 avoids it"

@@ -117,7 +117,7 @@ def _answer(
         sys.stdout.write("\n")
         plain = answer_with(None, sys.stdout, args.max_new_tokens)
         gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
-        sys.stdout.write(f"\n\n{describe_comparison(answer, plain, gap)}\n")
+        sys.stdout.write(f"\n\n{describe_comparison(answer, plain, target.dtype, gap)}\n")
     return answer
 
 
