@@ -100,7 +100,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
         assert slider.value == (lookup or 0)
 
 
-def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
+def test_what_is_colored_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
     race = begin(pair, Turns(torch.device("cpu")), "print('<b>${1}</b>')\n")
     assert race.wait(120)
     html = answer_html(race.drafted)
@@ -108,8 +108,8 @@ def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) 
     assert text == pair[1].decode(race.drafted.tokens)
     drafts = [cycle.tokens[node] for cycle in race.drafted.cycles for node in cycle.accepted]
     assert 0 < len(drafts) < len(race.drafted.tokens)
-    coloured = "".join(piece for piece, is_draft in race.drafted.pieces if is_draft)
-    assert coloured == "".join(pair[1].decode([token]) for token in drafts)
+    colored = "".join(piece for piece, is_draft in race.drafted.pieces if is_draft)
+    assert colored == "".join(pair[1].decode([token]) for token in drafts)
     assert "gumiho-drafts" in html
     assert not any(is_draft for _, is_draft in race.plain.pieces)
     tree = tree_html(race, pair[1])

@@ -1,4 +1,4 @@
-"""What people are shown: answers whose accepted drafts are coloured, and the draft trees of `generate()`."""
+"""What people are shown: answers whose accepted drafts are colored, and the draft trees of `generate()`."""
 
 import io
 import math
@@ -40,7 +40,7 @@ from transformers_gumiho.presenting import (
     watch_cycles,
 )
 from transformers_gumiho.presenting.answering import describe_comparison, logit_gap
-from transformers_gumiho.presenting.colours import wants_colours
+from transformers_gumiho.presenting.colors import wants_colors
 
 
 PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho"), "dtype": "float32"}
@@ -68,14 +68,14 @@ def new_tokens(output: GumihoGenerateOutput, prompt: str = PROMPT) -> list[int]:
     return output.sequences[0, len(TOKENIZER(prompt)["input_ids"]) :].tolist()
 
 
-def split_by_colour(text: str) -> list[tuple[str, bool]]:
-    """Returns each character, and whether it is coloured."""
-    characters, is_coloured = [], False
+def split_by_color(text: str) -> list[tuple[str, bool]]:
+    """Returns each character, and whether it is colored."""
+    characters, is_colored = [], False
     for part in re.split("(\033\\[32m|\033\\[0m)", text):
         if part.startswith("\033"):
-            is_coloured = part == "\033[32m"
+            is_colored = part == "\033[32m"
         else:
-            characters += [(character, is_coloured) for character in part]
+            characters += [(character, is_colored) for character in part]
     return characters
 
 
@@ -110,7 +110,7 @@ def test_told_tau_is_that_of_generate(
 @pytest.mark.parametrize(
     ("max_new_tokens", "temperature"), [(21, 0.0), (22, 0.0), (23, 0.0), (24, 0.0), (25, 0.0), (21, 0.8), (24, 0.8)]
 )
-def test_what_is_coloured_is_what_was_drafted_and_accepted(
+def test_what_is_colored_is_what_was_drafted_and_accepted(
     target: PreTrainedModel, drafter: GumihoModel, max_new_tokens: int, temperature: float
 ) -> None:
     """Also of a cycle that the text's end cuts short: a longer text tells what its tokens were."""
@@ -127,10 +127,10 @@ def test_what_is_coloured_is_what_was_drafted_and_accepted(
     stream = io.StringIO()
     torch.manual_seed(0)
     stream_answer(
-        target, TOKENIZER, drafter, TOKENIZER(PROMPT)["input_ids"], stream, colours=True,
+        target, TOKENIZER, drafter, TOKENIZER(PROMPT)["input_ids"], stream, colors=True,
         max_new_tokens=max_new_tokens, temperature=temperature,
     )  # fmt: skip
-    assert split_by_colour(stream.getvalue()) == expected
+    assert split_by_color(stream.getvalue()) == expected
 
 
 def make_cycle(tokens: list[int], num_accepted: int) -> Cycle:
@@ -154,16 +154,16 @@ def test_characters_of_several_tokens_are_written_whole() -> None:
         stream = io.StringIO()
         pieces: list[str] = []
         stream.write = pieces.append  # type: ignore[method-assign]
-        streamer = CycleStreamer(TOKENIZER, stream, colours=True)
+        streamer = CycleStreamer(TOKENIZER, stream, colors=True)
         streamer.put(torch.tensor([TOKENIZER("# ")["input_ids"]]))
         streamer.expect(make_cycle(tokens[: num_accepted + 1], num_accepted))
         for token in tokens:
             streamer.put(torch.tensor([token]))
         streamer.end()
-        written = split_by_colour("".join(pieces))
+        written = split_by_color("".join(pieces))
         assert "".join(character for character, _ in written) == text
-        num_coloured = len(TOKENIZER.decode(tokens[:num_accepted]).rstrip("\N{REPLACEMENT CHARACTER}"))
-        assert [is_coloured for _, is_coloured in written] == [i < num_coloured for i in range(len(text))]
+        num_colored = len(TOKENIZER.decode(tokens[:num_accepted]).rstrip("\N{REPLACEMENT CHARACTER}"))
+        assert [is_colored for _, is_colored in written] == [i < num_colored for i in range(len(text))]
 
 
 def test_prompt_that_ends_within_a_character_is_gone_on_with() -> None:
@@ -171,7 +171,7 @@ def test_prompt_that_ends_within_a_character_is_gone_on_with() -> None:
     tokens = TOKENIZER(text)["input_ids"]
     for cut in range(1, len(tokens)):
         stream = io.StringIO()
-        streamer = CycleStreamer(TOKENIZER, stream, colours=False)
+        streamer = CycleStreamer(TOKENIZER, stream, colors=False)
         for value in [[tokens[:cut]], *([token] for token in tokens[cut:])]:
             streamer.put(torch.tensor(value))
         streamer.end()
@@ -182,7 +182,7 @@ def test_prompt_that_ends_within_a_character_is_gone_on_with() -> None:
 def test_text_that_ends_within_a_character_is_written_all_the_same() -> None:
     tokens = TOKENIZER("🦊")["input_ids"]
     stream = io.StringIO()
-    streamer = CycleStreamer(TOKENIZER, stream, colours=False)
+    streamer = CycleStreamer(TOKENIZER, stream, colors=False)
     for value in [[TOKENIZER("# ")["input_ids"]], tokens[:1], tokens[1:2]]:
         streamer.put(torch.tensor(value))
     assert stream.getvalue() == ""
@@ -196,7 +196,7 @@ def test_first_word_keeps_its_space_where_a_tokenizer_drops_that_of_a_text() -> 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "on"
     stream = io.StringIO()
-    streamer = CycleStreamer(tokenizer, stream, colours=False)
+    streamer = CycleStreamer(tokenizer, stream, colors=False)
     for value in ([[0]], [1], [2]):
         streamer.put(torch.tensor(value))
     streamer.end()
@@ -208,20 +208,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colours_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert wants_colours("auto", Terminal())
-    assert not wants_colours("auto", io.StringIO())
-    assert wants_colours("always", io.StringIO())
-    assert not wants_colours("never", Terminal())
+    assert wants_colors("auto", Terminal())
+    assert not wants_colors("auto", io.StringIO())
+    assert wants_colors("always", io.StringIO())
+    assert not wants_colors("never", Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_colours("auto", Terminal())
-    assert wants_colours("always", Terminal())
+    assert not wants_colors("auto", Terminal())
+    assert wants_colors("always", Terminal())
     monkeypatch.setenv("NO_COLOR", "")  # means nothing: https://no-color.org
-    assert wants_colours("auto", Terminal())
+    assert wants_colors("auto", Terminal())
     monkeypatch.setenv("TERM", "dumb")
-    assert not wants_colours("auto", Terminal())
+    assert not wants_colors("auto", Terminal())
 
 
 def test_typed_lines_are_a_conversation_where_there_is_a_chat_template(

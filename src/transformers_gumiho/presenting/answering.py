@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
-from .colours import coloured
+from .colors import colored
 from .cycles import Cycle, watch_cycles
 from .streaming import CycleStreamer
 
@@ -48,7 +48,7 @@ def stream_answer(
     prompt: Sequence[int],
     stream: TextIO,
     *,
-    colours: bool,
+    colors: bool,
     max_new_tokens: int,
     temperature: float,
     prompt_lookup_num_tokens: int | None = None,
@@ -62,14 +62,14 @@ def stream_answer(
         drafter: The drafter; `None` decodes plainly.
         prompt: Token ids.
         stream: Where the answer goes.
-        colours: Whether to colour accepted drafts.
+        colors: Whether to color accepted drafts.
         max_new_tokens: The most to generate.
         temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
         prompt_lookup_num_tokens: Tokens that are drafted from the context, at most, next to the drafter's; 0 for none.
             By default the drafter's setting.
     """
     cycles: list[Cycle] = []
-    streamer = CycleStreamer(tokenizer, stream, colours, has_cycles=drafter is not None)
+    streamer = CycleStreamer(tokenizer, stream, colors, has_cycles=drafter is not None)
 
     def on_cycle(cycle: Cycle) -> None:
         cycles.append(cycle)
@@ -98,7 +98,7 @@ def sampling_settings(temperature: float) -> dict[str, Any]:
     return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
-def describe_answer(answer: Answer, colours: bool) -> str:
+def describe_answer(answer: Answer, colors: bool) -> str:
     """Returns the line below an answer: tau, speed and what it was made of."""
     num_accepted = sum(len(cycle.accepted) for cycle in answer.cycles)
     tau = "no cycles" if answer.tau is None else f"tau {answer.tau:.2f}"
@@ -106,7 +106,7 @@ def describe_answer(answer: Answer, colours: bool) -> str:
         tau,
         f"{answer.speed:.1f} tokens/s",
         f"{len(answer.cycles)} cycles",
-        f"{len(answer.tokens)} tokens, {coloured(f'{num_accepted} accepted drafts', colours)}",
+        f"{len(answer.tokens)} tokens, {colored(f'{num_accepted} accepted drafts', colors)}",
     ]
     if not answer.is_whole:
         parts.append("interrupted")

@@ -24,7 +24,7 @@ from .answering import (
     stream_answer,
 )
 from .arguments import GenerateArguments, ShowArguments
-from .colours import wants_colours
+from .colors import wants_colors
 from .cycles import Cycle, watch_cycles
 from .labels import label_cycle
 from .loading import describe_temperatures, load
@@ -38,7 +38,7 @@ _WARM_UP_TOKENS = 8
 def generate(args: GenerateArguments) -> list[Answer]:
     """
     Answers a prompt, or every line that is typed, as it is decoded, and tells the acceptance length tau and the speed.
-    Accepted drafts are coloured; what the target chose itself is plain. Where the tokenizer has a chat template the
+    Accepted drafts are colored; what the target chose itself is plain. Where the tokenizer has a chat template the
     lines are a conversation; otherwise each of them is continued for itself. Ctrl-C ends an answer, Ctrl-D the
     conversation. With `--compare` plain decoding answers after the drafter, from the same random numbers.
 
@@ -83,8 +83,8 @@ def show(args: ShowArguments) -> Cycle:
     committed, cycle = _decode_until(target, drafter, prompt, args.step, args.prompt_lookup_num_tokens)
     labels = label_cycle(tokenizer, committed, cycle)
     temperatures = describe_temperatures(drafter)
-    colours = wants_colours(args.color, sys.stdout)
-    sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colours=colours) + "\n")
+    colors = wants_colors(args.color, sys.stdout)
+    sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colors=colors) + "\n")
     if args.output is not None:
         draw_picture(cycle, labels, temperatures, args.output)
         sys.stdout.write(f"\ndrawn into {args.output}\n")
@@ -99,12 +99,12 @@ def _answer(
 ) -> Answer:
     """Writes the answer to a prompt, and to compare that of plain decoding below it."""
     target, tokenizer, drafter = models
-    colours = wants_colours(args.color, sys.stdout)
+    colors = wants_colors(args.color, sys.stdout)
 
     def answer_with(assistant: GumihoModel | None, stream: TextIO, max_new_tokens: int) -> Answer:
         torch.manual_seed(seed)
         return stream_answer(
-            target, tokenizer, assistant, prompt, stream, colours=colours, max_new_tokens=max_new_tokens,
+            target, tokenizer, assistant, prompt, stream, colors=colors, max_new_tokens=max_new_tokens,
             temperature=args.temperature, prompt_lookup_num_tokens=args.prompt_lookup_num_tokens,
         )  # fmt: skip
 
@@ -112,7 +112,7 @@ def _answer(
         for assistant in (drafter, None):
             answer_with(assistant, io.StringIO(), min(_WARM_UP_TOKENS, args.max_new_tokens))
     answer = answer_with(drafter, sys.stdout, args.max_new_tokens)
-    sys.stdout.write(f"\n\n{describe_answer(answer, colours)}\n")
+    sys.stdout.write(f"\n\n{describe_answer(answer, colors)}\n")
     if args.compare and answer.is_whole:
         sys.stdout.write("\n")
         plain = answer_with(None, sys.stdout, args.max_new_tokens)

@@ -1,4 +1,4 @@
-"""Writing a text as it is decoded, its accepted drafts in colour."""
+"""Writing a text as it is decoded, its accepted drafts in color."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from .colours import coloured
+from .colors import colored
 from .cycles import Cycle
 
 
@@ -97,20 +97,20 @@ class PieceStreamer(BaseStreamer):
 
 class CycleStreamer(PieceStreamer):
     """
-    Writes the text of one sequence as it is decoded. Pieces that are made of accepted drafts alone are coloured.
+    Writes the text of one sequence as it is decoded. Pieces that are made of accepted drafts alone are colored.
 
     Args:
         tokenizer: The target's tokenizer.
         stream: Where the text goes.
-        colours: Whether to colour pieces.
+        colors: Whether to color pieces.
         has_cycles: As in [`PieceStreamer`].
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO, colours: bool, has_cycles: bool = True):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO, colors: bool, has_cycles: bool = True):
         super().__init__(tokenizer, self._write, has_cycles)
         self.stream = stream
-        self.colours = colours
+        self.colors = colors
 
     def _write(self, text: str, is_draft: bool) -> None:
-        self.stream.write(coloured(text, self.colours and is_draft))
+        self.stream.write(colored(text, self.colors and is_draft))
         self.stream.flush()

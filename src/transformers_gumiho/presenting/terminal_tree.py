@@ -1,6 +1,6 @@
 """A draft tree as lines of text."""
 
-from .colours import coloured
+from .colors import colored
 from .cycles import Cycle
 from .labels import CycleLabels
 from .size_reasons import OTHERWISE, describe_size
@@ -12,7 +12,7 @@ path: that of all of them, by which the nodes were chosen
 * drafted and accepted   + bonus token, the target's own"""
 
 
-def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colours: bool) -> str:
+def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colors: bool) -> str:
     """
     Draws the draft tree of a cycle, a line for each node.
 
@@ -20,7 +20,7 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         cycle: The cycle.
         labels: The texts of its tokens.
         temperatures: The draft temperatures that its probabilities were computed under, as text.
-        colours: Whether to colour the accepted path, which has its marks either way.
+        colors: Whether to color the accepted path, which has its marks either way.
     """
     num_drafted, num_accepted = len(cycle.tokens) - 1, len(cycle.accepted)
     lines = [
@@ -28,7 +28,7 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         "",
         " token   path",
         f"{'':16}{labels.nodes[0]}  (the newest committed token)",
-        *_draw_children(cycle, labels, 0, "", colours),
+        *_draw_children(cycle, labels, 0, "", colors),
         "",
         _LEGEND.format(temperatures=temperatures, otherwise=OTHERWISE if cycle.reason is not None else ""),
         "",
@@ -39,7 +39,7 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
     return "\n".join(lines)
 
 
-def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colours: bool) -> list[str]:
+def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colors: bool) -> list[str]:
     """Returns the lines below `node`, whose own line begins its children's branches at `indent`."""
     children = cycle.children(node)
     has_bonus = labels.bonus is not None and node == cycle.last_accepted
@@ -50,10 +50,10 @@ def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, co
         numbers = f"{cycle.token_probability(child):6.3f} {cycle.path_probability(child):6.3f}"
         branch = f"{indent}{'└' if is_last else '├'}─ "
         lines.append(
-            f"{numbers} {coloured('*', colours) if is_accepted else ' '} {branch}"
-            f"{coloured(labels.nodes[child], colours and is_accepted)}"
+            f"{numbers} {colored('*', colors) if is_accepted else ' '} {branch}"
+            f"{colored(labels.nodes[child], colors and is_accepted)}"
         )
-        lines += _draw_children(cycle, labels, child, indent + ("   " if is_last else "│  "), colours)
+        lines += _draw_children(cycle, labels, child, indent + ("   " if is_last else "│  "), colors)
     if has_bonus:
         lines.append(f"{'':13} + {indent}└─ {labels.bonus}")
     return lines

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def demo(args: DemoArguments) -> None:
     """
     Opens a web page that answers a question twice, side by side: as plain decoding does, and with the drafter.
-    Accepted drafts are coloured, tau and the speed are counted, and the newest draft tree is drawn. Ctrl-C ends it.
+    Accepted drafts are colored, tau and the speed are counted, and the newest draft tree is drawn. Ctrl-C ends it.
 
     Raises:
         ImportError: Gradio is not installed.

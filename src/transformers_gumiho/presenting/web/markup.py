@@ -30,7 +30,7 @@ _LEGEND = (
 
 
 def answer_html(answer: LiveAnswer) -> str:
-    """Returns an answer so far: its counters, and its text with the accepted drafts coloured."""
+    """Returns an answer so far: its counters, and its text with the accepted drafts colored."""
     counters = [f'<span class="gumiho-state" data-progress="{answer.progress}">{_STATES[answer.progress]}</span>']
     if answer.tokens:
         counters += [
@@ -41,7 +41,7 @@ def answer_html(answer: LiveAnswer) -> str:
     if (tau := answer.tau) is not None:
         counters.append(f'<span>tau <b class="gumiho-tau">{tau:.2f}</b> in {len(answer.cycles)} cycles</span>')
     problem = f"<p><b>{escape(answer.problem)}</b></p>" if answer.problem else ""
-    return _COUNTERS.format("".join(counters)) + _TEXT.format(_coloured(answer)) + problem
+    return _COUNTERS.format("".join(counters)) + _TEXT.format(_colored(answer)) + problem
 
 
 def verdict_html(race: Race) -> str:
@@ -90,7 +90,7 @@ def _speed(answer: LiveAnswer) -> float:
     return len(answer.tokens) / max(answer.seconds, 1e-9)
 
 
-def _coloured(answer: LiveAnswer) -> str:
+def _colored(answer: LiveAnswer) -> str:
     parts = []
     for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece[1]):
         text = escape("".join(piece for piece, _ in pieces))
