@@ -290,7 +290,7 @@ def test_only_the_chosen_modes_decode_the_first_prompts_of_each_category(tmp_pat
     assert len(first) == 4
     asked = {sample["category"]: sample["questions"] for sample in samples}
     assert asked == {category: [name] for category, name in first.items()}
-    with pytest.raises(ValueError, match=r"no way of decoding 'chain of 4'. There are: 'plain', .* 'chain of 5', "):
+    with pytest.raises(ValueError, match=r"no mode 'chain of 4'. Choose from 'plain', .* 'chain of 5', "):
         benchmark(replace(args, modes=["chain of 4"]))
 
 

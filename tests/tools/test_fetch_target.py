@@ -189,7 +189,7 @@ def test_the_cache_of_the_hub_is_looked_into(assets: Path, tmp_path: Path, monke
             ["--pair", "smolm"],
             "gumiho show: There is no pair 'smolm'. Give --pair demo or --pair smollm2, or --target",
         ),
-        (["--target", "t"], r"gumiho show: Give a pair by its name \(--pair demo\), or both of --target and --assist"),
+        (["--target", "t"], r"gumiho show: Specify --pair NAME, or both --target and --assistant"),
     ],
 )
 def test_pairs_that_are_not_there_are_told(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,8 +269,8 @@ def test_comparing_answers_by_plain_decoding_too_and_tells_what_differs(
 
 
 def test_comparison_names_the_first_token_that_differs() -> None:
-    def answer(*tokens: int, seconds: float = 1.0, is_whole: bool = True) -> Answer:
-        return Answer(tokens, (), seconds, is_whole)
+    def answer(*tokens: int, seconds: float = 1.0, is_complete: bool = True) -> Answer:
+        return Answer(tokens, (), seconds, is_complete)
 
     def last_line(*texts: Answer, dtype: torch.dtype = torch.bfloat16, **options: float) -> str:
         return describe_comparison(*texts, dtype, **options).splitlines()[-1]
@@ -285,7 +285,7 @@ def test_comparison_names_the_first_token_that_differs() -> None:
         "Speed-up 1.00x. The texts differ from token 2 on (two logits 2 apart)"
     )
     assert "differ from token 3 on" in last_line(answer(1, 2), answer(1, 2, 3))
-    assert last_line(answer(1, 2), answer(1, is_whole=False)).endswith("| interrupted, so not compared]")
+    assert last_line(answer(1, 2), answer(1, is_complete=False)).endswith("| interrupted, so not compared]")
 
 
 def test_drafts_from_the_context_are_the_drafters_alone(

@@ -22,13 +22,13 @@ class Answer:
         tokens: The new tokens.
         cycles: The verification cycles that made all of them but the first, which is chosen after the prompt.
         seconds: From the prompt to the last token.
-        is_whole: Whether it was not interrupted.
+        is_complete: Whether it ended without an interruption.
     """
 
     tokens: tuple[int, ...]
     cycles: tuple[Cycle, ...]
     seconds: float
-    is_whole: bool
+    is_complete: bool
 
     @property
     def tau(self) -> float | None:
@@ -77,7 +77,7 @@ def stream_answer(
 
     lookup = {} if drafter is None else {"prompt_lookup_num_tokens": prompt_lookup_num_tokens}
     input_ids = torch.tensor([list(prompt)], device=target.device)
-    is_whole, start = True, time.perf_counter()
+    is_complete, start = True, time.perf_counter()
     with watch_cycles(on_cycle):
         try:
             target.generate(
@@ -85,9 +85,9 @@ def stream_answer(
                 max_new_tokens=max_new_tokens, **lookup, **sampling_settings(temperature),
             )  # fmt: skip
         except KeyboardInterrupt:
-            is_whole = False
+            is_complete = False
             streamer.end()
-    return Answer(tuple(streamer.tokens), tuple(cycles), time.perf_counter() - start, is_whole)
+    return Answer(tuple(streamer.tokens), tuple(cycles), time.perf_counter() - start, is_complete)
 
 
 def sampling_settings(temperature: float) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def describe_answer(answer: Answer, colors: bool) -> str:
         f"{len(answer.cycles)} cycles",
         f"{len(answer.tokens)} tokens, {colored(f'{num_accepted} accepted drafts', colors)}",
     ]
-    if not answer.is_whole:
+    if not answer.is_complete:
         parts.append("interrupted")
     return f"[{' | '.join(parts)}]"
 
@@ -144,7 +144,7 @@ def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: 
         gap: The [`logit_gap`] of two greedy answers.
     """
     speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
-    if not plain.is_whole:
+    if not plain.is_complete:
         return f"{speed} | interrupted, so not compared]"
     speed_up = f"{speed}]\nSpeed-up {answer.speed / plain.speed:.2f}x"
     place = first_difference(answer, plain)

@@ -37,10 +37,10 @@ _WARM_UP_TOKENS = 8
 
 def generate(args: GenerateArguments) -> list[Answer]:
     """
-    Answers a prompt, or every line that is typed, as it is decoded, and tells the acceptance length tau and the speed.
-    Accepted drafts are colored; what the target chose itself is plain. Where the tokenizer has a chat template the
-    lines are a conversation; otherwise each of them is continued for itself. Ctrl-C ends an answer, Ctrl-D the
-    conversation. With `--compare` plain decoding answers after the drafter, from the same random numbers.
+    Generates text for a prompt, or for every line that you type, and highlights accepted draft tokens. Below it stand
+    the acceptance length tau and the speed. If the tokenizer has a chat template, the lines are a conversation;
+    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation. `--compare` also generates without
+    the drafter, from the same random numbers.
 
     Returns:
         The answers with the drafter.
@@ -62,14 +62,14 @@ def generate(args: GenerateArguments) -> list[Answer]:
 
 def show(args: ShowArguments) -> Cycle:
     """
-    Decodes a prompt greedily up to a verification cycle, and draws the cycle's draft tree: every node with the
-    drafter's probabilities, the accepted path and the bonus token.
+    Draws the draft tree of one verification cycle of a greedy text: each node with its probability, the accepted path
+    and the bonus token.
 
     Returns:
         The cycle.
 
     Raises:
-        SystemExit: The text ends before this cycle, or the file's name ends neither in .svg nor in .png.
+        SystemExit: The text ends before this cycle, or `args.output` is neither an .svg nor a .png file.
     """
     if args.output is not None and Path(args.output).suffix not in (".svg", ".png"):
         raise SystemExit(f"A tree can be drawn into an .svg or a .png file, got --output {args.output}.")
@@ -113,7 +113,7 @@ def _answer(
             answer_with(assistant, io.StringIO(), min(_WARM_UP_TOKENS, args.max_new_tokens))
     answer = answer_with(drafter, sys.stdout, args.max_new_tokens)
     sys.stdout.write(f"\n\n{describe_answer(answer, colors)}\n")
-    if args.compare and answer.is_whole:
+    if args.compare and answer.is_complete:
         sys.stdout.write("\n")
         plain = answer_with(None, sys.stdout, args.max_new_tokens)
         gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
@@ -124,7 +124,7 @@ def _answer(
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
     prompt = encode_turn(tokenizer, turns, texts)
     if not prompt:
-        raise SystemExit("The prompt has no tokens to go on from. Give a longer --prompt.")
+        raise SystemExit("The prompt has no tokens. Give a longer --prompt.")
     return prompt
 
 

@@ -14,12 +14,12 @@ from .arguments import PairArguments
 
 def load(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
     """
-    Loads the target, its tokenizer and the drafter. What takes long is told on standard error.
+    Loads the target, its tokenizer and the drafter. Progress is written to standard error.
 
     Raises:
-        ImportError: A library that is needed to get the pair is not installed.
-        OSError: One of them is not here, and cannot be got.
-        ValueError: The options do not name both, or there is no such pair or precision.
+        ImportError: A library that the pair needs is not installed.
+        OSError: A model is missing and cannot be downloaded.
+        ValueError: The options do not name both models, or name an unknown pair or precision.
     """
     target, assistant, dtype = args.target, args.assistant, args.dtype
     if args.pair is not None:
@@ -30,7 +30,7 @@ def load(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase,
         if dtype == "auto" and not torch.accelerator.is_available():
             dtype = pair.cpu_dtype
     if target is None or assistant is None:
-        raise ValueError("Give a pair by its name (--pair demo), or both of --target and --assistant.")
+        raise ValueError("Specify --pair NAME, or both --target and --assistant.")
     loaded = load_pair(target, assistant, dtype, args.device_map)
     for name in ("num_assistant_tokens", "branching_factor", "draft_temperature"):
         if getattr(args, name) is not None:
