@@ -513,7 +513,7 @@ def test_cycles_of_a_batch_are_refused(target: PreTrainedModel, drafter: GumihoM
     ("arguments", "message"),
     [
         ([], r"^usage: gumiho COMMAND"),
-        (["chat"], r"^gumiho: there is no command 'chat'\nusage: gumiho COMMAND"),
+        (["chat"], r"^gumiho: unknown command 'chat'\nusage: gumiho COMMAND"),
         (["show", "--target", "t", "--assistant", "a", "--prompt", "p", "--max_new_tokens", "9"],
          r"^usage: gumiho show (.|\n)*error: unrecognized arguments: --max_new_tokens 9"),
     ],

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..measuring.loading import load_pair
 from ..measuring.prompts import first_of_each_category, read_questions
 from ..model.modeling_gumiho import GumihoModel
+from ..pairs.known import report_progress, resolve_pair
 from ..target.fingerprint import model_fingerprint
 from ..target.machine import machine_name
 from .modes import DecodingMode, choose_modes, decoding_modes
@@ -18,12 +19,15 @@ from .sample_file import SampleFile
 from .summary import SummaryRow, summarize
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BenchmarkArguments:
-    """The options of `gumiho benchmark`; [`benchmark`] takes them, too."""
+    """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They need a pair, or target and assistant."""
 
-    target: str = field(metadata={"help": "Target model: a folder or a name on the Hub."})
-    assistant: str = field(metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
+    pair: str | None = field(
+        default=None, metadata={"help": "Short name of a target and its drafter: demo or smollm2."}
+    )
+    target: str | None = field(default=None, metadata={"help": "Target model: a folder or a name on the Hub."})
+    assistant: str | None = field(default=None, metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
     prompts: str = field(metadata={"help": "JSONL file with `turns`, `prompt` or `text`, or a dataset."})
     output_dir: str = field(default="benchmark", metadata={"help": "Folder for samples, summary, table and pictures."})
     column: str | None = field(
@@ -79,7 +83,8 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
 
     Raises:
         SystemExit: The run was interrupted before anything was measured.
-        ValueError: `args.modes` names an unknown mode, or `args.resume` finds a run with other settings.
+        ValueError: The options do not name both models, `args.modes` names an unknown mode, or `args.resume` finds a
+            run with other settings.
     """
     # Not needed by those who only tune.
     from .plots import plot_summary
@@ -89,7 +94,8 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     if args.prompts_per_category is not None:
         questions = first_of_each_category(questions, args.prompts_per_category)
     folder.mkdir(parents=True, exist_ok=True)
-    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
+    names = resolve_pair(args.pair, args.target, args.assistant, args.dtype, report_progress)
+    target, tokenizer, drafter = load_pair(*names, args.device_map)
     for name in ("num_assistant_tokens", "branching_factor"):
         if getattr(args, name) is not None:
             setattr(drafter.generation_config, name, getattr(args, name))

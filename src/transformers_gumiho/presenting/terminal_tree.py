@@ -7,9 +7,9 @@ from .size_reasons import OTHERWISE, describe_size
 
 
 _LEGEND = """\
-token: the probability of the token after those above it: the drafter's, at draft temperature {temperatures}{otherwise}
-path: that of all of them, by which the nodes were chosen
-* drafted and accepted   + bonus token, the target's own"""
+token: the probability of the token after the tokens above it, at draft temperature {temperatures}{otherwise}
+path: the probability of all tokens down to it, by which the nodes were chosen
+* accepted draft   + bonus token, which the target chose"""
 
 
 def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colors: bool) -> str:

@@ -56,15 +56,15 @@ def draw_picture(cycle: Cycle, labels: CycleLabels, temperatures: str, path: str
     _write(axes, 0, -_HEADING + 0.08, f"after {labels.context}", size=8, family="monospace")
     _write(
         axes, 0, layout.num_rows * _ROW + 0.12,
-        "In a box: the probability of the token after those before it, and of the whole path (the shade) at "
+        "In a box: the probability of the token after those before it, and of its path (the shade) at "
         f"draft temperature {temperatures}{otherwise}.\n"
-        "✓ drafted and accepted.   Dashed: the bonus token, the target's own.   "
+        "✓ accepted draft.   Dashed: the bonus token, which the target chose.   "
         f"{len(places) - 1} tokens drafted, {len(cycle.accepted)} accepted (expected: {cycle.expected_accepted:.2f}), "
         f"{len(cycle.committed)} committed.",
         size=7.5,
     )  # fmt: skip
-    # Letters stay letters in an SVG, which is then small, and can be searched. By default it would tell the time at
-    # which it was drawn, and name its parts at random.
+    # Letters stay letters in an SVG, which is then small, and can be searched. By default it would hold the time,
+    # and random names.
     metadata = {"Date": None} if Path(path).suffix == ".svg" else None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gumiho"}):
         figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)

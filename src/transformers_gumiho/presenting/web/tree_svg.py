@@ -37,7 +37,7 @@ def tree_svg(cycle: Cycle, labels: CycleLabels) -> str:
     if layout.bonus is not None and labels.bonus is not None:
         lines.append((True, _line(layout.places[cycle.last_accepted], layout.bonus, BONUS, 2, dashes="5 3")))
         boxes.append(_box(layout.bonus, labels.bonus, "the target's own", BONUS, 0.0, 2, dashes="5 3"))
-    # What was accepted lies above the rest.
+    # Accepted lines are drawn last, above the others.
     drawn = [line for _, line in sorted(lines)] + boxes
     width = layout.num_columns * _COLUMN + 2 * _MARGIN
     height = layout.num_rows * _ROW + 2 * _MARGIN
