@@ -106,7 +106,7 @@ def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[De
     """
     if unknown := [name for name in names if name not in {mode.name for mode in modes}]:
         known = ", ".join(f"'{mode.name}'" for mode in modes)
-        raise ValueError(f"There is no way of decoding {unknown[0]!r}. There are: {known}.")
+        raise ValueError(f"There is no mode {unknown[0]!r}. Choose from {known}.")
     return [mode for mode in modes if mode.name == PLAIN or mode.name in names]
 
 

@@ -22,8 +22,7 @@ class Cycle:
         tokens: The token id of each node.
         parents: Each node's parent; the root is its own. Children of a node follow it, the best first.
         scores: For each node, the summed log-probability (nats) of the tokens from the root down to it, by which the
-            tree's nodes were chosen, 0 for the root: the drafter's, and for tokens from the context
-            an estimate.
+            tree's nodes were chosen, 0 for the root: the drafter's, and for prompt-lookup drafts an estimate.
         accepted: The drafted nodes that the target agreed with, from depth 1 down.
         bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
         origin: Where its tokens come from.
@@ -51,7 +50,7 @@ class Cycle:
     def expected_accepted(self) -> float:
         """
         The number of drafted tokens that are expected to be accepted: the sum of all path probabilities, as a
-        node is accepted where its whole path is. For a chain this is `sum_k prod_{i<=k} p_i`, the quantity that the
+        node is accepted where its path is. For a chain this is `sum_k prod_{i<=k} p_i`, the quantity that the
         paper of Gumiho (https://arxiv.org/abs/2503.10135) reasons with.
         """
         return sum(self.path_probability(node) for node in range(1, len(self.tokens)))

@@ -27,7 +27,7 @@ _INTRODUCTION = """\
 
 `{target}` answers your question twice, at the same time: as plain `generate()` does, and with the drafter \
 `{drafter}`. What was drafted and the target accepted is <span style="background:rgba(34,197,94,0.28)">\
-green</span>. Both take turns at the processor, and each clock runs only while its own answer is worked at."""
+green</span>. Both take turns at the processor, and each clock runs only while its own answer is generated."""
 
 
 class Page:
@@ -56,7 +56,7 @@ class Page:
         self.turns = Turns(target.device)
 
     def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        """Yields what is shown, again and again until both answers are whole: how to stop, and four pieces of HTML."""
+        """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
         try:
             question = self._question(text, *settings)
             race = Race(self.target, self.tokenizer, self.drafter, self.turns, question, self.max_question_tokens)
@@ -89,7 +89,7 @@ class Page:
             ("New tokens", max_new_tokens, 1, self.max_new_tokens),
             ("Nodes in the tree", num_assistant_tokens, 1, _MOST_NODES),
             ("Branching factor", branching_factor, 1, _MOST_WIDTH),
-            ("Drafts from the context", prompt_lookup_num_tokens, 0, _MOST_LOOKED_UP),
+            ("Prompt-lookup drafts", prompt_lookup_num_tokens, 0, _MOST_LOOKED_UP),
             ("The temperature", temperature, 0, 2),
             ("The seed", seed, 0, 2**31 - 1),
         ):
@@ -150,7 +150,7 @@ class Page:
         with gr.Row():
             sampling = [
                 gr.Slider(
-                    1, self.max_new_tokens, length, step=1, label="New tokens", info="At most.", elem_id="length"
+                    1, self.max_new_tokens, length, step=1, label="New tokens", info="Maximum.", elem_id="length"
                 ),
                 gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
                 gr.Number(0, label="Seed", precision=0, minimum=0, info="Both answers are sampled with it."),
@@ -163,7 +163,9 @@ class Page:
                 gr.Slider(1, _MOST_NODES, nodes, step=1, label="Nodes in the tree", info="Drafted per cycle."),
                 gr.Slider(1, _MOST_WIDTH, width, step=1, label="Branching factor", info="1 is a chain."),
                 gr.Checkbox(own.full_tree_attention, label="Full tree attention", info="All recombinations."),
-                gr.Slider(0, _MOST_LOOKED_UP, lookup, step=1, label="Drafts from the context", info="At most."),
+                gr.Slider(
+                    0, _MOST_LOOKED_UP, lookup, step=1, label="Prompt-lookup drafts", info="Maximum; 0 for none."
+                ),
             ]
         return [*sampling, *tree]
 
@@ -181,5 +183,5 @@ def _stop(wish_to_stop: Event | None) -> None:
 
 
 def _name(model: PreTrainedModel) -> str:
-    """Returns a model's name without the folders around it, which are nobody's business."""
+    """Returns a model's name without the folders around it, which visitors need not see."""
     return Path(model.name_or_path).name or type(model).__name__

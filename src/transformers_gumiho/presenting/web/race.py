@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 # More than nearly any text has; to count the tokens of a longer one would take long already.
 _CHARACTERS_PER_TOKEN = 16
 
-Progress = Literal["waiting", "writing", "whole", "stopped", "failed"]
+Progress = Literal["queued", "generating", "done", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class Question:
     What is asked, and how it is answered.
 
     Attributes:
-        text: The question, or the text to go on from where the tokenizer has no chat template.
-        max_new_tokens: Tokens of each answer, at most.
+        text: The question, or a text to continue where the tokenizer has no chat template.
+        max_new_tokens: Maximum number of tokens in each answer.
         temperature: 0 is greedy.
         seed: For sampling.
         num_assistant_tokens: Nodes of a draft tree.
         branching_factor: Tokens kept at each serial step; 1 makes the tree a chain.
         full_tree_attention: Whether a node may be any recombination of the heads' tokens.
-        prompt_lookup_num_tokens: The most tokens that are drafted from the context; 0 for none.
+        prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup; 0 for none.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Question:
 
 
 class Stopped(Exception):
-    """Ends a generation that nobody waits for any more."""
+    """Ends a generation whose visitor has left or stopped it."""
 
 
 class LiveAnswer:
@@ -64,7 +64,7 @@ class LiveAnswer:
     An answer as it is written; one thread writes it, and others read it.
 
     Attributes:
-        pieces: Its text, in pieces of whole characters, and whether each is made of accepted drafts alone.
+        pieces: Its text, in pieces of complete characters, and whether each is made of accepted drafts alone.
         tokens: Its tokens so far.
         cycles: The verification cycles so far; none in plain decoding.
         progress: How far it is.
@@ -75,14 +75,14 @@ class LiveAnswer:
         self.pieces: list[tuple[str, bool]] = []
         self.tokens: list[int] = []
         self.cycles: list[Cycle] = []
-        self.progress: Progress = "waiting"
+        self.progress: Progress = "queued"
         self.problem: str | None = None
         self.turn: Turn | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more comes."""
-        return self.progress in ("whole", "stopped", "failed")
+        return self.progress in ("done", "stopped", "failed")
 
     @property
     def seconds(self) -> float:
@@ -143,7 +143,7 @@ class Race:
         self.wish_to_stop.set()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until both answers are over, so many seconds at most; returns whether they are."""
+        """Waits until both answers are over, for at most `seconds`; returns whether they are."""
         return self._is_over.wait(seconds)
 
     @property
@@ -159,12 +159,12 @@ class Race:
     def _run(self, answer: LiveAnswer, drafter: GumihoModel | None) -> None:
         try:
             with self._turns.join(self.question.seed) as answer.turn:
-                answer.progress = "writing"
+                answer.progress = "generating"
                 self._generate(answer, answer.turn, drafter)
-            answer.progress = "whole"
+            answer.progress = "done"
         except Stopped:
             answer.progress = "stopped"
-        except Exception as error:  # whatever it is, somebody waits to be told
+        except Exception as error:  # whatever it is, the visitor must see that the answer failed
             answer.problem = _explain(error)
             answer.progress = "failed"
         finally:
@@ -242,7 +242,7 @@ def _encode(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: Question, max_question_tokens: int
 ) -> list[int]:
     if not question.text.strip():
-        raise ValueError("There is no question yet. Write one first.")
+        raise ValueError("The question is empty. Write one first.")
     if len(question.text) > _CHARACTERS_PER_TOKEN * max_question_tokens:
         raise ValueError(_too_long(f"{len(question.text)} characters", max_question_tokens))
     prompt = encode_turn(tokenizer, [question.text], [])
@@ -259,17 +259,17 @@ def _encode(
 
 def _too_long(length: str, most: int) -> str:
     return (
-        f"The question has {length}, but may have {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters at most "
+        f"The question has {length}; the limit is {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters "
         f"(`max_question_tokens`). Shorten it."
     )
 
 
 def _explain(error: Exception) -> str:
-    """Returns what to tell strangers of an error; what else there is to it may not be their business."""
+    """Returns what a visitor may read of an error; the log has the rest, which may be private."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
-        return "There is not enough memory for this answer. Ask for fewer new tokens or a smaller tree, or try later."
+        return "Not enough memory for this answer. Choose fewer new tokens or a smaller tree, or try later."
     if isinstance(error, ValueError):
         return str(error)
     logger.error("An answer failed.", exc_info=error)
     kind = type(error).__name__
-    return f"The answer failed ({kind}). This is a fault of the program or of its machine; the log tells more."
+    return f"The answer failed ({kind}). The server's log has the details."

@@ -16,10 +16,10 @@ class Turns:
 
     Args:
         device: The target's, whose random numbers each answer has for itself.
-        clock: Tells the time in seconds.
+        clock: Returns the time in seconds.
 
     Attributes:
-        is_closed: Whether nobody waits for any answer.
+        is_closed: Whether all visitors have left.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
@@ -32,7 +32,7 @@ class Turns:
         self.is_closed = False
 
     def close(self) -> None:
-        """Tells all answers, and those to come, that nobody waits for them any more."""
+        """Ends all answers, and those to come."""
         self.is_closed = True
 
     @contextmanager
@@ -45,7 +45,7 @@ class Turns:
         """
         turn = Turn(self)
         try:
-            # In one go, so that nobody has the models between: it would not be level any more.
+            # In one go, so that no other answer has the models in between.
             with self._changed:
                 turn.head_start = min((other.share for other in self._present), default=0.0)
                 self._present.append(turn)
