@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
-from transformers_gumiho.tuning.timing import time_drafted, time_plain
+from transformers_gumiho.measuring.timing import time_drafted, time_plain
 
 
 # The rounds: for each length, the milliseconds of a plain step, of a cycle, and of the target's pass in it.

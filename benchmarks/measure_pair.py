@@ -118,8 +118,8 @@ def main() -> None:
     for prompt in tqdm(prompts, desc="decoding", unit="prompt"):
         measurements.append(measure(target, gumiho, tokenizer, prompt, args))
         if len(measurements) == 1:
-            colour, plain = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
-            tqdm.write(f"{prompt}\n{colour}{measurements[0].text}{plain}\n")
+            color, plain = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
+            tqdm.write(f"{prompt}\n{color}{measurements[0].text}{plain}\n")
     report(measurements, args)
 
 

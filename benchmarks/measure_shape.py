@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Pr
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.measuring.timing import time_drafted, time_plain
 from transformers_gumiho.target.grouped_attention import copying_groups
-from transformers_gumiho.tuning.timing import time_drafted, time_plain
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from transformers import HfArgumentParser
 from transformers.utils import logging
 
+from . import __version__
 from .user_errors import told_in_one_line
 
 
@@ -17,13 +18,13 @@ Options = TypeVar("Options")
 _USAGE = """\
 usage: gumiho COMMAND ...
 
-  generate    answer prompts, and colour what was drafted
+  generate    generate text and highlight accepted draft tokens
   show        draw the draft tree of a verification cycle
   demo        open a web page that answers questions with and without a drafter
-  benchmark   compare all ways of decoding a target on this machine
-  tune        find the draft trees that decode fastest on this machine, and keep them with the drafter
+  benchmark   benchmark against plain, prompt-lookup and assisted decoding
+  tune        find the fastest settings for this machine and save them
 
-`gumiho COMMAND --help` lists a command's options.
+`gumiho COMMAND --help` lists a command's options. `gumiho --version` prints the version.
 """
 
 
@@ -37,8 +38,11 @@ def main() -> None:
         "tune": run_tune_command,
     }
     name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name == "--version":
+        sys.stdout.write(f"gumiho {__version__}\n")
+        return
     if name not in commands:
-        unknown = f"gumiho: there is no command {name!r}\n" if name and not name.startswith("-") else ""
+        unknown = f"gumiho: unknown command {name!r}\n" if name and not name.startswith("-") else ""
         asked_for = name in ("-h", "--help")
         (sys.stdout if asked_for else sys.stderr).write(unknown + _USAGE)
         raise SystemExit(0 if asked_for else 2)
@@ -75,7 +79,7 @@ def run_benchmark_command(arguments: list[str]) -> None:
 
     args = _parse(BenchmarkArguments, "benchmark", benchmark, arguments)
     rows = benchmark(args)
-    sys.stdout.write(f"\n{markdown(rows)}\neverything is in {args.output_dir}\n")
+    sys.stdout.write(f"\n{markdown(rows)}\nThe samples, tables and pictures are in {args.output_dir}\n")
 
 
 def run_tune_command(arguments: list[str]) -> None:
@@ -83,24 +87,24 @@ def run_tune_command(arguments: list[str]) -> None:
     from .tuning import TuningArguments, describe, tune
 
     args = _parse(TuningArguments, "tune", tune, arguments)
-    told = describe(tune(args))
+    result = describe(tune(args))
     how = "; copy its generation_config.json over the drafter's to use them" if args.output_dir else ""
-    sys.stdout.write(f"\n{told}\nthe settings are in {args.output_dir or args.assistant}{how}\n")
+    sys.stdout.write(f"\n{result}\nthe settings are in {args.output_dir or args.assistant}{how}\n")
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """Tells a default once, and none where there is none; of an option that turns another one off, which."""
+    """Shows each default once; an option that turns another one off names it."""
 
     def _get_help_string(self, action: Action) -> str | None:
         name = action.option_strings[0] if action.option_strings else ""
         if name.startswith("--no_"):
             return f"Turns --{name.removeprefix('--no_')} off."
-        is_told = action.default in (None, []) or "(default: " in (action.help or "")
-        return action.help if is_told else super()._get_help_string(action)
+        is_shown = action.default in (None, []) or "(default: " in (action.help or "")
+        return action.help if is_shown else super()._get_help_string(action)
 
 
 def _parse(options: type[Options], name: str, command: Callable[..., Any], arguments: list[str]) -> Options:
-    """Returns the options of a command; one that it does not have ends the program with the usage."""
+    """Returns the options of a command. An unknown option ends the program with the usage."""
     summary = (inspect.getdoc(command) or "").partition("\n\n")[0].replace("`args.", "`--")
     parser = HfArgumentParser(options, prog=f"gumiho {name}", description=summary, formatter_class=_HelpFormatter)
     parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)

@@ -16,7 +16,7 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
         ValueError: It was begun with others, or what is next to it is damaged.
         OSError: The disk is full. What was written before stays.
     """
-    beside = path.with_name(path.name + ".settings.json")
+    beside = settings_file(path)
     if path.exists() and path.stat().st_size and beside.exists():
         before = _read_settings(beside, path)
         if changed := sorted(name for name in settings if before.get(name) != settings[name]):
@@ -30,6 +30,11 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
     with _full_disk_named(beside):
         unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
         os.replace(unfinished, beside)
+
+
+def settings_file(path: Path) -> Path:
+    """Returns the file that keeps the settings of a file."""
+    return path.with_name(path.name + ".settings.json")
 
 
 def _read_settings(beside: Path, path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cycle_costs import make_cost_table
 from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
 from transformers import AutoModelForCausalLM, ModernBertDecoderConfig
 
@@ -36,10 +35,9 @@ def test_greedy_equals_plain(family: str, implementation: str, full_tree_attenti
 
 @pytest.mark.parametrize(("family", "implementation"), CASES)
 def test_tokens_that_are_run_alone_equal_plain(family: str, implementation: str) -> None:
-    """While a drafter rests the target runs one token at a time: behind short texts and beyond a window."""
+    """While a drafter is paused the target runs one token at a time: behind short texts and beyond a window."""
     target = make_target(family, implementation)
-    costs = make_cost_table(draft_ms=50.0)  # more than any tree is worth
-    drafter = make_drafter(target, num_assistant_tokens=12, cycle_costs=costs)
+    drafter = make_drafter(target, num_assistant_tokens=12, break_even=50.0)  # more than any tree gains
     for lengths in ([1], [WINDOW + 9], [4, 4]):
         prompt = make_prompts(lengths)
         plain = target.generate(**prompt, max_new_tokens=32, do_sample=False)
@@ -61,7 +59,7 @@ def test_tokens_that_are_run_alone_have_the_masks_that_eager_attention_adds_unse
     for implementation in ("eager", "sdpa"):
         target = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().eval()
         target.generation_config.update(pad_token_id=0, eos_token_id=None)
-        drafter = make_drafter(target, num_assistant_tokens=12, cycle_costs=make_cost_table(draft_ms=50.0))
+        drafter = make_drafter(target, num_assistant_tokens=12, break_even=50.0)
         for length in (1, WINDOW + 9):
             prompt = make_prompts([length])
             plain = target.generate(**prompt, max_new_tokens=32, do_sample=False)

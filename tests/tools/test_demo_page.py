@@ -96,7 +96,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
     for lookup in (None, 7):
         with decoding_settings(pair[2], {"prompt_lookup_num_tokens": lookup}):
             shown = Page(*pair, max_new_tokens=20, max_question_tokens=100).build(max_visitors=1)
-        (slider,) = [b for b in shown.blocks.values() if getattr(b, "label", "") == "Drafts from the context"]
+        (slider,) = [b for b in shown.blocks.values() if getattr(b, "label", "") == "Prompt-lookup drafts"]
         assert slider.value == (lookup or 0)
 
 
@@ -108,8 +108,8 @@ def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) 
     assert text == pair[1].decode(race.drafted.tokens)
     drafts = [cycle.tokens[node] for cycle in race.drafted.cycles for node in cycle.accepted]
     assert 0 < len(drafts) < len(race.drafted.tokens)
-    coloured = "".join(piece for piece, is_draft in race.drafted.pieces if is_draft)
-    assert coloured == "".join(pair[1].decode([token]) for token in drafts)
+    colored = "".join(piece for piece, is_draft in race.drafted.pieces if is_draft)
+    assert colored == "".join(pair[1].decode([token]) for token in drafts)
     assert "gumiho-drafts" in html
     assert not any(is_draft for _, is_draft in race.plain.pieces)
     tree = tree_html(race, pair[1])
@@ -145,14 +145,14 @@ def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        (" \n", {}, "There is no question yet. Write one first."),
+        (" \n", {}, "The question is empty. Write one first."),
         ("a" * 600, {"max_new_tokens": 4090}, "has 75 tokens and the answer may have 4090, but the target reads 4096"),
         (
             "a b " * 100,
             {},
-            r"has \d+ tokens, but may have 100 tokens .* at most \(`max_question_tokens`\). Shorten it",
+            r"has \d+ tokens; the limit is 100 tokens .* \(`max_question_tokens`\). Shorten it",
         ),
-        ("a" * 1601, {}, "has 1601 characters, but may have 100 tokens and 1600 characters at most"),
+        ("a" * 1601, {}, "has 1601 characters; the limit is 100 tokens and 1600 characters"),
         ("a", {"branching_factor": 0}, "`branching_factor` must be an integer of at least 1, got 0"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_failure_is_told_and_the_models_go_to_the_next(pair: Pair, monkeypatch
         race = begin(pair, lock, PROMPTS[0])
         assert race.wait(60)
     assert race.plain.progress == race.drafted.progress == "failed"
-    assert "There is not enough memory for this answer. Ask for fewer" in answer_html(race.drafted)
+    assert "Not enough memory for this answer. Choose fewer" in answer_html(race.drafted)
     assert 'data-verdict="failed"' in verdict_html(race)
     again = begin(pair, lock, PROMPTS[0])
     assert again.wait(120)
@@ -206,7 +206,7 @@ def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair, monkeypatch: pytest
     for wrong, told in (
         ({"seed": "<img>"}, "The seed must be a number from 0"),
         ({"length": 3e9}, "got 3000000000.0"),
-        ({"lookup": -1}, "Drafts from the context must be from 0 to 64, got -1"),
+        ({"lookup": -1}, "Prompt-lookup drafts must be from 0 to 64, got -1"),
     ):
         with pytest.raises(gradio.Error) as refused:
             next(page.ask("a", *(settings | wrong).values()))
@@ -401,12 +401,12 @@ def test_two_visitors_in_a_browser(browser: Any, address: str, gate: Gate, pair:
 def test_stop_button_and_messages_in_a_browser(browser: Any, address: str, gate: Gate) -> None:
     visitor = Visitor(browser, address)
     visitor.ask(" ", 500)
-    visitor.page.get_by_text("There is no question yet. Write one first.").first.wait_for()
+    visitor.page.get_by_text("The question is empty. Write one first.").first.wait_for()
     visitor.ask(PROMPTS[0], 500)
     let_through_until(visitor.has_tokens, gate)
     visitor.press("#stop")
     let_through_until(lambda: bool(visitor.page.locator('#verdict [data-verdict="stopped"]').count()), gate)
-    assert re.fullmatch(r"Stopped\. The \d+ tokens that both have are the same\.", visitor.wait_for_verdict("stopped"))
+    assert re.fullmatch(r"Stopped\. The first \d+ tokens are the same\.", visitor.wait_for_verdict("stopped"))
     assert 0 < visitor.number("plain", "tokens") < 500
     gate.is_open = True
     visitor.ask(PROMPTS[1], 8)

@@ -5,14 +5,18 @@ import dataclasses
 import importlib
 import importlib.util
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
-from transformers import GenerationConfig
+from training_data import DEMO_TARGET, make_tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import transformers_gumiho
-from transformers_gumiho import DraftingSettings, GumihoConfig
+from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
 
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -115,6 +119,81 @@ def test_documents_are_all_reached_from_the_readme() -> None:
         local_target(ROOT / "README.md", link)[0] for link in links_of(ROOT / "README.md") if REPOSITORY in link
     }
     assert reached >= set((ROOT / "docs").glob("*.md"))
+
+
+def test_readme_shows_code_early_and_is_short() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert next(number for number, line in enumerate(lines, start=1) if line.startswith("```")) <= 45
+
+
+def test_code_of_the_readme_writes_the_text_of_plain_generate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(DEMO_TARGET / name)
+    (code,) = code_of(ROOT / "README.md")
+    for shown, run in (
+        ("meta-llama/Meta-Llama-3-8B-Instruct", str(tmp_path)),
+        ("amd/Gumiho-llama3-8b", str(DEMO_TARGET.with_name("gumiho"))),
+        ("bfloat16", "float32"),
+        ("cuda", "cpu"),
+        ("max_new_tokens=256", "max_new_tokens=48"),
+    ):
+        assert shown in code
+        code = code.replace(shown, run)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert isinstance(names["gumiho"], GumihoModel)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    chat = [{"role": "user", "content": "Why is the sky blue?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    plain = target.generate(**inputs, max_new_tokens=48)[0, inputs.input_ids.shape[1] :]
+    assert capsys.readouterr().out == tokenizer.decode(plain, skip_special_tokens=True) + "\n"
+
+
+def test_memory_of_the_released_drafters_is_that_of_their_configs() -> None:
+    """In gigabytes of 16-bit numbers, without the token embedding and with it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\|.*\| `amd/(.*?)` \|.*\| ([\d.]+ \([\d.]+\)) \|", text, flags=re.M))
+    expected = {}
+    for folder in (ROOT / "hub_configs").glob("Gumiho-*"):
+        with torch.device("meta"):
+            drafter = GumihoModel(GumihoConfig.from_pretrained(folder))
+        own = sum(parameter.numel() for parameter in drafter.parameters())
+        shared = own - drafter.embed_tokens.weight.numel()
+        expected[folder.name] = f"{2 * shared / 1e9:.2f} ({2 * own / 1e9:.2f})"
+    assert shown == expected
+
+
+def test_readme_counts_the_model_types_of_the_table() -> None:
+    table = (ROOT / "docs" / "targets.md").read_text(encoding="utf-8")
+    kinds = [len(re.findall(rf"^\| `.*?` \| {kind} \|", table, flags=re.M)) for kind in ("tree", "chain", "refused")]
+    tree, chain, refused = kinds
+    total = int(re.search(r"(\d+) model types: ", table)[1])
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"[{tree + chain} of {total} model types]" in text
+    assert f"{tree} verify trees; {chain}, such as" in text
+    assert f"{refused} are refused with the reason, and {total - sum(kinds)} were not tested" in text
+
+
+def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
+    spec = importlib.util.spec_from_file_location("draw_answer", ROOT / "docs" / "draw_answer.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    green = "a <b> " * 30
+    svg = script.draw(script.wrap(script.read_characters(f"def f():\n    \033[32m{green}\033[0mend")))
+    namespace = "{http://www.w3.org/2000/svg}"
+    lines = ElementTree.fromstring(svg).findall(f"{namespace}text")
+    text = ["".join(line.itertext()).replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+    assert text[0] == "def f():"
+    assert "".join(text[1:]) == f"    {green}end"
+    assert len(text) == 4
+    assert max(map(len, text)) <= script.COLUMNS
+    spans = [span for line in lines for span in line if span.get("fill") == script.GREEN]
+    assert "".join(span.text for span in spans).replace("\N{NO-BREAK SPACE}", " ") == green
 
 
 def test_every_room_is_described() -> None:

@@ -127,7 +127,7 @@ def test_a_package_without_the_file_is_told(index: Path, tmp_path: Path) -> None
 
 def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds something else than the target. Give another --output_dir"):
+    with pytest.raises(ValueError, match=r"holds other files than the target's. Choose another --output_dir"):
         smollm2.fetch_target(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
@@ -187,9 +187,9 @@ def test_the_cache_of_the_hub_is_looked_into(assets: Path, tmp_path: Path, monke
     [
         (
             ["--pair", "smolm"],
-            "gumiho show: There is no pair 'smolm'. Give --pair demo or --pair smollm2, or --target",
+            "gumiho show: There is no pair 'smolm'. Specify --pair demo or --pair smollm2, or both --target",
         ),
-        (["--target", "t"], r"gumiho show: Give a pair by its name \(--pair demo\), or both of --target and --assist"),
+        (["--target", "t"], r"gumiho show: Specify --pair NAME, or both --target and --assistant"),
     ],
 )
 def test_pairs_that_are_not_there_are_told(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

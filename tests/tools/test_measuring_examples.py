@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cycle_costs import make_cost_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.drafting.tree_size import ContextRun, SizeChoice, SizeReason
+from transformers_gumiho.measuring.timing import DecodingTime
 from transformers_gumiho.target import session
-from transformers_gumiho.tree.draft_tree import choose_nodes
-from transformers_gumiho.tuning.timing import DecodingTime
 
 
 ROOT = Path(__file__).parents[2]
@@ -200,155 +196,6 @@ def test_agreement_is_the_share_of_drafts_that_are_the_targets_choice(
     for (_, _, row), (_, _, shares) in zip(printed, expected, strict=True):
         assert [float(share) for share in row.split(" | ")] == pytest.approx(shares, abs=6e-4)
     assert expected[0][2] != expected[1][2]
-
-
-def test_the_bound_of_sizes_is_the_best_of_all_ways_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On texts of eight places with random drafts, against every sequence of sizes."""
-    script = load("bound_sizes", monkeypatch)
-    generator = torch.Generator().manual_seed(0)
-    costs = script.BatchCosts((0, 1, 3), (1.2, 1.3, 2.0), (0.3, 0.3, 0.5), 1.0)
-
-    def number_below(count: int) -> int:
-        return int(torch.randint(count, (), generator=generator))
-
-    def tree() -> Any:
-        scores = torch.rand(1, 3, generator=generator).sort().values.neg()
-        tokens = torch.tensor([[0, *torch.randperm(3, generator=generator).tolist()]])
-        parents = torch.tensor([[0, 0, number_below(2), number_below(3)]])
-        return choose_nodes(tokens, torch.cat((torch.zeros(1, 1), scores), dim=1), parents, 3, 3)
-
-    def is_accepted(text: Any, place: int, node: int) -> bool:
-        tree, path = text.trees[place], []
-        while node:
-            path.insert(0, int(tree.tokens[0, node]))
-            node = int(tree.parents[0, node])
-        return text.tokens[place + 1 :][: len(path)] == path
-
-    def best_ms(text: Any, place: int = 0) -> float:
-        """The least time from a place on."""
-        if place == 8:
-            return 0.0
-        accepted = [is_accepted(text, place, node) for node in (1, 2, 3)]
-        cycles = [(costs.cycle_ms(size), min(1 + sum(accepted[:size]), 8 - place)) for size in range(4)]
-        return min(float(ms) + best_ms(text, place + tokens) for ms, tokens in [(costs.plain_ms, 1), *cycles])
-
-    texts = [script.Text([5], [number_below(3) for _ in range(9)], [tree() for _ in range(8)]) for _ in range(5)]
-    rows = dict(script.rows_of(texts, costs, None, 3))
-    assert rows["knowing what will be accepted"].ms == pytest.approx(sum(map(best_ms, texts)))
-    assert rows["plain decoding"].ms == pytest.approx(40)
-    fixed = {size: script.play(texts, costs, lambda size=size: script.Way(size)) for size in (1, 2, 3)}
-    best = max(fixed, key=lambda size: fixed[size].speed)
-    assert rows[f"the best fixed size, {best}"] == fixed[best]
-    assert {one.num_tokens for one in rows.values()} == {40}
-    assert min(rows.values(), key=lambda one: one.ms) == rows["knowing what will be accepted"]
-    assert rows["the best fixed size of each text"].ms <= fixed[best].ms
-    # Where no draft is ever right, drafting is tried now and then.
-    wrong = [script.Text([5], [9] * 9, text.trees) for text in texts]
-    assert (
-        40 < script.play(wrong, costs, lambda: script.SizesThatFit(costs, None, 3)).ms < 40 * float(costs.cycle_ms(0))
-    )
-    # The context draws level where the text goes round in circles.
-    rows = dict(script.rows_of(wrong, costs, None, 3, script.Lookup(3)))
-    assert rows["the context alone"].ms < 0.8 * rows["plain decoding"].ms
-
-
-class Reasons(GenerationObserver):
-    """Keeps why each tree had its size."""
-
-    def __init__(self) -> None:
-        self.reasons: list[SizeReason] = []
-
-    def on_tree_sized(self, reason: SizeReason) -> None:
-        self.reasons.append(reason)
-
-
-@pytest.mark.parametrize("lookup", [0, 5])
-@pytest.mark.parametrize("has_costs", [False, True])
-def test_what_is_played_is_what_decoding_does(lookup: int, has_costs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("bound_sizes", monkeypatch)
-    pair = ROOT / "examples" / "demo_pair"
-    target, tokenizer, drafter = script.load_pair(str(pair / "target"), str(pair / "gumiho"), "float32")
-    prompt = tokenizer("def read(self):").input_ids
-    text = script.read_text(script.BoundArguments("", max_size=8, max_new_tokens=60), target, drafter, prompt)
-    table = make_cost_table(dtype="float32", draft_ms=12.0) if has_costs else None
-    settings = {"num_assistant_tokens": 8, "cycle_costs": table, "prompt_lookup_num_tokens": lookup}
-    with script.decoding_settings(drafter, settings), observing(seen := Reasons()):
-        output = target.generate(
-            torch.tensor([prompt]), assistant_model=drafter, max_new_tokens=60, return_dict_in_generate=True
-        )
-    assert output.sequences[0].tolist() == prompt + text.tokens
-    costs = script.CycleCostTable.parse(table or make_cost_table()).for_batch(1)
-    way, lengths = script.SizesThatFit(costs, None, 8) if has_costs else script.Way(8), []
-    observe = way.observe
-    monkeypatch.setattr(way, "observe", lambda tokens, right: (lengths.append(tokens), observe(tokens, right)))
-    played = script.play([text], costs, lambda: way, script.Lookup(lookup) if lookup else None)
-    # After the last cycle there is nothing to be told.
-    expected = output.accepted_lengths[0]
-    assert lengths == expected[:-1]
-    assert played.num_tokens == sum(expected)
-    sizes = zip(output.tree_sizes, seen.reasons or [None] * len(expected), strict=True)
-    # Without costs, what is more than a tree is a run of what the context drafts.
-    drafted = [isinstance(why, SizeChoice) or (why is None and size <= 8) for size, why in sizes]
-    ms = [
-        costs.cycle_ms(size) if is_drafted else costs.undrafted_ms(size)
-        for size, is_drafted in zip(output.tree_sizes, drafted, strict=True)
-    ]
-    assert played.ms == pytest.approx(sum(map(float, ms)))
-    assert max(lengths) > 2
-    assert any(isinstance(why, ContextRun) for why in seen.reasons) == (has_costs and lookup > 0)
-
-
-@pytest.mark.parametrize("lookup", [0, 5])
-@pytest.mark.parametrize("draft_ms", [4.0, 12.0])
-def test_batches_that_are_played_are_those_of_decoding(
-    lookup: int, draft_ms: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bound = load("bound_sizes", monkeypatch)
-    script = load("play_batches", monkeypatch)
-    pair = ROOT / "examples" / "demo_pair"
-    target, tokenizer, drafter = bound.load_pair(str(pair / "target"), str(pair / "gumiho"), "float32")
-    prompts = [tokenizer(text).input_ids for text in ("def read(self):", "import", "for line in")]
-    args = bound.BoundArguments("", max_size=12, max_new_tokens=60)
-    texts = [bound.read_text(args, target, drafter, prompt) for prompt in prompts]
-    width = max(map(len, prompts))
-    rows = {
-        "input_ids": torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
-    }
-    table = make_cost_table(dtype="float32", draft_ms=draft_ms)
-    settings = {"num_assistant_tokens": 12, "prompt_lookup_num_tokens": lookup}
-    costs, looked_up = bound.CycleCostTable.parse(table).for_batch(3), bound.Lookup(lookup) if lookup else None
-    sizes = []
-    for cycle_costs in (table, None):
-        with bound.decoding_settings(drafter, settings | {"cycle_costs": cycle_costs}):
-            output = target.generate(
-                **rows, assistant_model=drafter, max_new_tokens=60, do_sample=False, return_dict_in_generate=True
-            )
-        assert [row.tolist()[width:] for row in output.sequences] == [text.tokens for text in texts]
-        sizes.append(output.tree_sizes)
-    fitting, fixed = sizes
-    played = list(script.play_fitting(texts, costs, script.TreeSizing(costs), looked_up))
-    assert [size for size, _ in played] == fitting
-    assert script.play_fixed(texts, costs, 12, looked_up) == pytest.approx(len(fixed) * float(costs.cycle_ms(12)))
-    by_the_mean = list(script.play_fitting(texts, costs, script.TreeSizing(costs), looked_up, script.equal_weights))
-    assert played != by_the_mean
-    # Where no draft is right a cycle makes one token, whatever it verifies.
-    wrong = script.always_wrong(texts[0])
-    assert script.play_fixed([wrong], costs, 5, None) == pytest.approx(len(wrong.trees) * float(costs.cycle_ms(5)))
-    ended = script.ended_at_random(texts[0], script.random.Random(0), 2)
-    assert 2 <= len(ended.tokens) == len(ended.trees) + 1 < 60
-    assert texts[0].tokens[: len(ended.tokens)] == ended.tokens
-    with pytest.raises(SystemExit, match=r"Batches of 4 need as many texts, got 3: raise --num_prompts"):
-        script.put_into_batches(texts, 4, script.BatchArguments(""))
-    # A batch of one is what bound_sizes.py plays, but for runs.
-    alone = bound.SizesThatFit(costs_of_one := bound.CycleCostTable.parse(table).for_batch(1), None, 12)
-    alone.has_runs = False
-    for text in texts:
-        alone.sizing = script.TreeSizing(costs_of_one)
-        played = script.play_fitting([text], costs_of_one, script.TreeSizing(costs_of_one), looked_up)
-        assert sum(ms for _, ms in played) == pytest.approx(
-            bound.play([text], costs_of_one, lambda: alone, looked_up).ms
-        )
 
 
 def test_parts_of_a_drafter_are_told_in_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

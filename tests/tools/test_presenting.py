@@ -1,4 +1,4 @@
-"""What people are shown: answers whose accepted drafts are coloured, and the draft trees of `generate()`."""
+"""What people are shown: answers whose accepted drafts are colored, and the draft trees of `generate()`."""
 
 import io
 import math
@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import transformers_gumiho
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.presenting import (
@@ -39,7 +40,7 @@ from transformers_gumiho.presenting import (
     watch_cycles,
 )
 from transformers_gumiho.presenting.answering import describe_comparison, logit_gap
-from transformers_gumiho.presenting.colours import wants_colours
+from transformers_gumiho.presenting.colors import wants_colors
 
 
 PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho"), "dtype": "float32"}
@@ -67,14 +68,14 @@ def new_tokens(output: GumihoGenerateOutput, prompt: str = PROMPT) -> list[int]:
     return output.sequences[0, len(TOKENIZER(prompt)["input_ids"]) :].tolist()
 
 
-def split_by_colour(text: str) -> list[tuple[str, bool]]:
-    """Returns each character, and whether it is coloured."""
-    characters, is_coloured = [], False
+def split_by_color(text: str) -> list[tuple[str, bool]]:
+    """Returns each character, and whether it is colored."""
+    characters, is_colored = [], False
     for part in re.split("(\033\\[32m|\033\\[0m)", text):
         if part.startswith("\033"):
-            is_coloured = part == "\033[32m"
+            is_colored = part == "\033[32m"
         else:
-            characters += [(character, is_coloured) for character in part]
+            characters += [(character, is_colored) for character in part]
     return characters
 
 
@@ -109,7 +110,7 @@ def test_told_tau_is_that_of_generate(
 @pytest.mark.parametrize(
     ("max_new_tokens", "temperature"), [(21, 0.0), (22, 0.0), (23, 0.0), (24, 0.0), (25, 0.0), (21, 0.8), (24, 0.8)]
 )
-def test_what_is_coloured_is_what_was_drafted_and_accepted(
+def test_what_is_colored_is_what_was_drafted_and_accepted(
     target: PreTrainedModel, drafter: GumihoModel, max_new_tokens: int, temperature: float
 ) -> None:
     """Also of a cycle that the text's end cuts short: a longer text tells what its tokens were."""
@@ -126,10 +127,10 @@ def test_what_is_coloured_is_what_was_drafted_and_accepted(
     stream = io.StringIO()
     torch.manual_seed(0)
     stream_answer(
-        target, TOKENIZER, drafter, TOKENIZER(PROMPT)["input_ids"], stream, colours=True,
+        target, TOKENIZER, drafter, TOKENIZER(PROMPT)["input_ids"], stream, colors=True,
         max_new_tokens=max_new_tokens, temperature=temperature,
     )  # fmt: skip
-    assert split_by_colour(stream.getvalue()) == expected
+    assert split_by_color(stream.getvalue()) == expected
 
 
 def make_cycle(tokens: list[int], num_accepted: int) -> Cycle:
@@ -153,16 +154,16 @@ def test_characters_of_several_tokens_are_written_whole() -> None:
         stream = io.StringIO()
         pieces: list[str] = []
         stream.write = pieces.append  # type: ignore[method-assign]
-        streamer = CycleStreamer(TOKENIZER, stream, colours=True)
+        streamer = CycleStreamer(TOKENIZER, stream, colors=True)
         streamer.put(torch.tensor([TOKENIZER("# ")["input_ids"]]))
         streamer.expect(make_cycle(tokens[: num_accepted + 1], num_accepted))
         for token in tokens:
             streamer.put(torch.tensor([token]))
         streamer.end()
-        written = split_by_colour("".join(pieces))
+        written = split_by_color("".join(pieces))
         assert "".join(character for character, _ in written) == text
-        num_coloured = len(TOKENIZER.decode(tokens[:num_accepted]).rstrip("\N{REPLACEMENT CHARACTER}"))
-        assert [is_coloured for _, is_coloured in written] == [i < num_coloured for i in range(len(text))]
+        num_colored = len(TOKENIZER.decode(tokens[:num_accepted]).rstrip("\N{REPLACEMENT CHARACTER}"))
+        assert [is_colored for _, is_colored in written] == [i < num_colored for i in range(len(text))]
 
 
 def test_prompt_that_ends_within_a_character_is_gone_on_with() -> None:
@@ -170,7 +171,7 @@ def test_prompt_that_ends_within_a_character_is_gone_on_with() -> None:
     tokens = TOKENIZER(text)["input_ids"]
     for cut in range(1, len(tokens)):
         stream = io.StringIO()
-        streamer = CycleStreamer(TOKENIZER, stream, colours=False)
+        streamer = CycleStreamer(TOKENIZER, stream, colors=False)
         for value in [[tokens[:cut]], *([token] for token in tokens[cut:])]:
             streamer.put(torch.tensor(value))
         streamer.end()
@@ -181,7 +182,7 @@ def test_prompt_that_ends_within_a_character_is_gone_on_with() -> None:
 def test_text_that_ends_within_a_character_is_written_all_the_same() -> None:
     tokens = TOKENIZER("🦊")["input_ids"]
     stream = io.StringIO()
-    streamer = CycleStreamer(TOKENIZER, stream, colours=False)
+    streamer = CycleStreamer(TOKENIZER, stream, colors=False)
     for value in [[TOKENIZER("# ")["input_ids"]], tokens[:1], tokens[1:2]]:
         streamer.put(torch.tensor(value))
     assert stream.getvalue() == ""
@@ -195,7 +196,7 @@ def test_first_word_keeps_its_space_where_a_tokenizer_drops_that_of_a_text() -> 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "on"
     stream = io.StringIO()
-    streamer = CycleStreamer(tokenizer, stream, colours=False)
+    streamer = CycleStreamer(tokenizer, stream, colors=False)
     for value in ([[0]], [1], [2]):
         streamer.put(torch.tensor(value))
     streamer.end()
@@ -207,20 +208,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colours_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert wants_colours("auto", Terminal())
-    assert not wants_colours("auto", io.StringIO())
-    assert wants_colours("always", io.StringIO())
-    assert not wants_colours("never", Terminal())
+    assert wants_colors("auto", Terminal())
+    assert not wants_colors("auto", io.StringIO())
+    assert wants_colors("always", io.StringIO())
+    assert not wants_colors("never", Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_colours("auto", Terminal())
-    assert wants_colours("always", Terminal())
+    assert not wants_colors("auto", Terminal())
+    assert wants_colors("always", Terminal())
     monkeypatch.setenv("NO_COLOR", "")  # means nothing: https://no-color.org
-    assert wants_colours("auto", Terminal())
+    assert wants_colors("auto", Terminal())
     monkeypatch.setenv("TERM", "dumb")
-    assert not wants_colours("auto", Terminal())
+    assert not wants_colors("auto", Terminal())
 
 
 def test_typed_lines_are_a_conversation_where_there_is_a_chat_template(
@@ -263,21 +264,28 @@ def test_comparing_answers_by_plain_decoding_too_and_tells_what_differs(
     written = capsys.readouterr().out
     text = TOKENIZER.decode(answer.tokens)
     assert written.count(text) == 2
-    speeds = r"\[plain decoding \| [\d.]+ tokens/s \| 24 tokens]\n\[with the drafter [\d.]+ times as fast \| "
-    assert re.search(speeds + r"the same tokens]\n$", written)
+    speeds = r"\[plain decoding \| [\d.]+ tokens/s \| 24 tokens]\nSpeed-up [\d.]+x"
+    assert re.search(speeds + r", same text\n$", written)
 
 
 def test_comparison_names_the_first_token_that_differs() -> None:
-    def answer(*tokens: int, seconds: float = 1.0, is_whole: bool = True) -> Answer:
-        return Answer(tokens, (), seconds, is_whole)
+    def answer(*tokens: int, seconds: float = 1.0, is_complete: bool = True) -> Answer:
+        return Answer(tokens, (), seconds, is_complete)
 
-    told = describe_comparison(answer(1, 2, 3, seconds=0.5), answer(1, 2, 4))
-    assert told.endswith("[with the drafter 2.00 times as fast | other tokens from number 3 on]")
-    assert describe_comparison(answer(1, 2), answer(1, 2, 3)).endswith("other tokens from number 3 on]")
-    assert describe_comparison(answer(1, 2), answer(1, 3), gap=0.125).endswith(
-        "other tokens from number 2 on, where the logits of the two are 0.12 apart]"
+    def last_line(*texts: Answer, dtype: torch.dtype = torch.bfloat16, **options: float) -> str:
+        return describe_comparison(*texts, dtype, **options).splitlines()[-1]
+
+    assert last_line(answer(1, 2, seconds=0.5), answer(1, 2)) == "Speed-up 2.00x, same text"
+    assert last_line(answer(1, 2, 3, seconds=0.5), answer(1, 2, 4), gap=0.125) == (
+        "Speed-up 2.00x. The texts differ from token 3 on: a near-tie in bfloat16 (two logits 0.12 apart); "
+        "--dtype float32 avoids it"
     )
-    assert describe_comparison(answer(1, 2), answer(1, is_whole=False)).endswith("| interrupted, so not compared]")
+    # Whoever decodes in float32 is not sent there, and the number says that it is no near-tie.
+    assert last_line(answer(1, 2), answer(1, 3), dtype=torch.float32, gap=2.0) == (
+        "Speed-up 1.00x. The texts differ from token 2 on (two logits 2 apart)"
+    )
+    assert "differ from token 3 on" in last_line(answer(1, 2), answer(1, 2, 3))
+    assert last_line(answer(1, 2), answer(1, is_complete=False)).endswith("| interrupted, so not compared]")
 
 
 def test_drafts_from_the_context_are_the_drafters_alone(
@@ -505,7 +513,7 @@ def test_cycles_of_a_batch_are_refused(target: PreTrainedModel, drafter: GumihoM
     ("arguments", "message"),
     [
         ([], r"^usage: gumiho COMMAND"),
-        (["chat"], r"^gumiho: there is no command 'chat'\nusage: gumiho COMMAND"),
+        (["chat"], r"^gumiho: unknown command 'chat'\nusage: gumiho COMMAND"),
         (["show", "--target", "t", "--assistant", "a", "--prompt", "p", "--max_new_tokens", "9"],
          r"^usage: gumiho show (.|\n)*error: unrecognized arguments: --max_new_tokens 9"),
     ],
@@ -520,6 +528,12 @@ def test_wrong_commands_are_answered_with_the_usage(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_version_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gumiho", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"gumiho {transformers_gumiho.__version__}\n"
+
+
 @pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune"])
 def test_help_tells_each_default_once(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -531,9 +545,7 @@ def test_help_tells_each_default_once(
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert not any("args." in line for line in lines)
-    assert all(
-        f"Turns {name} off." in "".join(lines) for name in ("--tune_sizes", "--tune_vocabulary") * (command == "tune")
-    )
+    assert ("Turns --tune_vocabulary off." in "".join(lines)) == (command == "tune")
     assert any("(default: auto)" in line for line in lines), "of --dtype"
     assert not [line for line in lines if line.count("(default") > 1 or "(default: None)" in line]
 

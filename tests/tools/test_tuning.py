@@ -1,359 +1,316 @@
-"""Fitting trees to a machine: what is predicted is what happens."""
+"""Tuning: contests find what is fastest, what was measured is not measured again, and what is written is what won."""
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from targets import make_drafter, make_prompts, make_target
-from training_data import DEMO_TARGET, make_tokenizer
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from tuning_results import make_costs, make_result
+from training_data import DEMO_TARGET
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.cli import main
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
-from transformers_gumiho.drafting.drafter import GumihoDrafter
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting.pause import DraftOrigin
+from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.tuning import (
-    AcceptanceProfile,
-    Answer,
-    Candidate,
-    CycleCosts,
-    DraftLosses,
-    TreeSettings,
+    Standing,
+    Tree,
     TuningArguments,
-    calibration,
-    choose_contenders,
-    costs,
-    decode_answers,
+    TuningResult,
+    contest,
     describe,
-    find_best_tree,
     finding,
-    measure_cycles,
-    measure_draft_losses,
-    profile_acceptance,
-    rank_trees,
-    timing,
     tune,
+    vocabularies,
 )
-from transformers_gumiho.tuning.calibration import LOG_TEMPERATURES, cross_fitted, features_of_drafts
-from transformers_gumiho.tuning.contexts import typical_context
-from transformers_gumiho.tuning.costs import smooth, tree_capacity
-from transformers_gumiho.tuning.timing import DecodingTime, time_drafted, time_plain
+from transformers_gumiho.tuning.contest import Measurement, compare
+from transformers_gumiho.tuning.finding import find_settings
+from transformers_gumiho.tuning.journal import Journal
+from transformers_gumiho.tuning.trees import list_sizes, list_trees
+from transformers_gumiho.tuning.turns import Stage, TurnDecoder
 
 
-@pytest.mark.parametrize("branching_factor", [1, 3])
-def test_profile_of_large_trees_tells_what_every_smaller_one_accepts(branching_factor: int) -> None:
-    """The first cycle after each of some prompts, decoded under every size and depth, one by one."""
-    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
-    drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)
-    lines = (DEMO_TARGET.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]
-    tokenizer = make_tokenizer(None)
-    prompts = [tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"][0] for line in lines]
-    settings = {"branching_factor": branching_factor, "draft_temperature": 1.0, "tree_depth": 7}
-    before = drafter.generation_config.to_dict()
-    # The prompt's own token and at least one cycle, of at most eight.
-    profiles = [
-        profile_acceptance(target, drafter, [prompt], 9, settings | {"num_assistant_tokens": 24}) for prompt in prompts
-    ]
-    assert drafter.generation_config.to_dict() == before
-    lengths = set()
-    drafter.generation_config.update(**settings)
-    inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    for size in (1, 2, 3, 5, 8, 24):
-        for depth in (1, 2, 3, 5, 7):
-            drafter.generation_config.update(num_assistant_tokens=size, tree_depth=depth)
-            output = target.generate(
-                **inputs, assistant_model=drafter, max_new_tokens=9, do_sample=False, return_dict_in_generate=True
-            )
-            for accepted_lengths, profile in zip(output.accepted_lengths, profiles, strict=True):
-                expected = AcceptanceProfile(profile.needed[:1]).tau(size, depth)
-                assert accepted_lengths[0] == expected
-                lengths.add(expected)
-    assert len(lengths) > 3
+OWN = Tree(20, 3, 5, 0.9)
+PROMPTS = [[number, 900 + number] for number in range(18)]
+VOCAB_SIZE = 8192
 
 
-def test_costs_between_the_measured_sizes_are_what_lies_between() -> None:
-    costs = make_costs(0.5)
-    assert costs.verify_seconds(10) == pytest.approx(6.0)
-    assert costs.cycle_seconds(16, branching_factor=4, tree_depth=4) == pytest.approx(9.0 + 0.4)
+@dataclass
+class PlantedMachine:
+    """
+    Decodes nothing, and says that it took what is planted.
+
+    Attributes:
+        tau: Tokens per cycle of a tree.
+        cycle: Seconds of a cycle of a tree with so many rows, where a step of plain decoding takes one.
+        calls: What it was asked for.
+        fails_at: The number of the call at which the user stops it.
+    """
+
+    tau: Callable[[Tree], float]
+    cycle: Callable[[Tree, int], float]
+    calls: list[tuple[Stage, Tree | None, int]] = field(default_factory=list)
+    fails_at: int | None = None
+
+    def __call__(self, stage: Stage, tree: Tree | None, turn: int) -> Measurement:
+        if len(self.calls) == self.fails_at:
+            raise KeyboardInterrupt
+        self.calls.append((stage, tree, turn))
+        # A machine whose speed drifts, by the same for all ways of a turn, and that is busy with others now and then.
+        speed = 1.0 + turn % 3 + stage.rows
+        if tree is None:
+            texts = [[*stage.prompts[index], 7000 + index] for index in stage.indices(turn)]
+            return Measurement(1000 * speed, 1000, 1000, texts)
+        busy = 5.0 if (turn + tree.num_assistant_tokens) % 3 == 0 else 1.0
+        num_cycles = round(1000 / self.tau(tree))
+        sampling = 1.5 if stage.temperature else 1.0
+        return Measurement(num_cycles * speed * busy * sampling * self.cycle(tree, stage.rows), 1000, num_cycles)
 
 
-def test_trees_are_no_deeper_than_they_have_tokens() -> None:
-    # With three tokens a tree of seven levels has three.
-    costs = CycleCosts(verify={1: 0.0, 8: 0.0}, rest={(2, 2): {3: 2.0, 8: 2.0}, (2, 7): {3: 3.0, 8: 7.0}}, plain=1.0)
-    assert costs.cycle_seconds(3, branching_factor=2, tree_depth=3) == pytest.approx(3.0)
-    assert costs.cycle_seconds(8, branching_factor=2, tree_depth=3) == pytest.approx(3.0)
-    assert costs.cycle_seconds(8, branching_factor=2, tree_depth=7) == pytest.approx(7.0)
-    profiles = {(2, 1.0): AcceptanceProfile(np.ones((1, 7, 7)))}
-    ranked = rank_trees(profiles, costs, range(1, 9), num_serial_tokens=2, max_depth=7)
-    assert all(candidate.settings.tree_depth <= candidate.settings.num_assistant_tokens for candidate in ranked)
+def tau_of(tree: Tree) -> float:
+    """More tokens, a branching factor of 4, all depth and the sharp temperature are accepted further."""
+    lost = abs(tree.branching_factor - 4) * 0.03 + abs(tree.draft_temperature - 0.3) * 0.4
+    return 1 + min(tree.tree_depth, tree.num_assistant_tokens) ** 0.5 + tree.num_assistant_tokens**0.5 * 0.2 - lost
 
 
-def test_trees_hold_no_more_than_their_capacity() -> None:
-    target = make_target("llama", vocab_size=30)
-    for factor in (1, 2, 3):
-        for depth in (1, 2):
-            settings = {"num_assistant_tokens": 30, "branching_factor": factor, "tree_depth": depth}
-            drafter = make_drafter(target, **settings)
-            profile = profile_acceptance(target, drafter, [torch.tensor([1, 2])], 12, settings)
-            found = profile.needed[np.isfinite(profile.needed)]
-            assert found.size == 0 or found.max() <= tree_capacity(factor, depth, 2)
-    assert tree_capacity(1, 7, 2) == 7
-    assert tree_capacity(4, 1, 2) == 4
-    assert tree_capacity(4, 2, 2) == 20
+def cycle_of(per_node: float) -> Callable[[Tree, int], float]:
+    return lambda tree, rows: 1.3 + per_node * rows * tree.num_assistant_tokens + 0.05 * tree.tree_depth
 
 
-def test_ranking_finds_the_fastest_tree() -> None:
-    generator = np.random.default_rng(0)
-    profiles = {}
-    for factor in (1, 4):
-        needed = np.sort(generator.integers(1, 80, size=(50, 7, 7)).astype(float), axis=2)
-        for depth in range(7):
-            needed[:, depth, depth + 1 :] = np.inf
-        profiles[factor, 1.0] = AcceptanceProfile(needed)
-    sizes = range(1, 65)
-    for per_node in (0.0, 0.01, 1.0):
-        costs = make_costs(per_node)
-        best = rank_trees(profiles, costs, sizes, num_serial_tokens=2, max_depth=7)[0]
-        speeds = {
-            (size, factor, depth): profiles[factor, 1.0].tau(size, depth) / costs.cycle_seconds(size, factor, depth)
-            for size in sizes
-            for factor in (1, 4)
-            for depth in range(1, 8)
-            if depth <= size <= tree_capacity(factor, depth, 2)
-        }
-        assert best.tokens_per_second == pytest.approx(max(speeds.values()))
-    # Where verification costs nothing more, trees are large; where each token costs as much as a pass, tiny.
-    free = rank_trees(profiles, make_costs(0.0), sizes, 2, 7)[0].settings.num_assistant_tokens
-    dear = rank_trees(profiles, make_costs(1.0), sizes, 2, 7)[0].settings.num_assistant_tokens
-    assert dear < 4 < 32 < free
+def demo_trees(own: Tree = OWN, verifies_chains: bool = False) -> list[Tree]:
+    drafter = make_drafter(make_target())
+    return list_trees(drafter.config, own, verifies_chains)
 
 
-def test_calibrated_temperatures_are_told_with_what_they_bring() -> None:
-    candidate = Candidate(TreeSettings(4, 1, 4, 2 / 3), tau=1.2, cycle_seconds=0.1)
-    text = describe(make_result(candidate, {"best": 12.0, "default": 11.0, "plain": 10.0}))
-    assert "fitted to depths 1, 2, ...: 0.25 0.50\n" in text
-    assert "13.2 tokens/s (tau 3.30), with one for all depths: 12.0 (tau 1.20); they help (+10.0%)" in text
-    assert "\n      8    1800.00    250.00   3.30      13.2          2      7  0.25 0.50\n" in text
+def find(machine: PlantedMachine, path: Path, **options: object) -> TuningResult:
+    args = replace(TuningArguments("", "", tune_vocabulary=False), **options)
+    return find_settings(machine, demo_trees(), PROMPTS, VOCAB_SIZE, Journal(path / "journal.jsonl", {}), args)
 
 
-def test_expected_speeds_follow_the_speed_of_the_machine() -> None:
-    """Cycles were timed while a plain step took a second; later the machine is ten times as fast."""
-    candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=2.4, cycle_seconds=2.0)
-    text = describe(make_result(candidate, {"best": 12.5, "default": 10.0, "plain": 10.0}))
-    assert (
-        "plain decoding: 10.0 tokens/s measured, 1.0 when cycles were timed; what is expected from here on is " in text
-    )
-    assert "settings before: 12.0 tokens/s expected, 10.0 measured (+20%), 1.00 times plain\n" in text
-    assert "best settings: 12.0 tokens/s expected, 12.5 measured (-4%), 1.25 times plain\n" in text
-    assert "\n   132.0      12.6        8          2      7  0.25 0.50\n    12.0      12.0        4 " in text
-
-
-def test_plain_decoding_is_named_where_it_is_faster() -> None:
-    candidate = Candidate(TreeSettings(4, 1, 4, 1.0), tau=1.2, cycle_seconds=0.1)
-    for plain, pays in ((10.0, True), (20.0, False)):
-        measured = {"best": 12.0, "default": 11.0, "plain": plain}
-        result = make_result(candidate, measured)
-        assert result.speculation_pays == pays
-        assert ("PLAIN DECODING IS FASTER" in describe(result)) != pays
-
-
-def test_features_of_a_text_are_those_of_drafting_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees that keep every serial path, so that the text's own is always among them."""
-    target = make_target(vocab_size=4)
-    settings = {"branching_factor": 16, "num_assistant_tokens": 200, "tree_depth": 7}
-    drafter = make_drafter(target, **settings)
-    heads, drafted, roots = drafter.config.num_parallel_heads, [], []
-    draft, best_tokens = GumihoDrafter.draft, GumihoDrafter._best_tokens  # noqa: SLF001
-
-    def recording_draft(self: GumihoDrafter, committed: CommittedTokens) -> Any:
-        roots.append((roots[-1] if roots else 0) + committed.accepted_lengths[0])
-        drafted.append([])
-        return draft(self, committed)
-
-    def recording_best_tokens(self: GumihoDrafter, features: torch.Tensor, *args: Any) -> Any:
-        is_parallel = len(drafted[-1]) == 2
-        drafted[-1].extend(features[0].view(heads, -1, features.shape[-1]) if is_parallel else [features[0]])
-        return best_tokens(self, features, *args)
-
-    monkeypatch.setattr(GumihoDrafter, "draft", recording_draft)
-    monkeypatch.setattr(GumihoDrafter, "_best_tokens", recording_best_tokens)
-    prompt = make_prompts([5])["input_ids"][0] % 3 + 1  # 0 is padding
-    (answer,) = decode_answers(target, drafter, [prompt], 24)
-    found = features_of_drafts(target, drafter, answer)
-    assert len(found) == 7
-    num_checked = 0
-    for root, features_of_depths in zip(roots, drafted, strict=True):
-        paths = set()
-        for depth, (features, tokens) in enumerate(found, start=1):
-            if root + depth >= len(answer.tokens):
-                continue
-            place = root - answer.prompt_length
-            assert tokens[place] == answer.tokens[root + depth]
-            distances = (features_of_depths[depth - 1] - features[place]).norm(dim=-1)
-            assert distances.min() < 1e-9
-            assert (distances < 1e-3).sum() == 1
-            paths |= {int(distances.argmin())} if depth > 2 else set()
-            num_checked += 1
-        assert len(paths) <= 1  # all heads look ahead from one path
-    assert num_checked > 30
-
-
-def test_calibration_recovers_how_much_too_sure_each_depth_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    target = make_target()
-    drafter = make_drafter(target)
-    too_sure = [0.25, 0.5, 1.0, 1.7, 2.5, 0.8]
-
-    def synthetic(*_: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        found = []
-        for factor in too_sure:
-            logits = 2 * torch.randn(4000, 30)
-            tokens = torch.multinomial(logits.softmax(dim=-1), 1).squeeze(1)
-            logits[0] = torch.nan  # an overflow of the drafter
-            found.append((logits * factor, tokens))
-        return [*found, (torch.empty(0, 30), torch.empty(0, dtype=torch.long))]
-
-    monkeypatch.setattr(calibration, "features_of_drafts", synthetic)
-    monkeypatch.setattr(calibration, "output_head", lambda _: lambda features: features)
-    losses = measure_draft_losses(target, drafter, [Answer(torch.zeros(9), 1)] * 3, chunk_size=701)
-    assert losses.counts.tolist() == [[3999] * 6 + [0]] * 3
-    # No text is long enough for the deepest, which goes on as the one above.
-    assert losses.best_temperatures() == pytest.approx([*too_sure, 0.8], rel=0.04)
-
-
-def test_prompts_are_profiled_with_temperatures_fitted_on_the_others() -> None:
-    # Answer a is likeliest at temperature `LOG_TEMPERATURES[5 + a]`.
-    curves = (LOG_TEMPERATURES[None] - LOG_TEMPERATURES[5:9, None]).square()
-    losses = DraftLosses(curves[:, None], torch.ones(4, 1, dtype=torch.long))
-    fitted, of_prompts = cross_fitted(losses)
-    middle_of_odd, middle_of_even = LOG_TEMPERATURES[[7, 6]].exp().tolist()
-    assert [t[0] for t in of_prompts] == pytest.approx([middle_of_odd, middle_of_even] * 2, rel=0.01)
-    assert fitted[0] == pytest.approx(float(LOG_TEMPERATURES[6:8].mean().exp()), rel=0.01)
-    alone = DraftLosses(losses.sums[:1], losses.counts[:1])
-    assert cross_fitted(alone) == (alone.best_temperatures(), [alone.best_temperatures()])
-    with pytest.raises(ValueError, match=r"have one token at most, none of them drafted\. Give others"):
-        DraftLosses(losses.sums, torch.zeros_like(losses.counts)).best_temperatures()
-
-
-def test_prediction_and_check_count_the_same_tokens_and_cycles() -> None:
-    target = make_target()
-    settings = {"num_assistant_tokens": 5, "branching_factor": 2, "tree_depth": 6, "draft_temperature": [0.5, 1.0]}
-    drafter = make_drafter(target)
-    prompts = [make_prompts([length], seed=length)["input_ids"][0] for length in (3, 6, 9)]
-    profile = profile_acceptance(target, drafter, prompts, 20, settings)
-    tokens = cycles = 0
-    for prompt in prompts:
-        taken = time_drafted(target, drafter, prompt[None], settings, split=True, max_new_tokens=20, do_sample=False)
-        assert 0 < taken.verify_seconds < taken.cycle_seconds
-        # What is told apart adds up: the last cycle drafts nothing after it.
-        cycles_but_last = (taken.num_cycles - 1) * taken.cycle_seconds
-        assert 0 < taken.setup_seconds < taken.seconds - cycles_but_last - taken.verify_seconds / 2
-        assert taken.num_tokens == 19
-        tokens, cycles = tokens + taken.num_tokens, cycles + taken.num_cycles
-    assert profile.tau(5, 6) == pytest.approx(tokens / cycles)
-    assert time_plain(target, prompts[0][None], max_new_tokens=20, do_sample=False).num_tokens == 19
-
-
-def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, forward, passes, now = make_target(), LlamaForCausalLM.forward, [], [0.0]
-
-    def timed_forward(self: LlamaForCausalLM, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        passes.append(input_ids.shape[1])
-        now[0] += 1.0 if input_ids.shape[1] > 1 else 0.02
-        return forward(self, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", timed_forward)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    taken = time_plain(target, make_prompts([6])["input_ids"], max_new_tokens=11, do_sample=False)
-    assert passes == [6] + [1] * 10
-    assert (taken.num_tokens, taken.seconds) == (10, pytest.approx(0.2))
-
-
-def test_slow_spells_of_the_machine_do_not_make_a_cycle_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is slow whenever `b` is timed but once, for plain decoding right before as well."""
-    speeds = iter([1.0, 1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0])  # of `a` and `b` in turns; the first of each warms up
-    now = [1.0]
-
-    def plain(*_: Any, **__: Any) -> DecodingTime:
-        now[0] = next(speeds)
-        return DecodingTime(num_tokens=10, seconds=now[0] * 10)
-
-    def drafted(_: Any, __: Any, ___: Any, settings: dict[str, Any], **____: Any) -> DecodingTime:
-        return DecodingTime(num_tokens=10, num_cycles=5, seconds=now[0] * 5 * settings["seconds"])
-
-    monkeypatch.setattr(costs, "time_plain", plain)
-    monkeypatch.setattr(costs, "time_drafted", drafted)
-    settings = {"a": {"seconds": 2.0}, "b": {"seconds": 1.5}}
-    target = make_target()
-    assert measure_cycles(target, make_drafter(target), torch.arange(3), settings, 8) == ({"a": 2.0, "b": 1.5}, 1.0)
-
-
-def test_larger_trees_never_cost_less() -> None:
-    assert smooth({1: 3.0, 2: 1.0, 4: 2.0, 8: 5.0, 16: 4.0, 32: 6.0}) == {
-        1: 2.0, 2: 2.0, 4: 2.0, 8: 4.5, 16: 4.5, 32: 6.0,
+@pytest.mark.parametrize("per_node", [0.0, 0.004, 0.02, 0.2])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: float, tmp_path: Path) -> None:
+    cycle = cycle_of(per_node)
+    result = find(PlantedMachine(tau_of, cycle), tmp_path, temperature=temperature)
+    cycles = {rows: cycle(tree, rows) for rows, tree in result.chosen.items()}
+    best = max(demo_trees(), key=lambda tree: tau_of(tree) / cycle(tree, 1))
+    assert result.chosen[1] == best
+    for rows in (4, 8):
+        assert result.chosen[rows] == max(list_sizes(best), key=lambda tree: tau_of(tree) / cycle(tree, rows))
+    assert result.settings == {
+        "num_assistant_tokens": {str(rows): tree.num_assistant_tokens for rows, tree in result.chosen.items()},
+        "branching_factor": best.branching_factor,
+        "tree_depth": best.tree_depth,
+        "draft_temperature": best.draft_temperature,
+        "draft_vocabulary": None,
+        "break_even": {
+            kind: {str(rows): pytest.approx(dearer * seconds, abs=1e-3) for rows, seconds in cycles.items()}
+            for kind, dearer in (("greedy", 1.0), ("sampled", 1.5))
+        },
     }  # fmt: skip
 
 
-def test_cycles_are_timed_in_a_context_of_average_length() -> None:
-    answers = [Answer(torch.arange(100), 20), Answer(torch.arange(60), 40)]
-    # Contexts grow from 20 to 100 and from 40 to 60: 80 steps have 60 tokens on average, and 20 have 50.
-    assert typical_context(answers, 32).tolist() == list(range(58 - 16))
-    assert typical_context([Answer(torch.arange(3), 1)], 32).tolist() == [0]
+def test_planted_costs_have_different_winners() -> None:
+    """Otherwise the test above would say little."""
+    winners = {max(demo_trees(), key=lambda t: tau_of(t) / cycle_of(cost)(t, 1)) for cost in (0.0, 0.004, 0.02, 0.2)}
+    assert len(winners) == 4
 
 
-def test_short_texts_bear_the_setup_of_each() -> None:
-    costs = CycleCosts(verify={4: 0.9}, rest={(1, 4): {4: 0.1}}, plain=1.0, setup=2.0)
-    profile = AcceptanceProfile(np.array([[[1, 2, 3, np.inf]] * 4]))  # tau 4
-    ranked = [rank_trees({(1, 1.0): profile}, costs, [4], 2, 4, length)[0] for length in (8, 800, np.inf)]
-    # 8 tokens: two cycles of a second each, and two seconds before them.
-    assert [tree.tokens_per_second for tree in ranked] == pytest.approx([2.0, 800 / 202, 4.0])
+def test_fewer_trees_decode_more_prompts_and_the_winner_others(tmp_path: Path) -> None:
+    machine = PlantedMachine(tau_of, cycle_of(0.02))
+    result = find(machine, tmp_path)
+    of_trees = [(stage.indices(turn)[0], tree) for stage, tree, turn in machine.calls if stage.name == "trees"]
+    num_trees = len(demo_trees())
+    assert 15 <= num_trees <= 18
+    seen: dict[Tree | None, set[int]] = {}
+    for index, tree in of_trees:
+        seen.setdefault(tree, set()).add(index)
+    sizes = Counter(len(indices) for indices in seen.values())
+    half = -(-num_trees // 2)
+    assert sizes == {3: num_trees - half, 6: half - -(-half // 2), 12: -(-half // 2) + 1}  # and plain decoding
+    assert len(of_trees) == sum(sizes[count] * count for count in sizes), "nothing twice"
+    # Each comes first in a turn of its own.
+    firsts = [tree for (before, _), (index, tree) in pairwise([(None, None), *of_trees]) if index != before]
+    assert len(set(firsts)) > len(firsts) / 2
+    # What stands in the report and in `break_even` is of prompts that decided nothing.
+    decided, final = (
+        {tuple(stage.prompts[i]) for stage, _, turn in machine.calls for i in stage.indices(turn) if is_of(stage.name)}
+        for is_of in (lambda name: name != "finals", lambda name: name == "finals")
+    )
+    assert len(decided) == 12
+    assert len(final) == 6
+    assert not decided & final
+    assert list(result.finals) == [(kind, rows) for kind in ("greedy", "sampled") for rows in (1, 4, 8)]
 
 
-def test_trees_that_are_alike_do_not_compete_with_each_other() -> None:
-    shapes = [(9, 4, 0.5), (10, 4, 0.5), (9, 4, 1.0), (9, 2, 0.5), (20, 4, 0.5), (3, 1, 0.5)]
-    ranked = [Candidate(TreeSettings(n, b, 7, t), 10.0 - i, 1.0) for i, (n, b, t) in enumerate(shapes)]
-    assert choose_contenders(ranked, 3) == [ranked[0], ranked[3], ranked[4]]
+@pytest.mark.parametrize("stopped_after", [0, 1, 40, 150, 240])
+def test_a_stopped_run_continues_to_the_same_result(stopped_after: int, tmp_path: Path) -> None:
+    whole = PlantedMachine(tau_of, cycle_of(0.02))
+    expected = find(whole, tmp_path, tune_vocabulary=True)
+    (tmp_path / "again").mkdir()
+    stopped = PlantedMachine(tau_of, cycle_of(0.02), fails_at=stopped_after)
+    with pytest.raises(KeyboardInterrupt):
+        find(stopped, tmp_path / "again", tune_vocabulary=True)
+    with (tmp_path / "again" / "journal.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"of": {"stage": "tr')  # the machine went down while it wrote
+    continued = PlantedMachine(tau_of, cycle_of(0.02))
+    assert find(continued, tmp_path / "again", tune_vocabulary=True) == expected
+    assert stopped.calls + continued.calls == whole.calls
+    measured = [(tmp_path / name / "journal.jsonl").read_text(encoding="utf-8") for name in ("", "again")]
+    assert measured[0] == measured[1]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_tree_that_is_measured_to_be_fastest_wins(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+def test_what_was_begun_with_other_settings_is_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path, {"machine": "a", "prompts": "b"}).look_up_or({"turn": 1}, lambda: Measurement(1.0, 2, 2))
+    with pytest.raises(ValueError, match=r"journal\.jsonl' was begun with another machine\. Write into"):
+        Journal(path, {"machine": "c", "prompts": "b"})
+    again = Journal(path, {"machine": "a", "prompts": "b"})
+    assert again.look_up_or({"turn": 1}, lambda: pytest.fail("measured again")) == Measurement(1.0, 2, 2)
+    again.delete()
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
+    result = find(PlantedMachine(lambda tree: 2.0, lambda tree, rows: 1.0 + 0.2 * rows), tmp_path)
+    # A cycle takes 1.2, 1.8 and 2.6 steps, and half as many more where tokens are sampled.
+    assert result.losing == [("greedy", 8), ("sampled", 4), ("sampled", 8)]
+    lines = describe(result).splitlines()
+    warnings = [line for line in lines if "PLAIN" in line]
+    assert warnings[0] == "PLAIN DECODING IS FASTER with 8 rows, greedy: the drafter has 0.77 times its speed."
+    assert len(warnings) == 3
+    assert lines[-1] == "Leave `assistant_model` out there."
+    assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67"] for line in lines)
+    assert describe(result).count("(the drafter had it)") == 1
+
+
+def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) -> None:
+    machine = PlantedMachine(tau_of, cycle_of(0.02))
+
+    def refusing(stage: Stage, tree: Tree | None, turn: int) -> Measurement:
+        if stage.rows == 4 and tree is not None:
+            raise ValueError("It cannot verify drafts in a padded batch.")
+        return machine(stage, tree, turn)
+
+    args = TuningArguments("", "", tune_vocabulary=False)
+    result = find_settings(refusing, demo_trees(), PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
+    assert list(result.settings["num_assistant_tokens"]) == ["1", "8"]
+    assert "\nnot tuned for 4 rows: It cannot verify drafts in a padded batch.\n" in describe(result) + "\n"
+
+
+def test_a_list_competes_on_texts_that_it_was_not_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gains = {"own": 1.0, "all": 0.9, "counted": 0.8}
+    machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
+    monkeypatch.setattr(vocabularies, "_num_counted", lambda _: 24)
+    args = TuningArguments("", "", batch_sizes=[1])
+    trees = demo_trees(replace(OWN, vocabulary="own"))
+    result = find_settings(machine, trees, PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
+    competed = [stage for stage, tree, _ in machine.calls if stage.name == "vocabularies"]
+    # Prompts and answers: the ids are those of the first six prompts, then of the other six.
+    assert set(competed[0].counted) >= {token for i in range(6) for token in (i, 900 + i, 7000 + i)}
+    assert not set(competed[0].counted) & {token for i in range(6, 12) for token in (900 + i, 7000 + i)}
+    assert competed[0].prompts == PROMPTS[6:12]
+    assert result.chosen[1].vocabulary == "counted"
+    everything = {token for i in range(12) for token in (i, 900 + i, 7000 + i)}
+    assert set(result.settings["draft_vocabulary"]) <= everything
+    assert [tree.vocabulary for tree in result.vocabularies] == ["counted", "all", "own"]
+    assert "draft vocabulary " in describe(result)
+
+
+def test_chains_are_all_that_competes_where_a_target_verifies_no_trees() -> None:
+    trees = demo_trees(verifies_chains=True)
+    # The drafter's own depth is the first one.
+    assert [(tree.num_assistant_tokens, tree.branching_factor, tree.tree_depth) for tree in trees] == [
+        (depth, 1, depth) for depth in (5, 1, 2, 3, 4, 6, 7)
+    ]
+
+
+def test_standings_take_the_median_of_ratios_within_turns() -> None:
+    plain = [Measurement(seconds, 10, 10) for seconds in (10.0, 30.0, 10.0, 0.0)]
+    drafted = [Measurement(seconds, 10, cycles) for seconds, cycles in ((10.0, 5), (45.0, 5), (90.0, 4), (0.0, 0))]
+    # Cycles of 2 steps, 3 steps, and 22.5 while something else ran; the last text ended with its first token.
+    plain[3] = drafted[3] = Measurement(0.1, 0, 0)
+    standing = compare(list(zip(drafted, plain, strict=True)))
+    assert standing == Standing(tau=pytest.approx(30 / 14), break_even=pytest.approx(3.0), num_turns=3)
+    with pytest.raises(ValueError, match=r"end with their first token\. Give other prompts"):
+        compare([(drafted[3], plain[3])])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (PROMPTS[:1], {}, r"needs two prompts, .*, got 1\. Give more, or raise `num_prompts`"),
+        (PROMPTS, {"batch_sizes": [4, 0]}, r"`batch_sizes` must be .* at least 1, got \[4, 0\]"),
+        (PROMPTS, {"batch_sizes": []}, r"`batch_sizes` must be .* at least 1, got \[\]"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    prompts: list[list[int]], options: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    machine = PlantedMachine(tau_of, cycle_of(0.02))
+    args = replace(TuningArguments("", ""), **options)
+    with pytest.raises(ValueError, match=message):
+        find_settings(machine, demo_trees(), prompts, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
+    assert not machine.calls
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_turns_decode_the_prompts_that_are_due(rows: int) -> None:
     target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    drafter = make_drafter(target)
     before = drafter.generation_config.to_dict()
-    prompts = [make_prompts([length])["input_ids"][0] for length in (4, 6)]
-    competing: list[TreeSettings] = []
-
-    def slowest_first(
-        _target: Any, _drafter: Any, _prompts: Any, trees: list[TreeSettings], *_: Any, **__: Any
-    ) -> Any:
-        competing[:] = trees
-        return {None: 0.5} | {tree: 1.0 + place for place, tree in enumerate(trees)}
-
-    monkeypatch.setattr(finding, "measure_in_turns", slowest_first)
-    monkeypatch.setattr(finding, "choose_vocabulary", lambda *_, **__: pytest.fail("not asked for"))
-    monkeypatch.setattr(finding, "BRANCHING_FACTORS", (1, 2))
-    monkeypatch.setattr(finding, "DRAFT_TEMPERATURES", (0.5, 1.0))
-    for max_tree_size in (4, 12):
-        args = TuningArguments(
-            "", "", max_new_tokens=8, max_tree_size=max_tree_size, repeats=1, temperature=temperature,
-            tune_vocabulary=False,
-        )  # fmt: skip
-        result = find_best_tree(target, drafter, prompts, args)
-        *contenders, default = competing
-        assert result.default.settings == default
-        assert default.num_assistant_tokens == 9
-        # What the drafter had competes where it is no larger than was asked for.
-        assert result.best.settings == (default if max_tree_size == 12 else contenders[-1])
-        assert all(tree.num_assistant_tokens <= max_tree_size for tree in contenders)
-        assert len(result.calibrated.settings.draft_temperature) == 7
-        assert isinstance(result.constant.settings.draft_temperature, float)
+    prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (3, 6, 4, 7)]
+    decode = TurnDecoder(target, drafter, target.generation_config.pad_token_id, max_new_tokens=9)
+    stage = Stage("trees", prompts, rows, 0.0, counted=(3, 5, 1))
+    for turn in (0, 2):
+        plain = decode(stage, None, turn)
+        for text, index in zip(plain.texts, stage.indices(turn), strict=True):
+            alone = target.generate(torch.tensor([prompts[index]]), max_new_tokens=9, do_sample=False)[0].tolist()
+            assert text[-len(alone) :] == alone
+        assert (plain.num_tokens, plain.num_passes) == (8, 8)
+        for vocabulary in ("own", "all", "counted"):
+            drafted = decode(stage, Tree(5, 2, 4, 0.5, vocabulary), turn)
+            assert drafted.num_tokens == 8
+            assert 0 < drafted.num_passes <= 8
+            assert drafted.seconds > 0
     assert drafter.generation_config.to_dict() == before
+
+
+def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> None:
+    """In ordinary decoding it pauses, and a contest of pauses would say nothing about trees."""
+    target = make_target("llama", vocab_size=64)
+    drafter, origins = make_drafter(target), Origins()
+    prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (5, 6)]
+    decode = TurnDecoder(target, drafter, 0, max_new_tokens=60)
+    tree = Tree(12, 4, 7)
+    for rows in (1, 2):
+        decode(Stage("trees", prompts, rows, 0.0), tree, 0)  # a warm-up, too
+        origins.sources.clear()
+        with observing(origins):
+            taken = decode(Stage("trees", prompts, rows, 0.0), tree, 0)
+            assert origins.sources.count("drafter") in (taken.num_passes, taken.num_passes + 1)
+            assert set(origins.sources) == {"drafter"}
+            with decoding_settings(drafter, tree.settings):
+                target.generate(torch.tensor(prompts[:1]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
+            assert "pause" in origins.sources
+
+
+class Origins(GenerationObserver):
+    def __init__(self) -> None:
+        self.sources: list[str] = []
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        self.sources.append(origin.source)
 
 
 def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
@@ -370,39 +327,73 @@ def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
+def stopped_in_call(number: int, decode: Callable[..., Measurement]) -> Callable[..., Measurement]:
+    """Returns what decodes, until the user stops it."""
+    calls: list[int] = []
+
+    def stopping(*args: Any) -> Measurement:
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return decode(*args)
+
+    return stopping
+
+
+@pytest.mark.parametrize("has_prompts", [True, False])
 def test_command_keeps_the_settings_with_the_drafter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_prompts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Besides the drafter's own; each takes seconds.
-    monkeypatch.setattr(finding, "BRANCHING_FACTORS", (1, 14))
-    monkeypatch.setattr(finding, "DRAFT_TEMPERATURES", (0.3,))
+    # Each tree takes seconds.
+    monkeypatch.setattr("transformers_gumiho.tuning.trees._SHAPES", ((6, 2),))
+    monkeypatch.setattr(contest, "ROUNDS", (1, 2))
+    monkeypatch.setattr(finding, "ROUNDS", (1, 2))
+    monkeypatch.setattr(finding, "FINAL_TURNS", 1)
+    prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     command = [
-        "gumiho", "tune", "--target", DEMO_TARGET, "--assistant", DEMO_TARGET.parent / "gumiho", "--prompts",
-        DEMO_TARGET.parent / "prompts.jsonl", "--num_prompts", "2", "--max_new_tokens", "10", "--max_tree_size", "4",
-        "--repeats", "1", "--dtype", "float32", "--output_dir", tmp_path,
+        "gumiho", "tune", "--target", DEMO_TARGET, "--assistant", DEMO_TARGET.parent / "gumiho", *prompts,
+        "--num_prompts", "3", "--max_new_tokens", "8", "--batch_sizes", "1", "4", "--dtype", "float32",
+        "--output_dir", tmp_path,
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    if has_prompts:
+        with monkeypatch.context() as patched:
+            patched.setattr(TurnDecoder, "__call__", stopped_in_call(5, TurnDecoder.__call__))
+            with pytest.raises(SystemExit, match=r"^Stopped\. Run the same command again to continue from here\."):
+                main()
+        assert len((tmp_path / "tuning.jsonl").read_text(encoding="utf-8").splitlines()) == 4
     main()
-    told = capsys.readouterr().out
-    assert "tokens/s expected" in told
-    assert f"the settings are in {tmp_path}; copy its generation_config.json over the drafter's to use them" in told
+    captured = capsys.readouterr()
+    assert f"the settings are in {tmp_path}; copy its generation_config.json over the drafter's to use them" in (
+        captured.out
+    )
+    assert "the fastest, on prompts that were not in the contests" in captured.out
+    assert "<" in captured.err, "the bar has the time that is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["generation_config.json"]
     with pytest.raises(OSError, match=r"but a generation_config.json: decoding settings alone.*Copy that file over"):
         GumihoModel.from_pretrained(tmp_path)
     settings = json.loads((tmp_path / "generation_config.json").read_text())
-    assert settings["num_assistant_tokens"] <= 4
-    assert isinstance(settings["draft_temperature"], (float, list))
-    assert "draft temperatures fitted to depths" in told
+    assert list(settings["num_assistant_tokens"]) == ["1", "4"]
     assert settings["full_tree_attention"] is True
-    assert "tau lost" in told
-    assert len(settings["draft_vocabulary"] or range(4096)) in (4096, 2048, 1024, 512, 256)
-    # Written where sizes that fit gain, which a few prompts on a busy machine do not tell.
-    costs = settings.get("cycle_costs")
-    assert (costs is None) == ("so the size stays fixed" in told)
-    assert costs is None or (costs["dtype"], costs["tree_sizes"][0]) == ("float32", 0)
-    assert "sizes that fit each cycle" in told
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)
     drafter.generation_config = type(drafter.generation_config).from_pretrained(tmp_path)
-    ids = torch.tensor([[5, 6, 7]])
-    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
-    assert torch.equal(target.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=drafter), plain)
+    for rows in (1, 4):
+        for kind, sampling_temperature in (("greedy", None), ("sampled", 1.0)):
+            read = DraftingSettings.from_generation_config(
+                drafter.generation_config, drafter.config, sampling_temperature, rows
+            )
+            assert read.break_even == settings["break_even"][kind][str(rows)]
+            assert read.num_assistant_tokens == settings["num_assistant_tokens"][str(rows)]
+        assert (read.branching_factor, read.draft_temperature) == (
+            settings["branching_factor"], settings["draft_temperature"]
+        )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
+    for texts in (["def read(self):"], ["import", "class A:", "for i in range(", "def"]):
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 1.0}):
+            found = []
+            for assistant in ({}, {"assistant_model": drafter}):
+                torch.manual_seed(3)
+                found.append(target.generate(**inputs, max_new_tokens=20, **sampling, **assistant))
+            assert torch.equal(*found)

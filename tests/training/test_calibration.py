@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cycle_costs import make_cost_table
 from datasets import Dataset
 from targets import make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,12 +128,12 @@ def test_temperatures_are_saved_with_the_drafter(tmp_path: Path, caplog: pytest.
     drafter = GumihoModel.from_target(target)
     trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=rows, eval_dataset=rows)
     for change in (trainer.train, trainer.calibrate):
-        drafter.generation_config.cycle_costs = make_cost_table()
+        drafter.generation_config.break_even = 1.5
         caplog.clear()
         change()
-        # They tell how often the drafts of the drafter as it was are right.
-        assert drafter.generation_config.cycle_costs is None
-        assert caplog.text.count("`cycle_costs` were measured before") == 1
+        # It was measured with other weights and trees.
+        assert drafter.generation_config.break_even is None
+        assert caplog.text.count("`break_even`, which was measured before") == 1
     temperatures = drafter.generation_config.draft_temperature
     trainer.save_model()
     loaded = GumihoModel.from_pretrained(tmp_path)

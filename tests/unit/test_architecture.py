@@ -31,9 +31,10 @@ ROOMS: dict[str, set[str]] = {
         "decoding",
         "measuring",
         "metrics",
+        "pairs",
         "resumable_file",
     },
-    "tuning": {"internals", "tree", "model", "target", "losses", "drafting", "decoding", "measuring"},
+    "tuning": {"model", "target", "drafting", "measuring", "resumable_file"},
     "pairs": set(),
     "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "pairs"},
     "vllm": {"model"},
@@ -41,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "__init__": {"internals", "model", "drafting", "decoding"},
     "user_errors": set(),
     "resumable_file": set(),
-    "cli": {"internals", "benchmarking", "presenting", "tuning", "user_errors"},
+    "cli": {"__version__", "internals", "benchmarking", "presenting", "tuning", "user_errors"},
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 

@@ -32,14 +32,14 @@ def test_no_text_becomes_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_answers_that_end_while_they_are_compared_are_not_called_equal() -> None:
     plain, drafted = LiveAnswer(), LiveAnswer()
-    plain.progress = drafted.progress = "writing"
+    plain.progress = drafted.progress = "generating"
     plain.tokens, drafted.tokens = [1], [1]
 
     def compare() -> None:
         """The last tokens come just after they were looked at, and differ."""
         plain.tokens.append(2)
         drafted.tokens.append(3)
-        plain.progress = drafted.progress = "whole"
+        plain.progress = drafted.progress = "done"
 
     race: Any = SimpleNamespace(plain=plain, drafted=drafted, is_over=False, first_difference=compare)
     assert 'data-verdict="running"' in markup.verdict_html(race)

@@ -6,69 +6,84 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..measuring.conditions import measuring_conditions
 from ..measuring.loading import load_pair
 from ..measuring.prompts import first_of_each_category, read_questions
 from ..model.modeling_gumiho import GumihoModel
-from ..target.fingerprint import model_fingerprint
-from ..target.machine import machine_name
+from ..pairs.known import report_progress, resolve_pair
 from .modes import DecodingMode, choose_modes, decoding_modes
-from .report import environment, markdown, write_json
+from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
 from .sample_file import SampleFile
 from .summary import SummaryRow, summarize
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BenchmarkArguments:
-    """The options of `gumiho benchmark`; [`benchmark`] takes them, too."""
+    """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They need a pair, or target and assistant."""
 
-    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
-    assistant: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
-    prompts: str = field(metadata={"help": "A JSONL file with `turns`, `prompt` or `text`, or a dataset."})
-    output_dir: str = field(default="benchmark", metadata={"help": "Receives samples, summary, table and pictures."})
-    column: str | None = field(default=None, metadata={"help": "Take the prompts from this column."})
-    num_prompts: int | None = field(default=None, metadata={"help": "Use only this many (default: all)."})
+    pair: str | None = field(
+        default=None, metadata={"help": "Short name of a target and its drafter: demo or smollm2."}
+    )
+    target: str | None = field(default=None, metadata={"help": "Target model: a folder or a name on the Hub."})
+    assistant: str | None = field(default=None, metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
+    prompts: str = field(metadata={"help": "JSONL file with `turns`, `prompt` or `text`, or a dataset."})
+    output_dir: str = field(default="benchmark", metadata={"help": "Folder for samples, summary, table and pictures."})
+    column: str | None = field(
+        default=None, metadata={"help": "Column that holds the prompts (default: `turns`, `prompt` or `text`)."}
+    )
+    num_prompts: int | None = field(default=None, metadata={"help": "Number of prompts (default: all)."})
     prompts_per_category: int | None = field(
-        default=None, metadata={"help": "Use only this many of each category (default: all)."}
+        default=None, metadata={"help": "Number of prompts of each category (default: all)."}
     )
     modes: list[str] = field(
-        default_factory=list, metadata={"help": "Beside plain decoding, only these, by their names in the tables."}
+        default_factory=list, metadata={"help": "Modes to run besides plain, e.g. `gumiho` (default: all)."}
     )
     draft_model: str | None = field(
-        default=None, metadata={"help": "A small language model for transformers' own assisted generation."}
+        default=None, metadata={"help": "Small language model for transformers' assisted generation."}
     )
-    temperatures: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "0 is greedy."})
-    batch_sizes: list[int] = field(default_factory=lambda: [1], metadata={"help": "Prompts to decode at once."})
+    temperatures: list[float] = field(
+        default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures; 0 is greedy."}
+    )
+    batch_sizes: list[int] = field(default_factory=lambda: [1], metadata={"help": "Batch sizes."})
     tree_sizes: list[int] = field(
-        default_factory=list, metadata={"help": "Also decode with trees of these many drafted tokens."}
+        default_factory=list, metadata={"help": "Also benchmark trees with these numbers of draft tokens."}
     )
     compiled: bool = field(
-        default=False, metadata={"help": "Also decode with compiled models, with the drafter and without."}
+        default=False, metadata={"help": "Also benchmark compiled models, with and without the drafter."}
     )
-    max_new_tokens: int = field(default=128, metadata={"help": "Tokens to generate for each prompt."})
-    num_assistant_tokens: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
-    branching_factor: int | None = field(default=None, metadata={"help": "Instead of the drafter's own setting."})
-    dtype: str = field(default="auto", metadata={"help": "Precision of all models."})
-    device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})
-    seed: int = field(default=0, metadata={"help": "For sampling."})
+    max_new_tokens: int = field(default=128, metadata={"help": "Maximum number of tokens per prompt."})
+    num_assistant_tokens: int | None = field(
+        default=None, metadata={"help": "Draft tokens verified per cycle (default: the drafter's setting)."}
+    )
+    branching_factor: int | None = field(
+        default=None,
+        metadata={"help": "Tokens kept at each serial step; 1 drafts a chain (default: the drafter's setting)."},
+    )
+    dtype: str = field(default="auto", metadata={"help": "Precision of all models, e.g. `bfloat16`."})
+    device_map: str | None = field(
+        default=None, metadata={"help": "`device_map` for the target, e.g. `auto` (default: one device)."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed for sampling."})
     resume: bool = field(
         default=False,
-        metadata={"help": "Keep what an earlier run of the same settings measured; more prompts may be asked for."},
+        metadata={"help": "Continue an earlier run with the same settings; more prompts are allowed."},
     )
 
 
 def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     """
-    Decodes the prompts in every mode in turns, and writes `samples.jsonl` (as it goes), `summary.json`, `summary.md`
-    and pictures into `args.output_dir`. Interrupted, it reports what it has, and with `args.resume` goes on.
+    Benchmarks a drafter against plain, prompt-lookup and assisted decoding, in turns, and writes `samples.jsonl`,
+    `summary.json`, `summary.md` and pictures into `args.output_dir`. An interrupted run reports what it has, and
+    `args.resume` continues it.
 
     Returns:
         The rows of the summary.
 
     Raises:
-        SystemExit: It was interrupted before anything was measured.
-        ValueError: There is no way of decoding of a name in `args.modes`, or it is to resume what was measured with
-            other settings.
+        SystemExit: The run was interrupted before anything was measured.
+        ValueError: The options do not name both models, `args.modes` names an unknown mode, or `args.resume` finds a
+            run with other settings.
     """
     # Not needed by those who only tune.
     from .plots import plot_summary
@@ -78,7 +93,8 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     if args.prompts_per_category is not None:
         questions = first_of_each_category(questions, args.prompts_per_category)
     folder.mkdir(parents=True, exist_ok=True)
-    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
+    names = resolve_pair(args.pair, args.target, args.assistant, args.dtype, report_progress)
+    target, tokenizer, drafter = load_pair(*names, args.device_map)
     for name in ("num_assistant_tokens", "branching_factor"):
         if getattr(args, name) is not None:
             setattr(drafter.generation_config, name, getattr(args, name))
@@ -111,12 +127,7 @@ def _settings_of_samples(
     args: BenchmarkArguments, modes: list[DecodingMode], target: PreTrainedModel, drafter: GumihoModel
 ) -> dict[str, Any]:
     """Returns what a sample depends on, besides its question, its temperature and the size of its batch."""
-    return {
-        "machine": machine_name(target.device),
-        "environment": environment(),
-        "target": model_fingerprint(target),
-        "assistant": model_fingerprint(drafter),
-        "settings of the assistant": drafter.generation_config.to_diff_dict(),
+    return measuring_conditions(target, drafter) | {
         "modes": [mode.name for mode in modes],
         "draft_model": args.draft_model,
         "max_new_tokens": args.max_new_tokens,

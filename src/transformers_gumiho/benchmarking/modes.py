@@ -66,7 +66,7 @@ def decoding_modes(
     Args:
         drafter: The Gumiho drafter, with the settings to compare.
         draft_model: A small causal language model for transformers' own assisted generation, if there is one.
-        tree_sizes: Drafted tokens of further trees, which have this size in every cycle.
+        tree_sizes: Drafted tokens of further trees.
         compiled: Also decode with compiled models and static caches, with the drafter and without.
     """
     config = drafter.config
@@ -81,19 +81,19 @@ def decoding_modes(
         modes.append(DecodingMode("gumiho without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None}))
     else:
         modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
-    # Trees of another shape have other costs than the drafter's `cycle_costs` hold: their sizes are fixed.
-    modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False, "cycle_costs": None}))
+    # A measured `break_even` is that of the tuned tree.
+    modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False, "break_even": None}))
     for length in (3, 5, 7):
         if length <= config.max_draft_depth:
-            chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length, "cycle_costs": None}
+            chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length, "break_even": None}
             modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
     for name, depth in (("serial head only", config.num_serial_tokens), ("one serial token", 1)):
-        modes.append(DecodingMode(name, gumiho, {"tree_depth": depth, "cycle_costs": None}))
+        modes.append(DecodingMode(name, gumiho, {"tree_depth": depth, "break_even": None}))
     if compiled:
         static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
     for size in tree_sizes:
-        modes.append(DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size, "cycle_costs": None}))
+        modes.append(DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size, "break_even": None}))
     return modes
 
 
@@ -106,7 +106,7 @@ def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[De
     """
     if unknown := [name for name in names if name not in {mode.name for mode in modes}]:
         known = ", ".join(f"'{mode.name}'" for mode in modes)
-        raise ValueError(f"There is no way of decoding {unknown[0]!r}. There are: {known}.")
+        raise ValueError(f"There is no mode {unknown[0]!r}. Choose from {known}.")
     return [mode for mode in modes if mode.name == PLAIN or mode.name in names]
 
 

@@ -54,27 +54,27 @@ def plot_tree_sizes(rows: Sequence[SummaryRow], path: Path) -> None:
 
 def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:
     """Draws bars of the speed-up of every mode, with its interval: a panel for each category."""
-    colours = _colours(rows)
+    colors = _colors(rows)
     categories = list(dict.fromkeys(row.category for row in rows))
     columns = min(len(categories), _PANELS_IN_A_LINE)
     lines = -(-len(categories) // columns)
     figure, grid = plt.subplots(
         lines, columns, sharex=True, sharey=True, squeeze=False, layout="constrained",
-        figsize=(2 + 3 * columns, lines * (0.8 + 0.28 * len(colours))),
+        figsize=(2 + 3 * columns, lines * (0.8 + 0.28 * len(colors))),
     )  # fmt: skip
     for axes, category in zip_longest(grid.flat, categories):
         if category is None:
             axes.set_visible(False)
             continue
         found = {row.mode: row for row in rows if row.category == category}
-        for place, (mode, colour) in enumerate(colours.items()):
+        for place, (mode, color) in enumerate(colors.items()):
             # A mode that takes no batches of this size has no bar, and keeps its place.
             if mode in found:
                 row = found[mode]
                 error = np.abs(np.array(row.speedup_interval) - row.speedup)[:, None]
-                axes.barh(place, row.speedup, color=colour, xerr=error, capsize=2, error_kw={"linewidth": 1})
+                axes.barh(place, row.speedup, color=color, xerr=error, capsize=2, error_kw={"linewidth": 1})
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(colours)), list(colours))
+        axes.set_yticks(range(len(colors)), list(colors))
         axes.set_title(category, fontsize="medium")
         axes.tick_params(labelbottom=True)
     grid[0, 0].invert_yaxis()  # plain on top; the panels share the axis
@@ -84,7 +84,7 @@ def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:
 
 def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
     """Draws, for every mode that drafts, the share of cycles that accept at least so many tokens."""
-    colours = _colours(rows)
+    colors = _colors(rows)
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     drafting = [row for row in rows if row.category == OVERALL and row.acceptance_per_position]
     for index, row in enumerate(drafting):
@@ -92,7 +92,7 @@ def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
         # Two modes may accept the same: each second line is dashed, so that the one below shows.
         style, size = ("s--", 4) if index % 2 else ("o-", 7)
         label = f"{row.mode} (tau {row.tau_micro:.2f})"
-        axes.plot(range(1, len(accepted) + 1), accepted, style, markersize=size, color=colours[row.mode], label=label)
+        axes.plot(range(1, len(accepted) + 1), accepted, style, markersize=size, color=colors[row.mode], label=label)
     axes.set_xlabel("draft position")
     axes.set_ylabel("share of cycles that accept it")
     axes.set_ylim(0, 1)
@@ -118,8 +118,8 @@ def plot_cycles(rows: Sequence[SummaryRow], path: Path) -> None:
     _save(figure, path)
 
 
-def _colours(rows: Sequence[SummaryRow]) -> dict[str, tuple[float, ...]]:
-    """Returns a colour for each mode, the same in all pictures of these rows."""
+def _colors(rows: Sequence[SummaryRow]) -> dict[str, tuple[float, ...]]:
+    """Returns a color for each mode, the same in all pictures of these rows."""
     shades = matplotlib.colormaps["tab20"]
     # Strong and pale shades take turns there; the pale ones are for when there are no others.
     numbers = cycle([*range(0, shades.N, 2), *range(1, shades.N, 2)])

@@ -1,15 +1,12 @@
 """Benchmark results for people and for programs."""
 
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import __version__ as transformers_version
-
+from ..measuring.conditions import environment
 from .modes import PLAIN, PLAIN_COMPILED
 from .summary import SummaryRow
 
@@ -18,20 +15,6 @@ _HEADER = (
     "| mode | tokens/s (quartiles) | speed-up (95% interval) | tau micro / macro | draft / verify / rest | "
     "peak memory | equal to plain |"
 )
-
-
-def environment() -> dict[str, str]:
-    """Returns what the numbers depend on."""
-    device = "CPU"
-    if torch.accelerator.is_available():
-        device = str(torch.accelerator.current_accelerator())
-    return {
-        "device": device,
-        "threads": str(torch.get_num_threads()),
-        "processor": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-    }
 
 
 def write_json(rows: Sequence[SummaryRow], path: Path, **facts: Any) -> None:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import num_compiled_graphs
-from ..measuring.prompts import Question, encode_turn
+from ..measuring.prompts import Question, encode_turn, pad_left
 from ..measuring.stages import stage_timer, synchronize
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
@@ -223,12 +223,8 @@ class _Runner:
         return [mode for mode, limit in limits if limit is None or batch_size <= limit]
 
     def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-        longest = max(map(len, prompts))
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        rows = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        tensors = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
-        return {name: tensor.to(self.target.device) for name, tensor in tensors.items()}
+        padded = pad_left(prompts, self.tokenizer.pad_token_id)
+        return {name: tensor.to(self.target.device) for name, tensor in padded.items()}
 
     def _answers(self, output: Any, batch: _Batch) -> list[list[int]]:
         """Returns the new tokens of each row, up to its end."""

@@ -27,7 +27,7 @@ from .observers import GenerationEvents
 from .sequences import CommittedSequences
 from .step_records import CycleRecords
 from .token_choice import TokenChooser
-from .upcoming_trees import UpcomingTrees, warn_of_other_machine
+from .upcoming_trees import UpcomingTrees
 
 
 logger = logging.get_logger(__name__)
@@ -44,7 +44,7 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
             mean is the acceptance length tau. The first token comes from the prompt pass and counts in no cycle. A
             sampled row that is far ahead of the others takes one token of a cycle, whatever was drafted.
         tree_sizes (`list[int]`):
-            The drafted tokens that each cycle verified in every row.
+            The drafted tokens that each cycle verified in every row; 0 where the drafter was paused.
 
     In a batch, `scores`, `logits` and `hidden_states` are zero where a row has ended before the others: the target is
     not run on padding.
@@ -72,7 +72,7 @@ def decode_with_tree(
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
     is_chain = verification_kind(target) == "chain"
-    asked = _drafting_settings(target, assistant_model, generation_config)
+    asked = _drafting_settings(target, assistant_model, generation_config, len(input_ids))
     settings = asked.as_chain() if is_chain else asked
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
@@ -153,13 +153,13 @@ def _check_prompt(
 
 
 def _drafting_settings(
-    target: PreTrainedModel, drafter: GumihoModel, generation_config: GenerationConfig
+    target: PreTrainedModel, drafter: GumihoModel, generation_config: GenerationConfig, num_rows: int
 ) -> DraftingSettings:
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
-    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, temperature)
-    settings = settings.looking_up(generation_config)
-    warn_of_other_machine(target, settings)  # here, as a streamer has got nothing yet
-    return settings
+    settings = DraftingSettings.from_generation_config(
+        drafter.generation_config, drafter.config, temperature, num_rows, target.device.type
+    )
+    return settings.with_prompt_lookup(generation_config)
 
 
 def _warn_of_chain(target: PreTrainedModel) -> None:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Literal
 
-from ..drafting.tree_size import SizeReason
+from ..drafting.pause import DraftOrigin
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 
@@ -45,13 +45,12 @@ class GenerationObserver:
                 drafted path, the last token is a draft instead of a bonus token.
         """
 
-    def on_tree_sized(self, reason: SizeReason) -> None:
+    def on_tree(self, origin: DraftOrigin) -> None:
         """
-        Is called before each cycle of a drafter that has `cycle_costs`, once its tree is there.
+        Called when a draft tree is made, before its cycle.
 
         Args:
-            reason: Why the tree has its size: one was chosen ([`SizeChoice`]), the drafter rests ([`DraftingPause`]),
-                or what the context drafts is a run ([`ContextRun`]).
+            origin: Whether the drafter or the context drafted it, or the drafter is paused.
         """
 
 
@@ -126,11 +125,10 @@ class GenerationEvents:
                 stack.callback(observer.on_stage_end, stage)
             yield
 
-    def tree_sized(self, reason: SizeReason | None) -> None:
-        """Tells why the next tree has its size."""
-        if reason is not None:
-            for observer in self.observers:
-                observer.on_tree_sized(reason)
+    def tree(self, origin: DraftOrigin) -> None:
+        """Reports where the next tree comes from."""
+        for observer in self.observers:
+            observer.on_tree(origin)
 
     def cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
         """Tells what a cycle committed, in memory that the next one does not overwrite."""

@@ -88,7 +88,10 @@ class GumihoCandidateGenerator(CandidateGenerator):
         if not assistant_model.config.has_embedding:
             assistant_model.share_embedding(target)
         settings = DraftingSettings.from_generation_config(
-            assistant_model.generation_config, assistant_model.config, sampling_temperature=None
+            assistant_model.generation_config,
+            assistant_model.config,
+            sampling_temperature=None,
+            device_type=target.device.type,
         )
         settings = replace(settings, branching_factor=1)
         head, token_ids = head_for_drafting(

@@ -105,12 +105,6 @@ class RowDrafts:
         lengths = range(match.length, match.length + num_tokens)
         return self._drafted, [self.estimates.probability(length) for length in lengths]
 
-    def shorten(self) -> None:
-        """Makes the newest drafts, of a run that is not run, as many as ever."""
-        if len(self._drafted) > self.num_tokens:
-            self._follower = self._drafted[self.num_tokens]
-            self._drafted = self._drafted[: self.num_tokens]
-
 
 def longest_run(num_tokens: int) -> int:
     """Returns the most tokens of a run where `num_tokens` are drafted otherwise."""
@@ -169,12 +163,6 @@ class ContextDrafts:
         none = [0] * width, [-math.inf] * width
         tokens, log_probs = zip(*(draft or none for draft in drafts), strict=True)
         return ContextBranch.make(tokens, log_probs, device, is_run=run_length > 0)
-
-    def refuse(self, run: ContextBranch) -> ContextBranch:
-        """Returns what is drafted in place of a run that is not run: as many of its tokens as ever."""
-        for row in self._rows:
-            row.shorten()
-        return run.first(self.num_tokens)
 
     def _run_length(self, lengths: range) -> int:
         """Returns how many tokens the context drafts in a run, 0 where it makes none."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 
@@ -70,8 +69,6 @@ class GumihoDrafter:
                 self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids)
         self._committed = [(causal[:, :n, :n], offsets[:, :n]) for n in range(self._num_committed + 1)]
         self._recombinations = self._find_recombinations(len(cache.lengths))
-        self._deepest = settings.tree_depth
-        self._of_sizes = {settings.num_assistant_tokens: (settings, self._recombinations)}
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
         self._heads_temperatures = temperatures[model.config.num_serial_tokens :, None, None]
@@ -84,7 +81,6 @@ class GumihoDrafter:
             for tensor in [tensor for pair in self._head_weights or [] for tensor in pair]:
                 mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
-        self._read_fixed = self._shapes.compiler(GumihoDrafter._read_in_fixed_shapes)
 
     def _find_recombinations(self, batch_size: int) -> Recombinations | None:
         settings, config = self.settings, self.model.config
@@ -108,18 +104,6 @@ class GumihoDrafter:
             batch_size=batch_size,
         )
 
-    def draft_at_most(self, num_drafted: int) -> None:
-        """
-        Makes the next trees have no more drafted nodes than this, those that score best in larger ones, and no deeper
-        paths, which takes less time. Not where shapes are fixed.
-        """
-        if num_drafted not in self._of_sizes:
-            # No path is longer than there are nodes, and what would be drafted below takes time.
-            depth = min(self._deepest, num_drafted)
-            self.settings = replace(self.settings, num_assistant_tokens=num_drafted, tree_depth=depth)
-            self._of_sizes[num_drafted] = self.settings, self._find_recombinations(len(self.cache.lengths))
-        self.settings, self._recombinations = self._of_sizes[num_drafted]
-
     @property
     def has_fixed_shapes(self) -> bool:
         """Whether all cycles run in the same shapes."""
@@ -137,10 +121,10 @@ class GumihoDrafter:
             return self._draft_after_prompt(committed, noise)
         if self.has_fixed_shapes:
             if committed.tokens.shape[1] != self._num_committed:
-                # Of several cycles.
+                # Of several cycles. Once in a pause: not worth compiling, which would hold up the text.
                 *older, committed = committed.split(self._num_committed)
                 for part in older:
-                    self._read_fixed(self, *_inputs(part))
+                    self._read_in_fixed_shapes(*_inputs(part))
             # A copy, as the next cycle, which verifies it, may overwrite what a captured graph returned.
             return self._draft_fixed(self, *_inputs(committed), noise).clone()
         tokens, states, position_ids = committed.tokens, committed.drafter_input, committed.position_ids

@@ -1,34 +1,43 @@
 """The decoding settings of a drafter, read from its `generation_config` and checked."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import GenerationConfig
 
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.cycle_costs import CycleCostTable
-from ..model.decoding_settings import DECODING_DEFAULTS
 from ..model.draft_vocabulary import find_fault
+from ..model.per_rows import value_for_rows
 
 
 # Ranking nodes more sharply than the drafter's own probabilities pays: the target takes the most likely token (under
 # the noise of its draw when sampling), which the drafter ranks first more often than its probability says.
 DRAFT_TEMPERATURE = 2 / 3
 
+# On a CPU each node adds to the time of a pass, and the more rows there are, the more.
+_CPU_NODES, _CPU_BRANCHING = {"1": 12, "4": 4, "8": 2}, 4
+_ACCELERATOR_NODES, _ACCELERATOR_BRANCHING = 63, 14
 _WHERE = "Set it in the drafter's `generation_config`."
+_KINDS_OF_DECODING = ("greedy", "sampled")
 _LEAST_OF_LOOKUP = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
 
 
 @dataclass(frozen=True)
 class DraftingSettings:
     """
-    The decoding settings of a drafter, read from its `generation_config` at every call of `generate()`.
+    The decoding settings of a drafter for one call of `generate()`, read from its `generation_config`.
+
+    `num_assistant_tokens` and `break_even` may be one number there or a mapping from the number of rows of a batch to
+    numbers, as `{"1": 12, "4": 4, "8": 2}`. The largest key not above the number of rows counts, and the smallest key
+    where all are above it. Rows are counted after `num_return_sequences`.
 
     Attributes:
-        num_assistant_tokens: Drafted tokens verified per cycle (default 63).
-        branching_factor: Tokens kept at each serial step (default 14). 1 makes the tree a chain.
+        num_assistant_tokens: Drafted tokens verified per cycle. By default 63 on an accelerator, and
+            `{"1": 12, "4": 4, "8": 2}` on a CPU.
+        branching_factor: Tokens kept at each serial step. 1 makes the tree a chain. By default 14 on an accelerator,
+            and 4 on a CPU.
         tree_depth: Longest drafted path in tokens (default and maximum: serial tokens + parallel heads). Read from a
             `generation_config`, it is at most `num_assistant_tokens`.
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`), or extend
@@ -36,8 +45,9 @@ class DraftingSettings:
         draft_temperature: Temperature under which draft scores rank nodes: one for all depths, or one for each from
             depth 1 down, of which the last goes on below. By default (`None`) 2/3.
         draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
-        cycle_costs: What cycles cost here: each then verifies as many drafted tokens as make the most of its time, at
-            most `num_assistant_tokens` but for runs, or none. By default (`None`) all of them.
+        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding. The drafter
+            pauses while it commits fewer. May be `{"greedy": ..., "sampled": ...}`. By default (`None`) estimated from
+            the sizes of target and drafter; `gumiho tune` measures it.
         sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
         prompt_lookup_num_tokens: The most tokens that are drafted from the context, by how it went on where its newest
             tokens stood before; 0 (the default) for none. Where they were right, more of them follow, in runs. A call
@@ -52,22 +62,29 @@ class DraftingSettings:
     full_tree_attention: bool
     draft_temperature: float | tuple[float, ...]
     draft_vocabulary: Sequence[int] | None = None
-    cycle_costs: CycleCostTable | None = None
+    break_even: float | None = None
     sampling_temperature: float | None = None
     prompt_lookup_num_tokens: int = 0
     max_matching_ngram_size: int = 2
 
     @classmethod
     def from_generation_config(
-        cls, generation_config: GenerationConfig, config: GumihoConfig, sampling_temperature: float | None
+        cls,
+        generation_config: GenerationConfig,
+        config: GumihoConfig,
+        sampling_temperature: float | None,
+        num_rows: int = 1,
+        device_type: str = "cpu",
     ) -> "DraftingSettings":
         """
-        Reads and checks the settings.
+        Reads and checks the settings for a batch.
 
         Args:
             generation_config: The drafter's.
             config: The drafter's.
             sampling_temperature: The temperature the target samples at, `None` at greedy.
+            num_rows: Rows of the batch.
+            device_type: Type of the target's device.
 
         Raises:
             ValueError: A setting is out of range.
@@ -77,14 +94,22 @@ class DraftingSettings:
             value = getattr(generation_config, name, None)
             return default if value is None else value
 
+        on_cpu = device_type == "cpu"
+        break_even = read("break_even", None)
+        if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
+            break_even = break_even.get(_KINDS_OF_DECODING[sampling_temperature is not None])
         settings = cls(
-            num_assistant_tokens=read("num_assistant_tokens", DECODING_DEFAULTS["num_assistant_tokens"]),
-            branching_factor=read("branching_factor", DECODING_DEFAULTS["branching_factor"]),
+            num_assistant_tokens=_for_rows(
+                "num_assistant_tokens",
+                read("num_assistant_tokens", _CPU_NODES if on_cpu else _ACCELERATOR_NODES),
+                num_rows,
+            ),
+            branching_factor=read("branching_factor", _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING),
             tree_depth=read("tree_depth", config.max_draft_depth),
-            full_tree_attention=read("full_tree_attention", DECODING_DEFAULTS["full_tree_attention"]),
+            full_tree_attention=read("full_tree_attention", True),
             draft_temperature=_as_tuple(read("draft_temperature", DRAFT_TEMPERATURE)),
-            draft_vocabulary=read("draft_vocabulary", DECODING_DEFAULTS["draft_vocabulary"]),
-            cycle_costs=_parse_costs(read("cycle_costs", DECODING_DEFAULTS["cycle_costs"])),
+            draft_vocabulary=read("draft_vocabulary", None),
+            break_even=_for_rows("break_even", break_even, num_rows),
             sampling_temperature=sampling_temperature,
             prompt_lookup_num_tokens=read("prompt_lookup_num_tokens", 0),
             max_matching_ngram_size=read("max_matching_ngram_size", 2),
@@ -97,7 +122,7 @@ class DraftingSettings:
         """Returns the settings under which the tree is its best path alone."""
         return replace(self, branching_factor=1, num_assistant_tokens=self.tree_depth)
 
-    def looking_up(self, generation_config: GenerationConfig) -> "DraftingSettings":
+    def with_prompt_lookup(self, generation_config: GenerationConfig) -> "DraftingSettings":
         """
         Returns the settings with those for drafts from the context that a call of `generate()` was given, if any.
 
@@ -129,6 +154,8 @@ class DraftingSettings:
                 f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
                 f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
             )
+        if self.break_even is not None and not _is_positive(self.break_even):
+            raise ValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")
         if not isinstance(self.full_tree_attention, bool):
             raise ValueError(
                 f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
@@ -145,7 +172,7 @@ class DraftingSettings:
     def _validate_temperature(self) -> None:
         given = self.draft_temperature
         values = given if isinstance(given, tuple) else (given,)
-        if not values or not all(map(_is_temperature, values)):
+        if not values or not all(map(_is_positive, values)):
             shown = list(given) if isinstance(given, tuple) else given
             raise ValueError(
                 f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
@@ -172,15 +199,11 @@ class DraftingSettings:
         return self.full_tree_attention or self.branching_factor == 1
 
 
-def _parse_costs(value: Any) -> CycleCostTable | None:
-    if value is None:
-        return None
+def _for_rows(name: str, value: Any, num_rows: int) -> Any:
     try:
-        return CycleCostTable.parse(value)
+        return value_for_rows(value, num_rows)
     except ValueError as error:
-        raise ValueError(
-            f"`cycle_costs` must be None or a table as `gumiho tune` writes it, but {error}. {_WHERE}"
-        ) from None
+        raise ValueError(f"`{name}` is {value!r}, but {error}. {_WHERE}") from None
 
 
 def _check_lookup(settings: DraftingSettings, where: str) -> None:
@@ -197,5 +220,5 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
-def _is_temperature(value: Any) -> bool:
+def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf

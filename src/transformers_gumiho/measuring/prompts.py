@@ -118,16 +118,23 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answer
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
+def pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int | None) -> dict[str, torch.Tensor]:
+    """
+    Returns prompts as one batch, `input_ids` and `attention_mask` `(B, T)`. Where there is no token for padding, any
+    other one does: it is masked.
+    """
+    longest = max(map(len, prompts))
+    rows = [[pad_token_id or 0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
 def padded_batches(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], size: int, device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
-    """
-    Returns prompts as batches of `size` rows, the last of what is left: `input_ids` and `attention_mask`, `(B, T)`
-    each, padded on the left. The tokenizer needs a padding token.
-    """
+    """Returns prompts as batches of `size` rows, the last of what is left; see [`pad_left`]."""
     batches = []
     for start in range(0, len(prompts), size):
-        rows = {"input_ids": [list(prompt) for prompt in prompts[start : start + size]]}
-        padded = tokenizer.pad(rows, padding_side="left", return_tensors="pt")
-        batches.append({name: padded[name].to(device) for name in ("input_ids", "attention_mask")})
+        padded = pad_left(prompts[start : start + size], tokenizer.pad_token_id)
+        batches.append({name: tensor.to(device) for name, tensor in padded.items()})
     return batches

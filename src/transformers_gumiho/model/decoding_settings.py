@@ -9,16 +9,19 @@ from .damaged_files import DamagedFileError, damaged_json_named
 from .released_configs import find_packaged_folder
 
 
-# Decoding settings that live in `GumihoModel.generation_config`, with their defaults. `None`: see DraftingSettings.
-DECODING_DEFAULTS: dict[str, Any] = {
-    "num_assistant_tokens": 63,
-    "branching_factor": 14,
-    "tree_depth": None,
-    "full_tree_attention": True,
-    "draft_temperature": None,
-    "draft_vocabulary": None,
-    "cycle_costs": None,
-}
+# Decoding settings that live in `GumihoModel.generation_config`. `None`, which they are unless set, stands for the
+# default of `DraftingSettings`, which may depend on the device and on the number of rows.
+DECODING_SETTINGS = (
+    "num_assistant_tokens",
+    "branching_factor",
+    "tree_depth",
+    "full_tree_attention",
+    "draft_temperature",
+    "draft_vocabulary",
+    "break_even",
+)
+# Of earlier releases; ignored.
+_DROPPED_SETTINGS = ("cycle_costs",)
 
 
 class DecodingSettingsMixin:
@@ -58,13 +61,14 @@ class DecodingSettingsMixin:
         self.complete_generation_config()
 
     def complete_generation_config(self) -> None:
-        """Makes the generation config one of the drafter's own, in which every decoding setting has a value."""
+        """Makes the generation config the drafter's own, with every decoding setting, `None` unless it is set."""
         # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
-        settings = {name: v for name, v in self.generation_config.to_dict().items() if not name.startswith("_")}
-        for name, default in (DECODING_DEFAULTS | {"tree_depth": self.config.max_draft_depth}).items():
-            if settings.get(name) is None:
-                settings[name] = default
-        self.generation_config = GenerationConfig(**settings)
+        settings = {
+            name: value
+            for name, value in self.generation_config.to_dict().items()
+            if not name.startswith("_") and name not in _DROPPED_SETTINGS
+        }
+        self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
 
 
-__all__ = ["DECODING_DEFAULTS", "DecodingSettingsMixin"]
+__all__ = ["DECODING_SETTINGS", "DecodingSettingsMixin"]

@@ -1,5 +1,6 @@
-"""The pairs that have a short name."""
+"""The pairs that have a short name, and which models `--pair`, `--target` and `--assistant` name."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,12 @@ class Pair:
     A target and a drafter that was trained for it.
 
     Attributes:
-        name: What it is called on a command line.
+        name: Its name on a command line.
         drafter: The drafter's folder, in the folder `examples` of the repository.
-        target: The same of the target, or what returns its folder where it comes from elsewhere. It is given what is
-            to be told of what takes long.
-        in_bfloat16: Whether a CPU that computes in bfloat16 runs it in that: whether reading weights takes most of its
-            time.
+        target: The target's folder, in the same folder, or a function that returns it and may download it. The
+            function is given `report`, which it calls with a line before anything slow.
+        in_bfloat16: Whether a CPU that computes in bfloat16 runs it in bfloat16: whether reading weights takes most of
+            its time.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Pair:
 
     @property
     def cpu_dtype(self) -> str:
-        """The precision in which a CPU runs it. Elsewhere it runs in that of its files."""
+        """The precision in which a CPU runs it. Other devices use the precision of its files."""
         return "bfloat16" if self.in_bfloat16 and cpu_computes_bfloat16() else "float32"
 
     def find_drafter(self) -> str:
@@ -42,36 +43,36 @@ class Pair:
         Returns the drafter's folder.
 
         Raises:
-            FileNotFoundError: The repository is not here.
+            FileNotFoundError: There is no clone of the repository here.
         """
         return self._find(self.drafter)
 
-    def find_target(self, tell: Callable[[str], None] = lambda message: None) -> str:
+    def find_target(self, report: Callable[[str], None] = lambda message: None) -> str:
         """
         Returns the target's folder, and makes it where it has to.
 
         Args:
-            tell: Is told of what takes long.
+            report: Is called with a line before anything slow.
 
         Raises:
-            ImportError: A library that is needed for it is not installed.
-            OSError: It is not here, and cannot be got.
-            ValueError: What was got is damaged.
+            ImportError: A library that the target needs is not installed.
+            OSError: The target is missing and cannot be downloaded.
+            ValueError: The download is damaged.
         """
-        return self._find(self.target) if isinstance(self.target, str) else self.target(tell)
+        return self._find(self.target) if isinstance(self.target, str) else self.target(report)
 
     def _find(self, name: str) -> str:
         for folder in (Path(__file__).parents[3] / "examples" / name, Path("examples", name)):
             if (folder / "config.json").exists():
                 return str(folder)
         raise FileNotFoundError(
-            f"There is no folder examples/{name} of the pair {self.name!r} here. It is part of the repository: run "
-            f"this in a clone of {_REPOSITORY}, or give --target and --assistant."
+            f"There is no folder examples/{name} here, which --pair {self.name} needs. Run this in a clone of "
+            f"{_REPOSITORY}, or specify --target and --assistant."
         )
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Whether this CPU multiplies in bfloat16, as far as PyTorch tells: older releases do not."""
+    """Whether this CPU multiplies in bfloat16, as far as PyTorch knows: older releases do not."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
@@ -91,5 +92,45 @@ def find_pair(name: str) -> Pair:
     """
     if name not in PAIRS:
         known = " or ".join(f"--pair {known}" for known in PAIRS)
-        raise ValueError(f"There is no pair {name!r}. Give {known}, or --target and --assistant.")
+        raise ValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
     return PAIRS[name]
+
+
+def resolve_pair(
+    pair: str | None,
+    target: str | None,
+    assistant: str | None,
+    dtype: str,
+    report: Callable[[str], None] = lambda message: None,
+) -> tuple[str, str, str]:
+    """
+    Returns the target, the drafter and the precision that a command's options name.
+
+    Args:
+        pair: The short name of a pair.
+        target: A target of the user's own, instead of the pair's.
+        assistant: The same for the drafter.
+        dtype: The precision; `"auto"` is the pair's on a CPU, and otherwise the files' own.
+        report: Is called with a line before anything slow.
+
+    Raises:
+        ImportError: A library that the pair needs is not installed.
+        OSError: A model is missing and cannot be downloaded.
+        ValueError: The options do not name both models, or name an unknown pair.
+    """
+    if pair is not None:
+        known = find_pair(pair)
+        # The drafter first: without it there is no use in getting a target.
+        assistant = assistant or known.find_drafter()
+        target = target or known.find_target(report)
+        if dtype == "auto" and not torch.accelerator.is_available():
+            dtype = known.cpu_dtype
+    if target is None or assistant is None:
+        raise ValueError("Specify --pair NAME, or both --target and --assistant.")
+    return target, assistant, dtype
+
+
+def report_progress(message: str) -> None:
+    """Writes a line about something slow to standard error."""
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()

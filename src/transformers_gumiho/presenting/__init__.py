@@ -1,4 +1,4 @@
-"""Showing people what a drafter does: answers whose accepted drafts are coloured, draft trees, and a web page."""
+"""Showing people what a drafter does: answers whose accepted drafts are colored, draft trees, and a web page."""
 
 from .answering import Answer, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
-from .colours import coloured
+from .colors import colored
 from .cycles import Cycle, watch_cycles
 from .streaming import CycleStreamer
 
@@ -22,13 +22,13 @@ class Answer:
         tokens: The new tokens.
         cycles: The verification cycles that made all of them but the first, which is chosen after the prompt.
         seconds: From the prompt to the last token.
-        is_whole: Whether it was not interrupted.
+        is_complete: Whether it ended without an interruption.
     """
 
     tokens: tuple[int, ...]
     cycles: tuple[Cycle, ...]
     seconds: float
-    is_whole: bool
+    is_complete: bool
 
     @property
     def tau(self) -> float | None:
@@ -48,7 +48,7 @@ def stream_answer(
     prompt: Sequence[int],
     stream: TextIO,
     *,
-    colours: bool,
+    colors: bool,
     max_new_tokens: int,
     temperature: float,
     prompt_lookup_num_tokens: int | None = None,
@@ -62,14 +62,14 @@ def stream_answer(
         drafter: The drafter; `None` decodes plainly.
         prompt: Token ids.
         stream: Where the answer goes.
-        colours: Whether to colour accepted drafts.
+        colors: Whether to color accepted drafts.
         max_new_tokens: The most to generate.
         temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
         prompt_lookup_num_tokens: Tokens that are drafted from the context, at most, next to the drafter's; 0 for none.
             By default the drafter's setting.
     """
     cycles: list[Cycle] = []
-    streamer = CycleStreamer(tokenizer, stream, colours, has_cycles=drafter is not None)
+    streamer = CycleStreamer(tokenizer, stream, colors, has_cycles=drafter is not None)
 
     def on_cycle(cycle: Cycle) -> None:
         cycles.append(cycle)
@@ -77,7 +77,7 @@ def stream_answer(
 
     lookup = {} if drafter is None else {"prompt_lookup_num_tokens": prompt_lookup_num_tokens}
     input_ids = torch.tensor([list(prompt)], device=target.device)
-    is_whole, start = True, time.perf_counter()
+    is_complete, start = True, time.perf_counter()
     with watch_cycles(on_cycle):
         try:
             target.generate(
@@ -85,9 +85,9 @@ def stream_answer(
                 max_new_tokens=max_new_tokens, **lookup, **sampling_settings(temperature),
             )  # fmt: skip
         except KeyboardInterrupt:
-            is_whole = False
+            is_complete = False
             streamer.end()
-    return Answer(tuple(streamer.tokens), tuple(cycles), time.perf_counter() - start, is_whole)
+    return Answer(tuple(streamer.tokens), tuple(cycles), time.perf_counter() - start, is_complete)
 
 
 def sampling_settings(temperature: float) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def sampling_settings(temperature: float) -> dict[str, Any]:
     return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
-def describe_answer(answer: Answer, colours: bool) -> str:
+def describe_answer(answer: Answer, colors: bool) -> str:
     """Returns the line below an answer: tau, speed and what it was made of."""
     num_accepted = sum(len(cycle.accepted) for cycle in answer.cycles)
     tau = "no cycles" if answer.tau is None else f"tau {answer.tau:.2f}"
@@ -106,9 +106,9 @@ def describe_answer(answer: Answer, colours: bool) -> str:
         tau,
         f"{answer.speed:.1f} tokens/s",
         f"{len(answer.cycles)} cycles",
-        f"{len(answer.tokens)} tokens, {coloured(f'{num_accepted} accepted drafts', colours)}",
+        f"{len(answer.tokens)} tokens, {colored(f'{num_accepted} accepted drafts', colors)}",
     ]
-    if not answer.is_whole:
+    if not answer.is_complete:
         parts.append("interrupted")
     return f"[{' | '.join(parts)}]"
 
@@ -133,16 +133,25 @@ def logit_gap(target: PreTrainedModel, prompt: Sequence[int], answer: Answer, pl
     return abs(float(logits[answer.tokens[place]] - logits[plain.tokens[place]]))
 
 
-def describe_comparison(answer: Answer, plain: Answer, gap: float | None = None) -> str:
+def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: float | None = None) -> str:
     """
-    Returns the lines below plain decoding's answer to the same prompt: its speed, and how the two compare. `gap` is
-    the [`logit_gap`] of greedy answers, which tells why they differ.
+    Returns the lines below plain decoding's answer: its speed, the speed-up, and whether both texts are the same.
+
+    Args:
+        answer: The answer with the drafter.
+        plain: The answer to the same prompt without it.
+        dtype: The target's precision.
+        gap: The [`logit_gap`] of two greedy answers.
     """
     speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
-    if not plain.is_whole:
+    if not plain.is_complete:
         return f"{speed} | interrupted, so not compared]"
+    speed_up = f"{speed}]\nSpeed-up {answer.speed / plain.speed:.2f}x"
     place = first_difference(answer, plain)
-    tokens = "the same tokens" if place is None else f"other tokens from number {place + 1} on"
-    if gap is not None:
-        tokens += f", where the logits of the two are {gap:.2g} apart"
-    return f"{speed}]\n[with the drafter {answer.speed / plain.speed:.2f} times as fast | {tokens}]"
+    if place is None:
+        return f"{speed_up}, same text"
+    difference = f"{speed_up}. The texts differ from token {place + 1} on"
+    apart = "" if gap is None else f" (two logits {gap:.2g} apart)"
+    if dtype.itemsize > 2:
+        return difference + apart
+    return f"{difference}: a near-tie in {str(dtype).removeprefix('torch.')}{apart}; --dtype float32 avoids it"

@@ -24,7 +24,7 @@ from .answering import (
     stream_answer,
 )
 from .arguments import GenerateArguments, ShowArguments
-from .colours import wants_colours
+from .colors import wants_colors
 from .cycles import Cycle, watch_cycles
 from .labels import label_cycle
 from .loading import describe_temperatures, load
@@ -37,10 +37,10 @@ _WARM_UP_TOKENS = 8
 
 def generate(args: GenerateArguments) -> list[Answer]:
     """
-    Answers a prompt, or every line that is typed, as it is decoded, and tells the acceptance length tau and the speed.
-    Accepted drafts are coloured; what the target chose itself is plain. Where the tokenizer has a chat template the
-    lines are a conversation; otherwise each of them is continued for itself. Ctrl-C ends an answer, Ctrl-D the
-    conversation. With `--compare` plain decoding answers after the drafter, from the same random numbers.
+    Generates text for a prompt, or for every line that you type, and highlights accepted draft tokens. Below it stand
+    the acceptance length tau and the speed. If the tokenizer has a chat template, the lines are a conversation;
+    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation. `--compare` also generates without
+    the drafter, from the same random numbers.
 
     Returns:
         The answers with the drafter.
@@ -62,14 +62,14 @@ def generate(args: GenerateArguments) -> list[Answer]:
 
 def show(args: ShowArguments) -> Cycle:
     """
-    Decodes a prompt greedily up to a verification cycle, and draws the cycle's draft tree: every node with the
-    drafter's probabilities, the accepted path and the bonus token.
+    Draws the draft tree of one verification cycle of a greedy text: each node with its probability, the accepted path
+    and the bonus token.
 
     Returns:
         The cycle.
 
     Raises:
-        SystemExit: The text ends before this cycle, or the file's name ends neither in .svg nor in .png.
+        SystemExit: The text ends before this cycle, or `args.output` is neither an .svg nor a .png file.
     """
     if args.output is not None and Path(args.output).suffix not in (".svg", ".png"):
         raise SystemExit(f"A tree can be drawn into an .svg or a .png file, got --output {args.output}.")
@@ -83,8 +83,8 @@ def show(args: ShowArguments) -> Cycle:
     committed, cycle = _decode_until(target, drafter, prompt, args.step, args.prompt_lookup_num_tokens)
     labels = label_cycle(tokenizer, committed, cycle)
     temperatures = describe_temperatures(drafter)
-    colours = wants_colours(args.color, sys.stdout)
-    sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colours=colours) + "\n")
+    colors = wants_colors(args.color, sys.stdout)
+    sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colors=colors) + "\n")
     if args.output is not None:
         draw_picture(cycle, labels, temperatures, args.output)
         sys.stdout.write(f"\ndrawn into {args.output}\n")
@@ -99,12 +99,12 @@ def _answer(
 ) -> Answer:
     """Writes the answer to a prompt, and to compare that of plain decoding below it."""
     target, tokenizer, drafter = models
-    colours = wants_colours(args.color, sys.stdout)
+    colors = wants_colors(args.color, sys.stdout)
 
     def answer_with(assistant: GumihoModel | None, stream: TextIO, max_new_tokens: int) -> Answer:
         torch.manual_seed(seed)
         return stream_answer(
-            target, tokenizer, assistant, prompt, stream, colours=colours, max_new_tokens=max_new_tokens,
+            target, tokenizer, assistant, prompt, stream, colors=colors, max_new_tokens=max_new_tokens,
             temperature=args.temperature, prompt_lookup_num_tokens=args.prompt_lookup_num_tokens,
         )  # fmt: skip
 
@@ -112,19 +112,19 @@ def _answer(
         for assistant in (drafter, None):
             answer_with(assistant, io.StringIO(), min(_WARM_UP_TOKENS, args.max_new_tokens))
     answer = answer_with(drafter, sys.stdout, args.max_new_tokens)
-    sys.stdout.write(f"\n\n{describe_answer(answer, colours)}\n")
-    if args.compare and answer.is_whole:
+    sys.stdout.write(f"\n\n{describe_answer(answer, colors)}\n")
+    if args.compare and answer.is_complete:
         sys.stdout.write("\n")
         plain = answer_with(None, sys.stdout, args.max_new_tokens)
         gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
-        sys.stdout.write(f"\n\n{describe_comparison(answer, plain, gap)}\n")
+        sys.stdout.write(f"\n\n{describe_comparison(answer, plain, target.dtype, gap)}\n")
     return answer
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
     prompt = encode_turn(tokenizer, turns, texts)
     if not prompt:
-        raise SystemExit("The prompt has no tokens to go on from. Give a longer --prompt.")
+        raise SystemExit("The prompt has no tokens. Give a longer --prompt.")
     return prompt
 
 

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..decoding.observers import GenerationObserver, observing
-from ..drafting.tree_size import SizeReason
+from ..drafting.pause import DraftOrigin
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath, ChildFinder
 
@@ -22,11 +22,10 @@ class Cycle:
         tokens: The token id of each node.
         parents: Each node's parent; the root is its own. Children of a node follow it, the best first.
         scores: For each node, the summed log-probability (nats) of the tokens from the root down to it, by which the
-            tree's nodes were chosen, 0 for the root: the drafter's or, with `cycle_costs` that tell it, as often as
-            such paths were accepted; for tokens from the context an estimate.
+            tree's nodes were chosen, 0 for the root: the drafter's, and for prompt-lookup drafts an estimate.
         accepted: The drafted nodes that the target agreed with, from depth 1 down.
         bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
-        reason: Why the tree has its size; `None` where the drafter has no `cycle_costs`.
+        origin: Where its tokens come from.
     """
 
     tokens: tuple[int, ...]
@@ -34,7 +33,7 @@ class Cycle:
     scores: tuple[float, ...]
     accepted: tuple[int, ...]
     bonus_token: int | None
-    reason: SizeReason | None = None
+    origin: DraftOrigin = field(default_factory=lambda: DraftOrigin("drafter"))
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -51,7 +50,7 @@ class Cycle:
     def expected_accepted(self) -> float:
         """
         The number of drafted tokens that are expected to be accepted: the sum of all path probabilities, as a
-        node is accepted where its whole path is. For a chain this is `sum_k prod_{i<=k} p_i`, the quantity that the
+        node is accepted where its path is. For a chain this is `sum_k prod_{i<=k} p_i`, the quantity that the
         paper of Gumiho (https://arxiv.org/abs/2503.10135) reasons with.
         """
         return sum(self.path_probability(node) for node in range(1, len(self.tokens)))
@@ -86,21 +85,20 @@ def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
 class _CycleWatcher(GenerationObserver):
     def __init__(self, watch: Callable[[Cycle], None]):
         self.watch = watch
-        self._reason: SizeReason | None = None
+        self._origin = DraftOrigin("drafter")
 
     def on_generation_begin(self, batch_size: int) -> None:
         if batch_size != 1:
             raise ValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
-        self._reason = None  # the drafter of an earlier generation may have had costs
 
-    def on_tree_sized(self, reason: SizeReason) -> None:
-        self._reason = reason
+    def on_tree(self, origin: DraftOrigin) -> None:
+        self._origin = origin
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
-        self.watch(_describe_cycle(tree, path.nodes, path.tokens, self._reason))
+        self.watch(_describe_cycle(tree, path.nodes, path.tokens, self._origin))
 
 
-def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor, reason: SizeReason | None) -> Cycle:
+def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor, origin: DraftOrigin) -> Cycle:
     """Returns the cycle that visited `nodes` `(1, n)` and chose `tokens` `(1, n)` after them."""
     accepted = nodes[0, 1:].tolist()
     # A text that ends within a drafted path ends with a draft, and there is no bonus token.
@@ -113,5 +111,5 @@ def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor, 
         scores=tuple(tree.scores[0].tolist()),
         accepted=tuple(accepted),
         bonus_token=None if is_drafted else int(tokens[0, -1]),
-        reason=reason,
+        origin=origin,
     )

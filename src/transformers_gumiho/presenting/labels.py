@@ -47,10 +47,10 @@ def label_cycle(tokenizer: PreTrainedTokenizerBase, committed: Sequence[int], cy
 
 
 def _label(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
-    """Returns the text that a token adds to the text before it; its name where that is no whole character."""
-    start, whole = tokenizer.decode(before), tokenizer.decode([*before, token])
-    text = whole[len(start) :]
-    if not whole.startswith(start) or not text or "\N{REPLACEMENT CHARACTER}" in text:
+    """Returns the text that a token adds to the text before it; its name where that is not a complete character."""
+    start, longer = tokenizer.decode(before), tokenizer.decode([*before, token])
+    text = longer[len(start) :]
+    if not longer.startswith(start) or not text or "\N{REPLACEMENT CHARACTER}" in text:
         return f"<{tokenizer.convert_ids_to_tokens(token)}>"
     return _shorten(repr(text), _LONGEST)
 

@@ -1,36 +1,24 @@
 """The pair that a command shows, with the drafter's settings that its options give."""
 
-import sys
-
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafting.settings import DraftingSettings
 from ..measuring.loading import load_pair
 from ..model.modeling_gumiho import GumihoModel
-from ..pairs.known import find_pair
+from ..pairs.known import report_progress, resolve_pair
 from .arguments import PairArguments
 
 
 def load(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
     """
-    Loads the target, its tokenizer and the drafter. What takes long is told on standard error.
+    Loads the target, its tokenizer and the drafter. Progress is written to standard error.
 
     Raises:
-        ImportError: A library that is needed to get the pair is not installed.
-        OSError: One of them is not here, and cannot be got.
-        ValueError: The options do not name both, or there is no such pair or precision.
+        ImportError: A library that the pair needs is not installed.
+        OSError: A model is missing and cannot be downloaded.
+        ValueError: The options do not name both models, or name an unknown pair or precision.
     """
-    target, assistant, dtype = args.target, args.assistant, args.dtype
-    if args.pair is not None:
-        pair = find_pair(args.pair)
-        # The drafter first: without it there is no use in getting a target.
-        assistant = assistant or pair.find_drafter()
-        target = target or pair.find_target(_tell)
-        if dtype == "auto" and not torch.accelerator.is_available():
-            dtype = pair.cpu_dtype
-    if target is None or assistant is None:
-        raise ValueError("Give a pair by its name (--pair demo), or both of --target and --assistant.")
+    target, assistant, dtype = resolve_pair(args.pair, args.target, args.assistant, args.dtype, report_progress)
     loaded = load_pair(target, assistant, dtype, args.device_map)
     for name in ("num_assistant_tokens", "branching_factor", "draft_temperature"):
         if getattr(args, name) is not None:
@@ -43,8 +31,3 @@ def describe_temperatures(drafter: GumihoModel) -> str:
     settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
     shown = [f"{temperature:.2g}" for temperature in settings.temperatures]
     return shown[0] if len(set(shown)) == 1 else f"{', '.join(shown)} (from depth 1 down)"
-
-
-def _tell(message: str) -> None:
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()

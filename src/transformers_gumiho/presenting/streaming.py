@@ -1,4 +1,4 @@
-"""Writing a text as it is decoded, its accepted drafts in colour."""
+"""Writing a text as it is decoded, its accepted drafts in color."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,35 +8,37 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from .colours import coloured
+from .colors import colored
 from .cycles import Cycle
 
 
 # Tokens before a piece that its text may depend on: some tokenizers drop a space where a text begins.
 _CONTEXT = 8
-# What a decoder writes for bytes that are no whole character.
+# What a decoder writes for bytes that are not a complete character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class PieceStreamer(BaseStreamer):
     """
-    Tells the text of one sequence as it is decoded, in pieces of whole characters, and whether a piece is made of
-    accepted drafts alone; the target's own tokens, and characters that need one of them, are not. A token is told once
-    its cycle is known, which may be before or after it comes.
+    Hands on the text of one sequence as it is decoded, in pieces of complete characters, and says which pieces hold
+    accepted drafts only. A character that needs a token of the target's own is no such piece. A token waits until its
+    cycle is known, which may be before or after the token comes.
 
     Args:
         tokenizer: The target's tokenizer.
-        tell: Is given each piece, and whether it was drafted.
-        has_cycles: Whether the text is decoded with draft trees, so that [`expect`] is called of each cycle. Otherwise
-            all tokens are the target's own.
+        on_piece: Is called with each piece, and whether it was drafted.
+        has_cycles: Whether the text is decoded with draft trees, so that [`expect`] is called for each cycle.
+            Otherwise all tokens are the target's own.
 
     Attributes:
         tokens: The tokens that came after the prompt.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tell: Callable[[str, bool], None], has_cycles: bool = True):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, on_piece: Callable[[str, bool], None], has_cycles: bool = True
+    ):
         self.tokenizer = tokenizer
-        self.tell = tell
+        self.on_piece = on_piece
         self.has_cycles = has_cycles
         self.tokens: list[int] = []
         # Tokens whose cycle is not known yet, or what is known of tokens that have not come yet.
@@ -46,15 +48,15 @@ class PieceStreamer(BaseStreamer):
         self._piece: list[tuple[int, bool]] = []
 
     def expect(self, cycle: Cycle) -> None:
-        """Takes note that the next tokens, which may be waiting already, are those of `cycle`."""
+        """Notes that the next tokens, some of which may be waiting, are those of `cycle`."""
         drafts = len(cycle.accepted)
         self._are_drafts.extend(index < drafts for index in range(len(cycle.committed)))
-        self._tell_known()
+        self._release_known()
 
     def put(self, value: torch.Tensor) -> None:
         """
-        Takes as `value` the prompt `(1, T)`, which is not told, in the first call, and a new token `(1,)` in every
-        other one.
+        Takes as `value` the prompt `(1, T)` in the first call, which is not handed on, and a new token `(1,)` in every
+        other call.
 
         Raises:
             ValueError: There are several sequences.
@@ -68,27 +70,27 @@ class PieceStreamer(BaseStreamer):
             self._are_drafts.append(False)  # the first token is chosen after the prompt, in no cycle
         self.tokens.append(int(value))
         self._waiting.append(int(value))
-        self._tell_known()
+        self._release_known()
 
     def end(self) -> None:
-        """Tells what is left of a text that ends within a character or, interrupted, within a cycle."""
+        """Hands on the end of a text that ends within a character or, interrupted, within a cycle."""
         self._are_drafts.extend([False] * len(self._waiting))
-        self._tell_known()
-        self._tell_piece(is_last=True)
+        self._release_known()
+        self._release_piece(is_last=True)
 
-    def _tell_known(self) -> None:
+    def _release_known(self) -> None:
         while self._waiting and self._are_drafts:
             self._piece.append((self._waiting.popleft(), self._are_drafts.popleft()))
-            self._tell_piece()
+            self._release_piece()
 
-    def _tell_piece(self, is_last: bool = False) -> None:
+    def _release_piece(self, is_last: bool = False) -> None:
         context, piece = self._context or [], [token for token, _ in self._piece]
         text = self._decode(context + piece)
         if text.endswith(_INCOMPLETE) and not is_last:
             return
-        # A prompt may end within a character, which is written whole.
+        # A prompt may end within a character, which is then written completely.
         text = text[len(self._decode(context).rstrip(_INCOMPLETE)) :]
-        self.tell(text, all(is_draft for _, is_draft in self._piece))
+        self.on_piece(text, all(is_draft for _, is_draft in self._piece))
         self._context, self._piece = (context + piece)[-_CONTEXT:], []
 
     def _decode(self, tokens: list[int]) -> str:
@@ -97,20 +99,20 @@ class PieceStreamer(BaseStreamer):
 
 class CycleStreamer(PieceStreamer):
     """
-    Writes the text of one sequence as it is decoded. Pieces that are made of accepted drafts alone are coloured.
+    Writes the text of one sequence as it is decoded. Pieces that are made of accepted drafts only are colored.
 
     Args:
         tokenizer: The target's tokenizer.
         stream: Where the text goes.
-        colours: Whether to colour pieces.
+        colors: Whether to color pieces.
         has_cycles: As in [`PieceStreamer`].
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO, colours: bool, has_cycles: bool = True):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: TextIO, colors: bool, has_cycles: bool = True):
         super().__init__(tokenizer, self._write, has_cycles)
         self.stream = stream
-        self.colours = colours
+        self.colors = colors
 
     def _write(self, text: str, is_draft: bool) -> None:
-        self.stream.write(coloured(text, self.colours and is_draft))
+        self.stream.write(colored(text, self.colors and is_draft))
         self.stream.flush()

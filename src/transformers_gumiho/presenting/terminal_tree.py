@@ -1,18 +1,18 @@
 """A draft tree as lines of text."""
 
-from .colours import coloured
+from ..drafting.pause import DraftOrigin
+from .colors import colored
 from .cycles import Cycle
 from .labels import CycleLabels
-from .size_reasons import OTHERWISE, describe_size
 
 
 _LEGEND = """\
-token: the probability of the token after those above it: the drafter's, at draft temperature {temperatures}{otherwise}
-path: that of all of them, by which the nodes were chosen
-* drafted and accepted   + bonus token, the target's own"""
+token: the probability of the token after the tokens above it, at draft temperature {temperatures}
+path: the probability of all tokens down to it, by which the nodes were chosen
+* accepted draft   + bonus token, which the target chose"""
 
 
-def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colours: bool) -> str:
+def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colors: bool) -> str:
     """
     Draws the draft tree of a cycle, a line for each node.
 
@@ -20,7 +20,7 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         cycle: The cycle.
         labels: The texts of its tokens.
         temperatures: The draft temperatures that its probabilities were computed under, as text.
-        colours: Whether to colour the accepted path, which has its marks either way.
+        colors: Whether to color the accepted path, which has its marks either way.
     """
     num_drafted, num_accepted = len(cycle.tokens) - 1, len(cycle.accepted)
     lines = [
@@ -28,18 +28,25 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         "",
         " token   path",
         f"{'':16}{labels.nodes[0]}  (the newest committed token)",
-        *_draw_children(cycle, labels, 0, "", colours),
+        *_draw_children(cycle, labels, 0, "", colors),
         "",
-        _LEGEND.format(temperatures=temperatures, otherwise=OTHERWISE if cycle.reason is not None else ""),
+        _LEGEND.format(temperatures=temperatures),
         "",
         f"{num_drafted} tokens drafted, {num_accepted} accepted ({cycle.expected_accepted:.2f} were expected, "
         f"the sum of the path probabilities), {len(cycle.committed)} committed",
-        *([] if cycle.reason is None else [describe_size(cycle.reason)]),
+        describe_origin(cycle.origin),
     ]
     return "\n".join(lines)
 
 
-def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colours: bool) -> list[str]:
+def describe_origin(origin: DraftOrigin) -> str:
+    """Returns one line on where a tree's tokens come from."""
+    if origin.source == "pause":
+        return f"the drafter is paused for {origin.num_left} more cycles"
+    return "drafted by the context alone" if origin.source == "context" else "drafted by the drafter"
+
+
+def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colors: bool) -> list[str]:
     """Returns the lines below `node`, whose own line begins its children's branches at `indent`."""
     children = cycle.children(node)
     has_bonus = labels.bonus is not None and node == cycle.last_accepted
@@ -50,10 +57,10 @@ def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, co
         numbers = f"{cycle.token_probability(child):6.3f} {cycle.path_probability(child):6.3f}"
         branch = f"{indent}{'└' if is_last else '├'}─ "
         lines.append(
-            f"{numbers} {coloured('*', colours) if is_accepted else ' '} {branch}"
-            f"{coloured(labels.nodes[child], colours and is_accepted)}"
+            f"{numbers} {colored('*', colors) if is_accepted else ' '} {branch}"
+            f"{colored(labels.nodes[child], colors and is_accepted)}"
         )
-        lines += _draw_children(cycle, labels, child, indent + ("   " if is_last else "│  "), colours)
+        lines += _draw_children(cycle, labels, child, indent + ("   " if is_last else "│  "), colors)
     if has_bonus:
         lines.append(f"{'':13} + {indent}└─ {labels.bonus}")
     return lines

@@ -1,4 +1,4 @@
-"""Where the nodes of a draft tree stand in a picture, and in which colours."""
+"""Where the nodes of a draft tree stand in a picture, and in which colors."""
 
 from dataclasses import dataclass
 

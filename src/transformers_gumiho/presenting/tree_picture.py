@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from .cycles import Cycle
 from .labels import CycleLabels
-from .size_reasons import OTHERWISE
 from .tree_layout import ACCEPTED, BONUS, DRAFTED, lay_out, shorten
 
 
@@ -49,36 +48,35 @@ def draw_picture(cycle: Cycle, labels: CycleLabels, temperatures: str, path: str
     for node in range(1, len(places)):
         is_accepted, of_path = node in cycle.accepted, cycle.path_probability(node)
         numbers = f"{cycle.token_probability(node):.3f}   {of_path:.3f}"
-        mark, colour = ("✓ ", ACCEPTED) if is_accepted else ("", DRAFTED)
-        _draw_box(axes, places[node], mark + labels.nodes[node], numbers, colour, of_path, is_strong=is_accepted)
+        mark, color = ("✓ ", ACCEPTED) if is_accepted else ("", DRAFTED)
+        _draw_box(axes, places[node], mark + labels.nodes[node], numbers, color, of_path, is_strong=is_accepted)
 
-    otherwise = OTHERWISE if cycle.reason is not None else ""
     _write(axes, 0, -_HEADING + 0.08, f"after {labels.context}", size=8, family="monospace")
     _write(
         axes, 0, layout.num_rows * _ROW + 0.12,
-        "In a box: the probability of the token after those before it, and of the whole path (the shade) at "
-        f"draft temperature {temperatures}{otherwise}.\n"
-        "✓ drafted and accepted.   Dashed: the bonus token, the target's own.   "
+        "In a box: the probability of the token after those before it, and of its path (the shade) at "
+        f"draft temperature {temperatures}.\n"
+        "✓ accepted draft.   Dashed: the bonus token, which the target chose.   "
         f"{len(places) - 1} tokens drafted, {len(cycle.accepted)} accepted (expected: {cycle.expected_accepted:.2f}), "
         f"{len(cycle.committed)} committed.",
         size=7.5,
     )  # fmt: skip
-    # Letters stay letters in an SVG, which is then small, and can be searched. By default it would tell the time at
-    # which it was drawn, and name its parts at random.
+    # Letters stay letters in an SVG, which is then small, and can be searched. By default it would hold the time,
+    # and random names.
     metadata = {"Date": None} if Path(path).suffix == ".svg" else None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gumiho"}):
         figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
 
 
 def _draw_edge(
-    axes: Axes, start: tuple[int, int], stop: tuple[int, int], colour: str, is_strong: bool, style: str = "-"
+    axes: Axes, start: tuple[int, int], stop: tuple[int, int], color: str, is_strong: bool, style: str = "-"
 ) -> None:
     """Draws a line that leaves the box at `start` to the right, turns, and enters the one at `stop`."""
     left, right = start[0] * _COLUMN + _BOX[0], stop[0] * _COLUMN
     turn = (left + right) / 2
     top, bottom = ((row + 0.5) * _ROW for row in (start[1], stop[1]))
     axes.plot(
-        [left, turn, turn, right], [top, top, bottom, bottom], style, color=colour,
+        [left, turn, turn, right], [top, top, bottom, bottom], style, color=color,
         linewidth=2.0 if is_strong else 0.8, zorder=2 if is_strong else 1, solid_joinstyle="round",
     )  # fmt: skip
 
@@ -88,7 +86,7 @@ def _draw_box(
     place: tuple[int, int],
     text: str,
     numbers: str,
-    colour: str,
+    color: str,
     shade: float,
     *,
     is_strong: bool,
@@ -98,7 +96,7 @@ def _draw_box(
     face = tuple(1 - 0.55 * shade * (1 - part) for part in to_rgb("#60a5fa"))
     corners = ([left, left + _BOX[0], left + _BOX[0], left], [top, top, top + _BOX[1], top + _BOX[1]])
     axes.fill(
-        *corners, facecolor=face, edgecolor=colour, linewidth=1.8 if is_strong else 0.8, linestyle=style, zorder=3
+        *corners, facecolor=face, edgecolor=color, linewidth=1.8 if is_strong else 0.8, linestyle=style, zorder=3
     )
     middle = left + _BOX[0] / 2
     _write(axes, middle, top + 0.12, shorten(text), size=8, align="center", family="monospace")

@@ -101,13 +101,13 @@ def fit_temperatures(table: np.ndarray) -> list[float] | None:
     return found
 
 
-def drop_cycle_costs(drafter: GumihoModel) -> None:
-    """Takes a drafter's `cycle_costs` away: how many of its drafts are right is part of them, and changes."""
-    if getattr(drafter.generation_config, "cycle_costs", None) is not None:
-        drafter.generation_config.cycle_costs = None
+def drop_break_even(drafter: GumihoModel) -> None:
+    """Removes a drafter's `break_even`, which was measured with its earlier weights and trees."""
+    if getattr(drafter.generation_config, "break_even", None) is not None:
+        drafter.generation_config.break_even = None
         logger.warning(
-            "The drafter's `cycle_costs` were measured before its weights or temperatures changed, and are dropped. "
-            "`gumiho tune` measures them anew."
+            "Removed the drafter's `break_even`, which was measured before its weights or draft temperatures changed. "
+            "Run `gumiho tune` to measure it again."
         )
 
 

@@ -21,7 +21,7 @@ from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
-from .calibration import NUM_POSITIONS, NUM_ROWS, drop_cycle_costs, fit_temperatures, rows_to_fit_on, score_choices
+from .calibration import NUM_POSITIONS, NUM_ROWS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .checks import check_collator, check_drafter, check_is_no_adapter, check_rows, count_broken, drafter_of
@@ -196,8 +196,8 @@ class GumihoTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """
         As `Trainer.train`. `resume_from_checkpoint=True` takes the newest checkpoint of `output_dir` that is whole: a
-        run that is killed while it writes one leaves a broken one behind. The setting `cycle_costs`, which was
-        measured with the weights as they were, is dropped.
+        run that is killed while it writes one leaves a broken one behind. The setting `break_even`, which was
+        measured with the earlier weights, is removed.
 
         Raises:
             ValueError: There is no whole checkpoint to go on from.
@@ -218,7 +218,7 @@ class GumihoTrainer(Trainer):
         if self.args.linear_start and self._is_new and not resume_from_checkpoint:
             start_linearly(self, self.drafter)
         self._is_new = False
-        drop_cycle_costs(self.drafter)
+        drop_break_even(self.drafter)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self._check_parameters()
         return output
@@ -227,7 +227,7 @@ class GumihoTrainer(Trainer):
         """
         Fits the `draft_temperature` of each depth on texts that were not trained on, and puts it into the drafter's
         `generation_config`: that under which the target's own choices are most likely. A drafter with other
-        temperatures has other trees, so `cycle_costs` that were measured with it are dropped.
+        temperatures has other trees, so a `break_even` that was measured before is removed.
 
         Args:
             dataset: Rows; by default those of evaluation.
@@ -247,7 +247,7 @@ class GumihoTrainer(Trainer):
         temperatures = fit_temperatures(table)
         if temperatures is not None:
             self.drafter.generation_config.draft_temperature = temperatures
-            drop_cycle_costs(self.drafter)
+            drop_break_even(self.drafter)
         return temperatures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -50,8 +50,8 @@ class DraftTree:
         parents (`(B, N + 1)`): Index of each node's parent; the root is its own.
         depths (`(B, N + 1)`): Distance to the root.
         scores (`(B, N + 1)`): Summed draft log-probabilities (nats) of the paths that end here, 0 for the root. They
-            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws. With
-            `cycle_costs` that tell it, how often such paths were accepted. Of tokens from the context, estimates.
+            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws. Those
+            of tokens from the context are estimates.
         ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
         max_depth (`int`): No path is longer than this.
     """
@@ -172,6 +172,21 @@ def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.T
     )
 
 
+def padded_root(root_tokens: torch.Tensor, num_unused: int, max_depth: int) -> DraftTree:
+    """
+    Returns the root with nodes that stand for no draft, where all trees must have the same shapes.
+
+    Args:
+        root_tokens (`(B,)`): The newest committed tokens.
+        num_unused: Further nodes: a path of tokens 0 with scores of minus infinity. Where the target happens to choose
+            such a token, it is accepted as any draft is.
+        max_depth: That of the other trees. Nodes below it are never reached; they have its position.
+    """
+    unused = torch.zeros(len(root_tokens), num_unused, dtype=torch.long, device=root_tokens.device)
+    tree = single_path(root_tokens, unused, torch.full_like(unused, -torch.inf, dtype=torch.float32))
+    return replace(tree, depths=tree.depths.clamp(max=max_depth), max_depth=max_depth)
+
+
 def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int, max_depth: int) -> DraftTree:
     """
     Builds the tree of the best `num_nodes` nodes of all levels (of all their nodes if there are fewer).
@@ -226,26 +241,6 @@ def choose_nodes(
         scores=scores[:, : num_nodes + 1],
         ancestors=ancestors,
         max_depth=max_depth,
-    )
-
-
-def rescore(tree: DraftTree, scores: torch.Tensor) -> DraftTree:
-    """
-    Returns a tree with other scores `(B, N + 1)`, its nodes in their order. No node scores better than its ancestors,
-    of which the root scores 0.
-    """
-    # Of all else than ancestors, 0: no score is positive.
-    of_paths = torch.where(tree.ancestors, scores[:, None, :], 0.0).amin(dim=2)
-    of_paths, order = of_paths.sort(dim=1, descending=True, stable=True)
-    ranks = order.argsort(dim=1)
-    rows = order[:, :, None].expand_as(tree.ancestors)
-    return DraftTree(
-        tokens=tree.tokens.gather(1, order),
-        parents=ranks.gather(1, tree.parents.gather(1, order)),
-        depths=tree.depths.gather(1, order),
-        scores=of_paths,
-        ancestors=tree.ancestors.gather(1, rows).gather(2, rows.transpose(1, 2)),
-        max_depth=tree.max_depth,
     )
 
 

@@ -1,29 +1,34 @@
 """`gumiho tune`: finds the settings that decode fastest on this machine, and keeps them with the drafter."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.decoding_settings import decoding_settings
+from ..drafting.settings import DraftingSettings
+from ..measuring.conditions import measuring_conditions
 from ..measuring.loading import load_pair
 from ..measuring.prompts import encode_turn, read_questions
+from ..model.modeling_gumiho import GumihoModel
+from ..target.requirements import verification_kind
 from .arguments import TuningArguments
-from .finding import find_best_tree
+from .finding import find_settings
+from .journal import Journal
 from .result import TuningResult
-from .sizes import fit_sizes
+from .trees import Tree, list_trees
+from .turns import TurnDecoder
 
 
 def tune(args: TuningArguments) -> TuningResult:
     """
-    Fits the temperature of the drafts at each depth, measures what cycles cost here and how far trees are accepted,
-    lets the trees that should be fastest decode the prompts in turns, does the same with numbers of tokens that may be
-    drafted and with sizes that fit each cycle, and writes the settings of the winners and what cycles cost into
-    `generation_config.json`.
+    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`: some sixteen
+    trees decode prompts in turns with plain decoding, and after each round the slower half leaves. Stopped, it
+    continues where it was when it is called again with the same arguments.
 
     Raises:
-        SystemExit: There is no folder to write into, or nothing to begin prompts with.
+        SystemExit: There is no folder to write into, or nothing to begin prompts with; or it was stopped.
+        ValueError: An option is out of range, or the folder holds what a run with other arguments began.
     """
     folder = Path(args.output_dir or args.assistant)
     if not folder.is_dir() and args.output_dir is None:
@@ -33,18 +38,35 @@ def tune(args: TuningArguments) -> TuningResult:
     if questions is None:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
-        prompts = [torch.tensor(encode_turn(tokenizer, question.turns[:1], [])) for question in questions]
-    # What is compared are trees of fixed sizes, whatever an earlier run has left.
-    with decoding_settings(drafter, {"cycle_costs": None}):
-        result = find_best_tree(target, drafter, prompts, args)
-        if args.tune_sizes:
-            result = replace(result, sizes=fit_sizes(target, drafter, prompts, result.settings, args))
+        prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
+    folder.mkdir(parents=True, exist_ok=True)
+    options = asdict(replace(args, target="", assistant="", output_dir=None))  # folders may have other names
+    conditions = measuring_conditions(target, drafter) | {"prompts": prompts, "options": options}
+    journal = Journal(folder / "tuning.jsonl", conditions)
+    decode = TurnDecoder(target, drafter, tokenizer.pad_token_id, args.max_new_tokens)
+    own = _own_tree(target, drafter, min(args.batch_sizes, default=1))
+    trees = list_trees(drafter.config, own, verification_kind(target) == "chain")
+    vocab_size = drafter.config.get_text_config().vocab_size
+    try:
+        result = find_settings(decode, trees, prompts, vocab_size, journal, args)
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped. Run the same command again to continue from here.") from None
     drafter.generation_config.update(**result.settings)
     drafter.generation_config.save_pretrained(folder)
+    journal.delete()
     return result
 
 
-def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[torch.Tensor]:
+def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> Tree:
+    """Returns the tree that the drafter would decode with."""
+    settings = DraftingSettings.from_generation_config(
+        drafter.generation_config, drafter.config, None, num_rows, target.device.type
+    )
+    shape = settings.num_assistant_tokens, settings.branching_factor, settings.tree_depth
+    return Tree(*shape, settings.draft_temperature, "all" if settings.draft_vocabulary is None else "own")
+
+
+def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]]:
     """Returns beginnings of texts that the target writes itself."""
     start = target.generation_config.bos_token_id
     if start is None:
@@ -54,4 +76,4 @@ def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[torch.Ten
     texts = target.generate(
         beginnings, attention_mask=torch.ones_like(beginnings), do_sample=True, max_new_tokens=32, min_new_tokens=32
     )
-    return list(texts.cpu())
+    return texts.tolist()

@@ -1,94 +1,129 @@
-"""Letting settings decode the same prompts in turns, and seeing which are fastest."""
+"""Successive halving: trees and plain decoding take turns, and after each round the slower half of trees leaves."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-import torch
-from tqdm import tqdm
-from transformers import PreTrainedModel
-
-from ..model.modeling_gumiho import GumihoModel
-from .search import TreeSettings
-from .timing import time_drafted, time_plain
+from .trees import Tree
 
 
-# Decoding without a drafter, among the ways of decoding.
+# Turns after which trees leave, counted from the first one. Fewer trees decode more prompts for the same time.
+ROUNDS = (3, 6, 12)
+# Plain decoding, beside trees.
 PLAIN = None
 
 
-def measure_in_turns(
-    target: PreTrainedModel,
-    drafter: GumihoModel,
-    prompts: Sequence[torch.Tensor],
-    trees: Iterable[TreeSettings],
-    max_new_tokens: int,
-    **generate_kwargs: Any,
-) -> dict[TreeSettings | None, float]:
+@dataclass(frozen=True)
+class Measurement:
     """
-    Decodes every prompt with every tree and without a drafter.
+    One batch, decoded after its prompts were read.
 
-    Args:
-        target: The target.
-        drafter: The drafter. Its settings are as before afterwards.
-        prompts: Token ids `(T,)` of each prompt.
-        trees: Those to compare.
-        max_new_tokens: Tokens to generate for each prompt.
-        **generate_kwargs: For `generate()`.
+    Attributes:
+        seconds: For all passes.
+        num_tokens: New tokens of the longest row after the first one, which comes from the prompt.
+        num_passes: Passes of the target: cycles, or steps of plain decoding.
+        texts: Token ids of each row, prompt included; empty where nobody reads them.
+    """
 
-    Returns:
-        Tokens per second over all prompts, as [`timing`] counts them, of each tree and of plain decoding (`None`).
+    seconds: float
+    num_tokens: int
+    num_passes: int
+    texts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def pass_seconds(self) -> float:
+        """Mean time of a pass, in a drafted cycle with the drafting that goes with it."""
+        return self.seconds / self.num_passes
+
+
+# Decodes what is due in a turn with a tree, or plainly (`PLAIN`).
+Measure = Callable[[Tree | None, int], Measurement]
+# What a tree and plain decoding took for the same prompts, in the same turn.
+Pair = tuple[Measurement, Measurement]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """
+    How a tree compares with plain decoding.
+
+    Attributes:
+        tau: Tokens per cycle.
+        break_even: Time of a cycle in steps of plain decoding, so the tau that is as fast.
+        num_turns: Turns that both are measured in.
+    """
+
+    tau: float
+    break_even: float
+    num_turns: int
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as plain decoding."""
+        return self.tau / self.break_even
+
+
+def compare(pairs: Sequence[Pair]) -> Standing:
+    """
+    Sums up turns. What is accepted does not depend on the clock, so all tokens count alike. Times do: their ratio is
+    taken within each turn, as a machine's speed drifts, and the median over turns, as other programs interrupt.
 
     Raises:
-        ValueError: The texts end with their first token.
+        ValueError: All texts end with their first token.
     """
-    ways = {tree: [tree.as_dict()] * len(prompts) for tree in trees}
-    return decode_in_turns(target, drafter, prompts, ways, max_new_tokens, **generate_kwargs)
-
-
-@torch.inference_mode()
-def decode_in_turns(
-    target: PreTrainedModel,
-    drafter: GumihoModel,
-    prompts: Sequence[torch.Tensor],
-    ways: Mapping[Any, Sequence[dict[str, Any]]],
-    max_new_tokens: int,
-    **generate_kwargs: Any,
-) -> dict[Any, float]:
-    """
-    Decodes every prompt in every way and without a drafter.
-
-    Args:
-        target: The target.
-        drafter: The drafter. Its settings are as before afterwards.
-        prompts: Token ids `(T,)` of each prompt.
-        ways: Those to compare, each with the drafter's decoding settings for each prompt.
-        max_new_tokens: Tokens to generate for each prompt.
-        **generate_kwargs: For `generate()`.
-
-    Returns:
-        Tokens per second over all prompts, as [`timing`] counts them, of each way and of plain decoding (`PLAIN`).
-
-    Raises:
-        ValueError: The texts end with their first token.
-    """
-    names: list[Hashable] = [PLAIN, *ways]
-    seconds, tokens = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-    settings = {"do_sample": False, "max_new_tokens": max_new_tokens} | generate_kwargs
-    # The first prompt once more, before the others: a warm-up.
-    turns = [0, *range(len(prompts))]
-    for turn, index in enumerate(tqdm(turns, desc="measuring the fastest", unit="prompt")):
-        ids = prompts[index][None].to(target.device)
-        # Each comes first in its turn: whoever follows a hot processor is not always the same.
-        shift = turn % len(names)
-        for name in [*names[shift:], *names[:shift]]:
-            torch.manual_seed(turn)
-            if name is PLAIN:
-                taken = time_plain(target, ids, **settings)
-            else:
-                taken = time_drafted(target, drafter, ids, ways[name][index], **settings)
-            if turn:
-                seconds[name] += taken.seconds
-                tokens[name] += taken.num_tokens
-    if not all(tokens.values()):
+    used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
+    if not used:
         raise ValueError("The texts end with their first token. Give other prompts, or more `max_new_tokens`.")
-    return {name: tokens[name] / seconds[name] for name in names}
+    tau = sum(drafted.num_tokens for drafted, _ in used) / sum(drafted.num_passes for drafted, _ in used)
+    ratios = [drafted.pass_seconds / plain.pass_seconds for drafted, plain in used]
+    return Standing(tau, statistics.median(ratios), len(used))
+
+
+def find_fastest(trees: Sequence[Tree], measure: Measure) -> dict[Tree, Standing]:
+    """
+    Lets trees compete.
+
+    Args:
+        trees: At least one.
+        measure: Decodes the prompts of a turn; the same turn has the same prompts for every tree.
+
+    Returns:
+        All trees, the fastest first, then those that left last.
+
+    Raises:
+        ValueError: All texts end with their first token.
+    """
+    ranked = list(dict.fromkeys(trees))
+    pairs: dict[Tree, list[Pair]] = {tree: [] for tree in ranked}
+    for turns, num_trees in _rounds(len(ranked)):
+        competing, left = ranked[:num_trees], ranked[num_trees:]
+        for turn in turns:
+            for tree, pair in decode_in_turns(competing, turn, measure).items():
+                pairs[tree].append(pair)
+        speeds = {tree: compare(pairs[tree]).speedup for tree in competing}
+        ranked = sorted(competing, key=speeds.__getitem__, reverse=True) + left
+    return {tree: compare(pairs[tree]) for tree in ranked}
+
+
+def decode_in_turns(trees: Sequence[Tree], turn: int, measure: Measure) -> dict[Tree, Pair]:
+    """Decodes one turn with every tree and plainly, each first in its turn: the processor may be cooler then."""
+    ways: list[Tree | None] = [PLAIN, *trees]
+    first = turn % len(ways)
+    taken = {way: measure(way, turn) for way in [*ways[first:], *ways[:first]]}
+    return {tree: (taken[tree], taken[PLAIN]) for tree in trees}
+
+
+def num_measured(num_trees: int) -> int:
+    """Returns how often [`find_fastest`] measures for this many trees, plain decoding included."""
+    return sum(len(turns) * (num_left + 1) for turns, num_left in _rounds(num_trees))
+
+
+def _rounds(num_trees: int) -> Iterator[tuple[range, int]]:
+    """Yields the turns of each round and the number of trees in it. It takes two trees to compete once more."""
+    begin = 0
+    for end in ROUNDS:
+        if begin and num_trees == 1:
+            return
+        yield range(begin, end), num_trees
+        begin, num_trees = end, math.ceil(num_trees / 2)

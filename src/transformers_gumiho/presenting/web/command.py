@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 def demo(args: DemoArguments) -> None:
     """
-    Opens a web page that answers a question twice, side by side: as plain decoding does, and with the drafter.
-    Accepted drafts are coloured, tau and the speed are counted, and the newest draft tree is drawn. Ctrl-C ends it.
+    Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
+    drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
 
     Raises:
         ImportError: Gradio is not installed.
-        OSError: The pair cannot be got, or the port is taken.
+        OSError: The pair cannot be downloaded, or the port is taken.
         ValueError: The options do not name a pair.
     """
     page = _load_page(args)
@@ -33,12 +33,12 @@ def demo(args: DemoArguments) -> None:
 
 def make_page(args: DemoArguments) -> "gradio.Blocks":
     """
-    Returns the page of `gumiho demo`, for a Space or for a program of one's own; `launch()` opens it.
+    Returns the page of `gumiho demo`, for a Space or a program of yours; `launch()` opens it.
 
     Raises:
         ImportError: Gradio is not installed.
-        OSError: The pair cannot be got.
-        ValueError: The options do not name a pair, or there is none to be answered.
+        OSError: The pair cannot be downloaded.
+        ValueError: The options do not name a pair, or a limit is below 1.
     """
     return _load_page(args).build(args.max_visitors)
 

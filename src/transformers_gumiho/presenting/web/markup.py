@@ -18,19 +18,19 @@ _TEXT = '<div class="gumiho-text" style="white-space:pre-wrap;overflow-wrap:anyw
 _DRAFTS = '<span class="gumiho-drafts" style="background:rgba(34,197,94,0.28);border-radius:3px">{}</span>'
 _STATES = {
     "queued": "Queued",
-    "writing": "Generating",
+    "generating": "Generating",
     "done": "Done",
     "stopped": "Stopped",
     "failed": "Failed",
 }
 _LEGEND = (
-    "✓ and green: drafted and accepted. Gray: rejected. Dashed: the bonus token, which the target adds. The number "
-    "is the token's probability given those before it; the shade shows the probability of its path."
+    "✓ and green: accepted. Gray: rejected. Dashed: the bonus token, which the target chose. The number is the "
+    "probability of the token after the tokens above it; the shade is the probability of its path."
 )
 
 
 def answer_html(answer: LiveAnswer) -> str:
-    """Returns an answer so far: its counters, and its text with the accepted drafts coloured."""
+    """Returns an answer so far: its counters, and its text with the accepted drafts colored."""
     counters = [f'<span class="gumiho-state" data-progress="{answer.progress}">{_STATES[answer.progress]}</span>']
     if answer.tokens:
         counters += [
@@ -41,13 +41,13 @@ def answer_html(answer: LiveAnswer) -> str:
     if (tau := answer.tau) is not None:
         counters.append(f'<span>tau <b class="gumiho-tau">{tau:.2f}</b> in {len(answer.cycles)} cycles</span>')
     problem = f"<p><b>{escape(answer.problem)}</b></p>" if answer.problem else ""
-    return _COUNTERS.format("".join(counters)) + _TEXT.format(_coloured(answer)) + problem
+    return _COUNTERS.format("".join(counters)) + _TEXT.format(_colored(answer)) + problem
 
 
 def verdict_html(race: Race) -> str:
     """Returns what can be said of both answers: whether they are equal, and how much faster one is."""
     plain, drafted = race.plain, race.drafted
-    # Before the tokens are compared: what is over by now, they are all of.
+    # Read before the tokens are compared: an answer that is done by now has all of its tokens.
     are_done, is_over = plain.progress == drafted.progress == "done", race.is_over
     if "failed" in (plain.progress, drafted.progress):
         return _verdict("failed", "The answers cannot be compared.")
@@ -55,17 +55,17 @@ def verdict_html(race: Race) -> str:
     if (difference := race.first_difference()) is not None:
         return _verdict(
             "different",
-            f"≠ The answers differ from token {difference + 1} on. In 16-bit precision two tokens can tie, and "
-            f'rounding decides (<a href="{EXACTNESS}">more</a>). In float32 both are the same.',
+            f"≠ The answers differ from token {difference + 1} on. In 16 bits two tokens can tie, and rounding "
+            f'decides (<a href="{EXACTNESS}">more</a>); in float32 both answers are the same.',
         )
     if are_done:
         if len(plain.tokens) != len(drafted.tokens):
-            return _verdict("different", f"≠ The answers differ after token {num_common}: one of them is longer.")
+            return _verdict("different", f"≠ The answers differ: one ends after token {num_common}.")
         ratio = _speed(drafted) / _speed(plain)
-        return _verdict("equal", f"✓ Both answers are the same, token for token. Gumiho is {ratio:.2f} times as fast.")
+        return _verdict("equal", f"✓ Both answers are the same, token for token. Speed-up {ratio:.2f}x.")
     if is_over:
-        return _verdict("stopped", f"Stopped. The {num_common} tokens that both have are the same.")
-    return _verdict("running", f"The {num_common} tokens that both have are the same so far." if num_common else "")
+        return _verdict("stopped", f"Stopped. The first {num_common} tokens are the same.")
+    return _verdict("running", f"The first {num_common} tokens are the same." if num_common else "")
 
 
 def tree_html(race: Race, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -90,7 +90,7 @@ def _speed(answer: LiveAnswer) -> float:
     return len(answer.tokens) / max(answer.seconds, 1e-9)
 
 
-def _coloured(answer: LiveAnswer) -> str:
+def _colored(answer: LiveAnswer) -> str:
     parts = []
     for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece[1]):
         text = escape("".join(piece for piece, _ in pieces))

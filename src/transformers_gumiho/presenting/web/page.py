@@ -57,7 +57,7 @@ class Page:
         self.lock = ModelLock(target.device)
 
     def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        """Yields what to show until both answers are over: the event that stops them, and four pieces of HTML."""
+        """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
         try:
             question = self._question(text, *settings)
             race = Race(self.target, self.tokenizer, self.drafter, self.lock, question, self.max_question_tokens)
@@ -90,7 +90,7 @@ class Page:
             ("New tokens", max_new_tokens, 1, self.max_new_tokens),
             ("Nodes in the tree", num_assistant_tokens, 1, _MOST_NODES),
             ("Branching factor", branching_factor, 1, _MOST_WIDTH),
-            ("Drafts from the context", prompt_lookup_num_tokens, 0, _MOST_LOOKED_UP),
+            ("Prompt-lookup drafts", prompt_lookup_num_tokens, 0, _MOST_LOOKED_UP),
             ("The temperature", temperature, 0, 2),
             ("The seed", seed, 0, 2**31 - 1),
         ):
@@ -151,7 +151,7 @@ class Page:
         with gr.Row():
             sampling = [
                 gr.Slider(
-                    1, self.max_new_tokens, length, step=1, label="New tokens", info="At most.", elem_id="length"
+                    1, self.max_new_tokens, length, step=1, label="New tokens", info="Maximum.", elem_id="length"
                 ),
                 gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
                 gr.Number(0, label="Seed", precision=0, minimum=0, info="Both answers are sampled with it."),
@@ -164,7 +164,9 @@ class Page:
                 gr.Slider(1, _MOST_NODES, nodes, step=1, label="Nodes in the tree", info="Drafted per cycle."),
                 gr.Slider(1, _MOST_WIDTH, width, step=1, label="Branching factor", info="1 is a chain."),
                 gr.Checkbox(own.full_tree_attention, label="Full tree attention", info="All recombinations."),
-                gr.Slider(0, _MOST_LOOKED_UP, lookup, step=1, label="Drafts from the context", info="At most."),
+                gr.Slider(
+                    0, _MOST_LOOKED_UP, lookup, step=1, label="Prompt-lookup drafts", info="Maximum; 0 for none."
+                ),
             ]
         return [*sampling, *tree]
 
@@ -182,5 +184,5 @@ def _stop(wish_to_stop: Event | None) -> None:
 
 
 def _name(model: PreTrainedModel) -> str:
-    """Returns a model's name without the folders around it, which visitors should not see."""
+    """Returns a model's name without the folders around it, which visitors need not see."""
     return Path(model.name_or_path).name or type(model).__name__

@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 # More than nearly any text has; to count the tokens of a longer one would take long already.
 _CHARACTERS_PER_TOKEN = 16
 
-Progress = Literal["queued", "writing", "done", "stopped", "failed"]
+Progress = Literal["queued", "generating", "done", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class Question:
     What is asked, and how it is answered.
 
     Attributes:
-        text: The question, or the text to go on from where the tokenizer has no chat template.
-        max_new_tokens: Tokens of each answer, at most.
+        text: The question, or a text to continue where the tokenizer has no chat template.
+        max_new_tokens: Maximum number of tokens in each answer.
         temperature: 0 is greedy.
         seed: For sampling.
         num_assistant_tokens: Nodes of a draft tree.
         branching_factor: Tokens kept at each serial step; 1 makes the tree a chain.
         full_tree_attention: Whether a node may be any recombination of the heads' tokens.
-        prompt_lookup_num_tokens: The most tokens that are drafted from the context; 0 for none.
+        prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup; 0 for none.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Question:
 
 
 class Stopped(Exception):
-    """Ends a generation that was stopped."""
+    """Ends a generation whose visitor has left or stopped it."""
 
 
 class LiveAnswer:
@@ -81,7 +81,7 @@ class LiveAnswer:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, for whatever reason."""
+        """Whether nothing more comes."""
         return self.progress in ("done", "stopped", "failed")
 
     @property
@@ -143,7 +143,7 @@ class Race:
         self.wish_to_stop.set()
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds` until both answers are over, and returns whether they are."""
+        """Waits until both answers are over, for at most `seconds`; returns whether they are."""
         return self._is_over.wait(seconds)
 
     @property
@@ -159,7 +159,7 @@ class Race:
     def _run(self, answer: LiveAnswer, drafter: GumihoModel | None) -> None:
         try:
             with self._lock.hold(self.question.seed) as answer.hold:
-                answer.progress = "writing"
+                answer.progress = "generating"
                 self._generate(answer, answer.hold, drafter)
             answer.progress = "done"
         except Stopped:
@@ -242,7 +242,7 @@ def _encode(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: Question, max_question_tokens: int
 ) -> list[int]:
     if not question.text.strip():
-        raise ValueError("There is no question yet. Write one first.")
+        raise ValueError("The question is empty. Write one first.")
     if len(question.text) > _CHARACTERS_PER_TOKEN * max_question_tokens:
         raise ValueError(_too_long(f"{len(question.text)} characters", max_question_tokens))
     prompt = encode_turn(tokenizer, [question.text], [])
@@ -259,15 +259,15 @@ def _encode(
 
 def _too_long(length: str, most: int) -> str:
     return (
-        f"The question has {length}, but may have {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters at most "
+        f"The question has {length}; the limit is {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters "
         f"(`max_question_tokens`). Shorten it."
     )
 
 
 def _explain(error: Exception) -> str:
-    """Returns an error's text for visitors, without paths or other details of the host."""
+    """Returns what a visitor may read of an error; the log has the rest, which may be private."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
-        return "There is not enough memory for this answer. Ask for fewer new tokens or a smaller tree, or try later."
+        return "Not enough memory for this answer. Choose fewer new tokens or a smaller tree, or try later."
     if isinstance(error, ValueError):
         return str(error)
     logger.error("An answer failed.", exc_info=error)

@@ -1,4 +1,4 @@
-"""Colours in a terminal, where they are wanted."""
+"""Colors in a terminal, where they are wanted."""
 
 import os
 from typing import TextIO
@@ -7,12 +7,12 @@ from typing import TextIO
 _GREEN, _RESET = "\033[32m", "\033[0m"
 
 
-def wants_colours(choice: str, stream: TextIO) -> bool:
+def wants_colors(choice: str, stream: TextIO) -> bool:
     """
-    Returns whether to write colours to `stream`.
+    Returns whether to write colors to `stream`.
 
     Args:
-        choice: `"always"`, `"never"`, or `"auto"`: to a terminal that knows colours, unless `NO_COLOR` is set (see
+        choice: `"always"`, `"never"`, or `"auto"`: to a terminal that knows colors, unless `NO_COLOR` is set (see
             https://no-color.org).
         stream: Where the text goes.
     """
@@ -21,6 +21,6 @@ def wants_colours(choice: str, stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def coloured(text: str, wanted: bool = True) -> str:
-    """Returns `text` in the colour of accepted drafts."""
+def colored(text: str, wanted: bool = True) -> str:
+    """Returns `text` in the color of accepted drafts."""
     return f"{_GREEN}{text}{_RESET}" if wanted and text else text

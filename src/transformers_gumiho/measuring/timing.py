@@ -1,4 +1,4 @@
-"""Timing decoding without its prompt, in the same way for what is predicted and for what checks it.
+"""Timing decoding without its prompt.
 
 What is timed begins when the target has read the prompt (without a drafter, when it has chosen the first token) and
 ends with the text. With a drafter that holds as many drafts as verifications, the first draft included. Every speed is
@@ -9,16 +9,16 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
-from ..measuring.decoding_settings import decoding_settings
-from ..measuring.stages import synchronize
 from ..model.modeling_gumiho import GumihoModel
+from .decoding_settings import decoding_settings
+from .stages import synchronize
 
 
 @dataclass
@@ -30,17 +30,17 @@ class DecodingTime:
         num_tokens: New tokens after the first.
         seconds: For all of them.
         num_cycles: Passes over draft trees; 0 without a drafter.
-        setup_seconds: Before the first pass, where cycles were timed: making ready, and the draft after the prompt.
         verify_seconds: The mean pass, where cycles were timed.
         cycle_seconds: The mean time from the beginning of a pass to that of the next; NaN where there is no next.
+        sequences (`(B, T)`): The texts, prompts included.
     """
 
     num_tokens: int = 0
     seconds: float = 0.0
     num_cycles: int = 0
-    setup_seconds: float = 0.0
     verify_seconds: float = 0.0
     cycle_seconds: float = math.nan
+    sequences: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
 
 
 def time_drafted(
@@ -67,7 +67,7 @@ def time_drafted(
     with decoding_settings(drafter, settings), _timer(target.device, split) as taken:
         mask = _mask_of(ids, attention_mask)
         output = target.generate(ids, attention_mask=mask, assistant_model=drafter, **generate_kwargs)
-    taken.num_tokens = output.shape[1] - ids.shape[1] - 1
+    taken.num_tokens, taken.sequences = output.shape[1] - ids.shape[1] - 1, output
     return taken
 
 
@@ -90,7 +90,8 @@ def time_plain(
         **generate_kwargs,
     )  # fmt: skip
     synchronize(target.device)
-    return DecodingTime(output.shape[1] - ids.shape[1] - 1, time.perf_counter() - begins[0])
+    seconds = time.perf_counter() - begins[0]
+    return DecodingTime(output.shape[1] - ids.shape[1] - 1, seconds, sequences=output)
 
 
 def _mask_of(ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
@@ -108,7 +109,6 @@ def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
     taken.num_cycles = timer.num_cycles
     if timer.passes:
         begins, ends = zip(*timer.passes, strict=True)
-        taken.setup_seconds = begins[0] - timer.begin
         taken.verify_seconds = (sum(ends) - sum(begins)) / len(begins)
         if len(begins) > 1:
             taken.cycle_seconds = (begins[-1] - begins[0]) / (len(begins) - 1)

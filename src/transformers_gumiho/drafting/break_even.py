@@ -1,0 +1,55 @@
+"""The tokens that a drafted cycle must commit to be as fast as plain decoding, estimated from parameter counts."""
+
+from transformers import PreTrainedModel
+
+from ..model.modeling_gumiho import GumihoModel
+from .settings import DraftingSettings
+
+
+# On a CPU a pass over this many nodes takes about twice as long as one over a single token.
+NODES_PER_STEP_ON_CPU = 50
+
+
+def estimate_break_even(
+    target: PreTrainedModel, drafter: GumihoModel, settings: DraftingSettings, num_rows: int
+) -> float:
+    """
+    Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of every
+    pass of the drafter in a cycle, `T` those of the target's layers and output head. On a CPU, where a pass takes
+    longer for more tokens, `num_rows * nodes / 50` is added. `gumiho tune` measures the value.
+
+    Args:
+        target: The target.
+        drafter: Its drafter.
+        settings: The settings for the batch.
+        num_rows: Rows of the batch.
+    """
+    estimate = 1 + _drafter_parameters(drafter, settings) / _target_parameters(target, drafter)
+    if target.device.type == "cpu":
+        estimate += num_rows * settings.num_assistant_tokens / NODES_PER_STEP_ON_CPU
+    return estimate
+
+
+def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int:
+    """Returns the parameters that a cycle reads, each as often as it is read."""
+    num_serial = min(drafter.config.num_serial_tokens, settings.tree_depth)
+    num_heads = settings.tree_depth - num_serial
+    vocabulary = settings.draft_vocabulary
+    text_config = drafter.config.get_text_config()
+    num_tokens = text_config.vocab_size if vocabulary is None else len(vocabulary)
+    head, fusion = num_tokens * text_config.hidden_size, _size(drafter.fc)
+    count = num_serial * (_size(drafter.layers) + fusion + head)
+    if num_heads:
+        count += fusion + head + num_heads * _size(drafter.mlp) // drafter.config.num_parallel_heads
+        count += 0 if drafter.transition is None else _size(drafter.transition)
+    return count
+
+
+def _target_parameters(target: PreTrainedModel, drafter: GumihoModel) -> int:
+    embedding = target.get_input_embeddings()
+    text_config = drafter.config.get_text_config()
+    return _size(target.get_decoder()) - _size(embedding) + text_config.vocab_size * text_config.hidden_size
+
+
+def _size(module: object) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())  # type: ignore[attr-defined]

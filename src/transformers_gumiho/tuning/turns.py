@@ -1,0 +1,90 @@
+"""Decoding what is due in a turn, with a tree or plainly."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..measuring.decoding_settings import DRAFTER_ALONE
+from ..measuring.prompts import pad_left
+from ..measuring.timing import DecodingTime, time_drafted, time_plain
+from ..model.modeling_gumiho import GumihoModel
+from .contest import PLAIN, Measurement
+from .trees import Tree
+
+
+@dataclass(frozen=True)
+class Stage:
+    """
+    What is decoded in turns.
+
+    Attributes:
+        name: Unique among stages with the same rows and temperature.
+        prompts: Token ids of each prompt.
+        rows: Prompts of a turn, decoded as a batch.
+        temperature: 0 is greedy.
+        counted: Token ids that trees with the vocabulary "counted" may draft.
+        drafter_alone: Leave out drafts from the context, whatever the drafter's settings say.
+    """
+
+    name: str
+    prompts: Sequence[Sequence[int]]
+    rows: int
+    temperature: float
+    counted: Sequence[int] = ()
+    drafter_alone: bool = False
+
+    def indices(self, turn: int) -> list[int]:
+        """Returns which prompts are due, from the first one again behind the last one."""
+        return [(turn * self.rows + row) % len(self.prompts) for row in range(self.rows)]
+
+
+# Decodes a turn of a stage with a tree, or plainly.
+Decode = Callable[[Stage, Tree | None, int], Measurement]
+
+
+class TurnDecoder:
+    """
+    Decodes turns and times them, each way once more before its first time, to warm up.
+
+    Args:
+        target: The target.
+        drafter: The drafter. Its settings are as before after each turn.
+        pad_token_id: Fills up shorter prompts of a batch.
+        max_new_tokens: Tokens to generate for each prompt.
+    """
+
+    def __init__(self, target: PreTrainedModel, drafter: GumihoModel, pad_token_id: int | None, max_new_tokens: int):
+        self._target = target
+        self._drafter = drafter
+        self._pad_token_id = pad_token_id
+        self._max_new_tokens = max_new_tokens
+        self._warm: set[tuple[Tree | None, int, float]] = set()
+
+    def __call__(self, stage: Stage, tree: Tree | None, turn: int) -> Measurement:
+        """Decodes a turn. Only plain decoding's texts are kept: the drafter's are the same, up to rounding."""
+        warm = (tree, stage.rows, stage.temperature)
+        if warm not in self._warm:
+            self._decode(stage, tree, turn)
+            self._warm.add(warm)
+        taken = self._decode(stage, tree, turn)
+        if tree is PLAIN:
+            return Measurement(taken.seconds, taken.num_tokens, taken.num_tokens, taken.sequences.tolist())
+        return Measurement(taken.seconds, taken.num_tokens, taken.num_cycles)
+
+    def _decode(self, stage: Stage, tree: Tree | None, turn: int) -> DecodingTime:
+        padded = pad_left([stage.prompts[index] for index in stage.indices(turn)], self._pad_token_id)
+        ids, mask = (tensor.to(self._target.device) for tensor in padded.values())
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": stage.temperature > 0}
+        if stage.temperature:
+            options |= {"temperature": stage.temperature, "top_k": 0}
+        torch.manual_seed(turn)
+        if tree is PLAIN:
+            return time_plain(self._target, ids, mask, **options)
+        # A cycle commits at least one token. So the drafter never pauses, and cycles that draft are what is timed.
+        settings = tree.settings | {"break_even": 1.0} | (DRAFTER_ALONE if stage.drafter_alone else {})
+        if tree.vocabulary != "own":
+            settings["draft_vocabulary"] = list(stage.counted) if tree.vocabulary == "counted" else None
+        return time_drafted(self._target, self._drafter, ids, settings, attention_mask=mask, **options)
