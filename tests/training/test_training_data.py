@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from training_data import CHATML, DEMO_TARGET, FORGETFUL, MARKED, MESSAGES, STRICT, make_tokenizer, write_jsonl
+from training_data import (
+    CHATML,
+    DEMO_TARGET,
+    FORGETFUL,
+    MARKED,
+    MESSAGES,
+    STRICT,
+    make_ending_tokenizer,
+    make_tokenizer,
+    write_jsonl,
+)
 from transformers import AutoConfig, PreTrainedConfig
 
+from transformers_gumiho.measuring.prompts import encode_turn
 from transformers_gumiho.training import (
     GumihoDataCollator,
     UnstableTemplateError,
@@ -75,6 +86,23 @@ def test_text_prompts_take_the_template_where_there_is_one(config: PreTrainedCon
     without, _ = prepare([row], config, template=None)
     assert make_tokenizer().decode(without[0]["input_ids"]) == "def f(self): return self.x<|endoftext|>"
     assert texts_that_count(without[0], None) == [" return self.x<|endoftext|>"]
+
+
+@pytest.mark.parametrize("ending", ["</s>", "[SEP]"])
+@pytest.mark.parametrize("completion", ["this a test", "test"])
+def test_a_tokenizer_that_ends_texts_changes_nothing_else(
+    completion: str, ending: str, config: PreTrainedConfig
+) -> None:
+    """The end of an answer is learned, and the target is asked before its end."""
+    dataset = Dataset.from_list([{"prompt": "what is ", "completion": completion}])
+    plain, ends = make_ending_tokenizer(""), make_ending_tokenizer(ending)
+    expected, found = (prepare_dataset(dataset, t, config, max_length=32, packing=False)[0][0] for t in (plain, ends))
+    assert ends.convert_ids_to_tokens(found["input_ids"]) == ["<s>", "what", "is", *completion.split(), ending]
+    assert found["loss_mask"] == expected["loss_mask"] == [0, 0, 0] + [1] * len(completion.split()) + [0]
+    for tokenizer in (plain, ends):
+        (asked,) = collect_prompts(dataset, tokenizer, num_prompts=1)
+        assert tokenizer.convert_ids_to_tokens(asked.tolist()) == ["<s>", "what", "is"]
+        assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["what is"], [])) == ["<s>", "what", "is"]
 
 
 def test_a_long_text_becomes_windows_and_loses_nothing(config: PreTrainedConfig) -> None:

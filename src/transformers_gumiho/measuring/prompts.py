@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..open_text import encode_open_text
+
 
 DEFAULT_CATEGORY = "all"
 
@@ -109,7 +111,7 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answer
     """
     if not tokenizer.chat_template:
         text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
-        return list(tokenizer(text)["input_ids"])
+        return encode_open_text(tokenizer, text)
     messages = []
     for turn, answer in zip(turns, [*answers, None], strict=False):
         messages.append({"role": "user", "content": turn})

@@ -20,7 +20,7 @@ _ENCODED = Features({"input_ids": _IDS, "loss_mask": _MASK, "problem": Value("st
 _ROWS = Features({"input_ids": _IDS, "loss_mask": _MASK})
 _PACKED = Features({"input_ids": _IDS, "loss_mask": _MASK, "position_ids": _IDS})
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be encoded or packed differently.
-_FORMAT = 1
+_FORMAT = 2
 # Texts that are packed together come from as many at a time.
 _PACKING_BATCH = 1000
 

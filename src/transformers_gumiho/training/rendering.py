@@ -7,6 +7,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from ..open_text import count_closing_tokens, encode_open_text
 from .conversations import Conversation, MalformedRowError, RawText
 
 
@@ -62,7 +63,7 @@ def encode_prompt(
     the prompt of a raw text, or where it has none, its first `num_text_tokens` tokens.
     """
     if isinstance(example, RawText):
-        ids = list(tokenizer(example.prompt or example.completion)["input_ids"])
+        ids = encode_open_text(tokenizer, example.prompt or example.completion)
         return ids if example.prompt else ids[:num_text_tokens]
     turn = next(
         index
@@ -81,8 +82,10 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, example: RawText) -> tuple[
     encoding = tokenizer(example.prompt + example.completion, return_offsets_mapping=True)
     ids, boundary = list(encoding["input_ids"]), len(example.prompt)
     mask = [int(start >= boundary) for start, _ in encoding["offset_mapping"]]
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        # The target ends its text with it, so it has to be drafted, too.
+    # The target ends its text, so the end has to be drafted, too. What the tokenizer adds has no place in the text.
+    num_closing = count_closing_tokens(tokenizer)
+    mask[len(mask) - num_closing :] = [1] * num_closing
+    if not num_closing and tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
         mask.append(1)
     return ids, mask
