@@ -25,6 +25,8 @@ FORGETFUL = (
     "{% for message in messages %}{{ message.role }}:\n{% if message.role != 'assistant' or loop.last %}"
     "{{ message.content }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
+# Opens the reasoning for the assistant, and shows none of it afterwards.
+OPENING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 # Insists on user and assistant taking turns.
 STRICT = (
     "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"

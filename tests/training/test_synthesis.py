@@ -104,6 +104,18 @@ def test_the_dataset_can_be_trained_on(target: PreTrainedModel, written: Path) -
     assert not report.problems
 
 
+def test_training_on_the_rows_is_training_on_what_was_written(target: PreTrainedModel, written: Path) -> None:
+    """A random target's text hardly ever encodes back to its tokens, and half of the answers are cut."""
+    dataset, cached = load_conversations(str(written / "a.jsonl")), FeatureDataset(written / "features")
+    rows, _ = prepare_dataset(dataset, make_chat_tokenizer(), target.config, max_length=400, packing=False)
+    for row, wrote in zip(rows, cached, strict=True):
+        num_closing = len(row["input_ids"]) - len(wrote["input_ids"])
+        assert row["input_ids"][: len(wrote["input_ids"])] == wrote["input_ids"].tolist()
+        assert row["loss_mask"] == wrote["loss_mask"].tolist() + [0] * num_closing
+    lines = read(written / "a.jsonl")
+    assert {"written" in line for line in lines} == {line["ended"] for line in lines} == {True, False}
+
+
 def test_the_cached_features_are_those_of_a_second_pass(target: PreTrainedModel, written: Path) -> None:
     tokenizer = make_chat_tokenizer()
     rows = FeatureDataset(written / "features", target, tokenizer)

@@ -23,7 +23,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers_gumiho.measuring.prompts import encode_turn
 from transformers_gumiho.training import (
     GumihoDataCollator,
-    UnstableTemplateError,
     collect_prompts,
     load_conversations,
     prepare_dataset,
@@ -193,6 +192,17 @@ def test_streams_that_do_not_know_their_columns_are_read(tmp_path: Path, config:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_the_end_of_a_cut_answer_is_not_learned(template: str, config: PreTrainedConfig) -> None:
+    template = template.replace("<|im_end|>", "<|endoftext|>")
+    whole, cut = (prepare([{"messages": MESSAGES, "ended": e}], config, template)[0][0] for e in (True, False))
+    assert texts_that_count(whole) == ["import os<|endoftext|>", "return self.path<|endoftext|>"]
+    assert texts_that_count(cut) == ["import os<|endoftext|>", "return self.path"]
+    for row in ({"text": "import os, re, sys", "ended": False}, {"prompt": "import ", "completion": "os, re, sys"}):
+        ((text,), _), expected = prepare([row | {"ended": False}], config, None), "import os, re, sys"
+        assert make_tokenizer(None).decode(text["input_ids"]) == expected
+
+
 def test_nothing_is_drafted_after_the_end(config: PreTrainedConfig) -> None:
     """The state at the end-of-text token counts for nothing, though the template goes on after it."""
     template = CHATML.replace("<|im_end|>", "<|endoftext|>")
@@ -236,7 +246,7 @@ def test_packing_keeps_every_text_whole_and_wastes_little(streaming: bool, confi
 
 
 def test_unstable_template_is_refused(config: PreTrainedConfig) -> None:
-    with pytest.raises(UnstableTemplateError, match=r"Mark them with \{% generation %\}"):
+    with pytest.raises(ValueError, match=r"is not clear. Let the target answer .* with \{% generation %\}"):
         prepare([{"messages": MESSAGES}], config, FORGETFUL)
     rows, _ = prepare([{"messages": MESSAGES[:3]}], config, FORGETFUL)
     assert texts_that_count(rows[0]) == ["import os\n"]

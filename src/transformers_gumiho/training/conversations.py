@@ -36,10 +36,12 @@ class MalformedRowError(ValueError):
 class Conversation:
     """
     Messages, each a dict of `role` and `content`. Assistant turns from `first_trained` on are what a drafter learns.
+    Where the last one was cut at a limit, it has not `ended`, and what the template puts behind it is not learned.
     """
 
     messages: list[dict[str, str]]
     first_trained: int = 0
+    ended: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,21 @@ class RawText:
 
     prompt: str
     completion: str
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class WrittenTokens:
+    """
+    Token ids of answers that a target wrote, each as a pair of what it read and what it wrote, where their text does
+    not encode back to them. The `text` of the last one shows whose tokens they are.
+    """
+
+    turns: list[tuple[list[int], list[int]]]
+    text: str
+
+
+Example = Conversation | RawText | WrittenTokens
 
 
 def load_conversations(
@@ -86,13 +103,33 @@ def load_conversations(
     return load_dataset(name, split=split, streaming=streaming, **kwargs)
 
 
-def read_row(row: Mapping[str, Any], has_template: bool) -> Conversation | RawText:
+def read_row(row: Mapping[str, Any], has_template: bool) -> Example:
+    """
+    Reads a row as [`read_text`] does; where a target wrote it and its text does not encode back, the tokens.
+
+    Raises:
+        MalformedRowError: It has none of the known forms.
+    """
+    if JSON_LINE in row:
+        row = _parse(row[JSON_LINE])
+    if row.get("written") is None:
+        return read_text(row, has_template)
+    try:
+        said = row.get("text") or row.get("completion") or row["messages"][-1]["content"]
+        turns = [([*map(int, turn["prompt"])], [*map(int, turn["answer"])]) for turn in row["written"]]
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise MalformedRowError("its `written` tokens are no list of `prompt` and `answer`, with their text") from None
+    return WrittenTokens(turns, str(said))
+
+
+def read_text(row: Mapping[str, Any], has_template: bool) -> Conversation | RawText:
     """
     Reads a row in any of the known forms.
 
     Args:
         row: `messages` (a list of `role` and `content`), `conversations` (of `from` and `value`), `prompt` and
-            `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these.
+            `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these. Where `ended`
+            is false, the last answer was cut at a limit.
         has_template: Whether the target's tokenizer has a chat template; without one a text prompt is taken as it is.
 
     Raises:
@@ -100,14 +137,17 @@ def read_row(row: Mapping[str, Any], has_template: bool) -> Conversation | RawTe
     """
     if JSON_LINE in row:
         row = _parse(row[JSON_LINE])
+    if row.get("skipped"):
+        raise MalformedRowError(str(row["skipped"]))
+    ended = row.get("ended") is not False
     if row.get("messages") is not None:
-        return Conversation(_read_messages(row["messages"], "role", "content"))
+        return Conversation(_read_messages(row["messages"], "role", "content"), ended=ended)
     if row.get("conversations") is not None:
-        return Conversation(_read_messages(row["conversations"], "from", "value"))
+        return Conversation(_read_messages(row["conversations"], "from", "value"), ended=ended)
     if row.get("prompt") is not None and row.get("completion") is not None:
-        return _read_pair(row["prompt"], row["completion"], has_template)
+        return _read_pair(row["prompt"], row["completion"], has_template, ended)
     if isinstance(row.get("text"), str) and row["text"]:
-        return RawText("", row["text"])
+        return RawText("", row["text"], ended)
     raise MalformedRowError(f"has none of {FORMATS}")
 
 
@@ -144,12 +184,12 @@ def _read_messages(turns: Any, role_key: str, content_key: str) -> list[dict[str
     return messages
 
 
-def _read_pair(prompt: Any, completion: Any, has_template: bool) -> Conversation | RawText:
+def _read_pair(prompt: Any, completion: Any, has_template: bool, ended: bool) -> Conversation | RawText:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise MalformedRowError("the completion is empty")
         if not has_template:
-            return RawText(prompt, completion)
+            return RawText(prompt, completion, ended)
         prompt = [{"role": "user", "content": prompt}]
         completion = [{"role": "assistant", "content": completion}]
     if not isinstance(prompt, list) or not isinstance(completion, list):
@@ -157,4 +197,4 @@ def _read_pair(prompt: Any, completion: Any, has_template: bool) -> Conversation
     messages = _read_messages(prompt + completion, "role", "content")
     if all(message["role"] != "assistant" for message in messages[len(prompt) :]):
         raise MalformedRowError("the assistant says nothing")
-    return Conversation(messages, first_trained=len(prompt))
+    return Conversation(messages, len(prompt), ended)

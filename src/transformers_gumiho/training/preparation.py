@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from .conversations import FORMATS, JSON_LINE, MalformedRowError, RawText, read_row
-from .rendering import check_tokenizer, encode, encode_prompt
+from .conversations import FORMATS, JSON_LINE, MalformedRowError, RawText, read_row, read_text
+from .rendering import check_tokenizer, counting_states, encode, encode_prompt
 
 
 _IDS, _MASK = Sequence(Value("int32")), Sequence(Value("int8"))
@@ -99,7 +98,6 @@ def prepare_dataset(
     Raises:
         ValueError: The tokenizer does not belong to the target, `max_length` exceeds the target's positions, the
             dataset is empty or has no known form, or no row of it could be used.
-        UnstableTemplateError: The template does not let the assistant's tokens be told from the others.
     """
     check_settings(tokenizer, target_config, max_length)
     streamed = isinstance(dataset, IterableDataset)
@@ -161,9 +159,9 @@ def collect_prompts(
         if len(prompts) == num_prompts:
             break
         try:
-            example = read_row(row, has_template=bool(tokenizer.chat_template))
+            example = read_text(row, has_template=bool(tokenizer.chat_template))
             ids = encode_prompt(tokenizer, example, num_text_tokens)
-        except (MalformedRowError, jinja2.TemplateError):
+        except MalformedRowError:
             continue
         if 0 < len(ids) <= max_length:
             prompts.append(torch.tensor(ids))
@@ -221,23 +219,21 @@ def _encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_len
         return  # a blank line is no row
     try:
         example = read_row(row, has_template=bool(tokenizer.chat_template))
-        ids, assistant = encode(tokenizer, example)
+        texts = encode(tokenizer, example)
     except MalformedRowError as error:
         yield {"input_ids": [], "loss_mask": [], "problem": str(error), "num_cut": 0}
         return
-    windows = range(0, len(ids), max_length) if isinstance(example, RawText) and not example.prompt else range(1)
-    for start in windows:
-        stop = start + max_length
-        # A state counts where it is the assistant's and its successor, the token it predicts, is so too. After the end
-        # of a text nothing is drafted, whatever the template writes there.
-        drafted = [a and token != tokenizer.eos_token_id for a, token in zip(assistant, ids, strict=True)]
-        following = [*assistant[start + 1 : stop + 1], 0]
-        mask = [int(a and b) for a, b in zip(drafted[start:stop], following, strict=False)]
-        if not any(mask[1:]) and start:
-            continue  # the end of a raw text, too short to learn from
-        problem = "" if any(mask[1:]) else "no token to learn within the maximum length"
-        cut = max(len(ids) - stop, 0) if len(windows) == 1 else 0
-        yield {"input_ids": ids[start:stop], "loss_mask": mask[:max_length], "problem": problem, "num_cut": cut}
+    for ids, assistant in texts:
+        counts = counting_states(ids, assistant, tokenizer.eos_token_id)
+        windows = range(0, len(ids), max_length) if isinstance(example, RawText) and not example.prompt else range(1)
+        for start in windows:
+            stop = start + max_length
+            mask = counts[start:stop]
+            if not any(mask[1:]) and start:
+                continue  # the end of a raw text, too short to learn from
+            problem = "" if any(mask[1:]) else "no token to learn within the maximum length"
+            cut = max(len(ids) - stop, 0) if len(windows) == 1 else 0
+            yield {"input_ids": ids[start:stop], "loss_mask": mask, "problem": problem, "num_cut": cut}
 
 
 def _pack_batch(batch: dict[str, list[list[int]]], max_length: int, format_version: int) -> dict[str, list[list[int]]]:

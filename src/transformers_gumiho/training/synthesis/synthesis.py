@@ -17,6 +17,7 @@ from ...resumable_file import append_rows, check_begun_with, cut_after, whole_li
 from ...target.fingerprint import model_fingerprint
 from ..fingerprint import tokenizer_fingerprints
 from ..preparation import check_settings
+from ..written_rows import written_row
 from .answer_features import AnswerFeatureCache
 from .continuation import Sampling
 from .endpoint import Endpoint, EndpointWriter
@@ -94,7 +95,8 @@ def synthesize_dataset(
     Args:
         target: The target.
         tokenizer: The target's, with a chat template.
-        output_file: The new dataset: `messages`, whether the answer is `sampled`, and whether it `ended` by itself.
+        output_file: The new dataset: `messages`, whether the answer is `sampled`, whether it `ended` before the limit,
+            and where its text does not encode back to them, the tokens (`written`), which training then reads.
         settings: What is written.
         system_prompts: System prompts, which take turns. By default, whatever the template says by itself.
         openings: First words of users, which take turns. By default the target finds these, too.
@@ -237,7 +239,7 @@ class Synthesis:
                 texts = self.writer.answer(batch, self.settings.seed + start)
                 if self.cache:
                     self.cache.write(number, [text.features for text in texts if text.features])
-                append_rows(self.path, map(_row, batch, texts))
+                append_rows(self.path, map(self._row, batch, texts))
                 self.problems.update(text.problem for text in texts if text.problem)
                 progress.set_postfix_str(f"{stop} of {num_rows} answers")
                 progress.update(sum(text.num_tokens for text in texts))
@@ -272,12 +274,12 @@ class Synthesis:
     def _is_sampled(self, row: int) -> bool:
         return random.Random(f"{self.settings.seed} {row}").random() < self.settings.sampled_share
 
-
-def _row(request: Request, text: Text) -> dict[str, Any]:
-    if text.problem:
-        return {"skipped": text.problem}
-    messages = [*request.messages, {"role": "assistant", "content": text.text}]
-    return {"messages": messages, "sampled": request.sampled, "ended": text.ended}
+    def _row(self, request: Request, text: Text) -> dict[str, Any]:
+        if text.problem:
+            return {"skipped": text.problem}
+        messages = [*request.messages, {"role": "assistant", "content": text.text}]
+        row = {"messages": messages, "sampled": request.sampled, "ended": text.ended}
+        return row if text.turn is None else written_row(self.tokenizer, row, [text.turn])
 
 
 def _digest(questions: Sequence[Prompt]) -> str:
