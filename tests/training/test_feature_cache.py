@@ -137,6 +137,12 @@ def test_features_are_those_of_the_target_in_the_precision_asked_for(
         assert cached["loss_mask"].tolist() == row["loss_mask"]
 
 
+def test_labels_are_kept_as_what_counts(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"input_ids": [3, 4, 5, 6], "labels": [-100, 4, 5, -100]}])
+    write(target, tmp_path, rows)
+    assert FeatureDataset(tmp_path)[0]["loss_mask"].tolist() == [0, 1, 0, 0]
+
+
 @pytest.mark.parametrize(("layer_ids", "num_kept"), [(None, 1), ([0, 1], 3), ([1, 2], 2)])
 def test_size_is_estimated_before_extraction(
     target: PreTrainedModel, tmp_path: Path, layer_ids: list[int] | None, num_kept: int

@@ -302,6 +302,23 @@ def test_batches_are_padded_on_the_right() -> None:
     assert GumihoDataCollator()([{"input_ids": [1, 2]}])["loss_mask"].tolist() == [[1, 1]]
 
 
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"labels": [-100, -100, 7, 8, -100, 1]}, {"assistant_masks": [0, 0, 1, 1, 0, 1]},
+        {"completion_mask": [False, False, True, True, False, True]}, {"loss_mask": [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]},
+        {"loss_mask": [False, False, True, False, False, False], "labels": [1, 1, 1, 1, 1, 1]},
+    ],
+)  # fmt: skip
+def test_what_counts_is_read_however_it_is_marked(marks: dict[str, list[Any]]) -> None:
+    """A state counts where its token and the next one are the assistant's; the next text of a packed row is none."""
+    row = {"input_ids": [5, 6, 7, 8, 9, 1], "position_ids": [0, 1, 2, 3, 4, 5]} | marks
+    assert GumihoDataCollator()([row])["loss_mask"].tolist() == [[0, 0, 1, 0, 0, 0]]
+    if "labels" in marks and "loss_mask" not in marks:
+        packed = {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1], "labels": [5, 6, 7, 8]}
+        assert GumihoDataCollator()([packed])["loss_mask"].tolist() == [[1, 0, 1, 0]]
+
+
 def test_packed_rows_and_others_share_a_batch() -> None:
     packed = {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1], "position_ids": [0, 1, 0, 1]}
     alone = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}
@@ -319,6 +336,10 @@ def test_packed_rows_and_others_share_a_batch() -> None:
         ({"input_ids": [3, 4], "loss_mask": [1]}, "has 2 tokens, but its `loss_mask` is for 1"),
         ({"input_ids": [3, 10]}, "holds the token 10, but target and drafter know 10 tokens"),
         ({"input_ids": [1] * 6}, "has 6 tokens, but target and drafter have positions for 5"),
+        ({"input_ids": [3, -1]}, "holds the token -1, but target and drafter know 10 tokens"),
+        ({"input_ids": []}, "A row holds no tokens"),
+        ({"input_ids": [3, 4], "loss_mask": [1, 0.5]}, r"holds 0\.5. Give 1 for states that count, 0 for all"),
+        ({"input_ids": [3, 4], "labels": [-100]}, "has 2 tokens, but its `labels` is for 1"),
     ],
 )
 def test_unfit_rows_are_refused(row: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_widths import state_width
 from ..target.fingerprint import model_fingerprint
-from .collator import GumihoDataCollator
+from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
 from .feature_cache import (
     MANIFEST,
     TARGET_FOLDER,
@@ -95,6 +95,8 @@ def write_feature_cache(
     if target_layer_ids is not None:
         target_layer_ids = resolve_layer_ids(target.config, target_layer_ids)
     features = OnlineFeatures(target, target_layer_ids)
+    if "loss_mask" not in dataset.column_names and "loss_mask" in _columns(dataset):
+        dataset = dataset.map(lambda row: {"loss_mask": loss_mask_of(row).tolist()})
     manifest = _make_manifest(dataset, target, tokenizer, dtype, shard_bytes, target_layer_ids)
     if (folder / MANIFEST).exists():
         CacheManifest.load(folder).check(manifest.fingerprints, folder, manifest.dtype)
@@ -115,7 +117,8 @@ def write_feature_cache(
 
 
 def _columns(dataset: Dataset) -> list[str]:
-    return [name for name in ("input_ids", "loss_mask", "position_ids") if name in dataset.column_names]
+    found = set(dataset.column_names) | ({"loss_mask"} if {*OTHER_MARKS} & set(dataset.column_names) else set())
+    return [name for name in ("input_ids", "loss_mask", "position_ids") if name in found]
 
 
 def _row_lengths(dataset: Dataset) -> list[int]:

@@ -24,7 +24,15 @@ from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, NUM_ROWS, drop_cycle_costs, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
-from .checks import check_collator, check_drafter, check_is_no_adapter, check_rows, count_broken, drafter_of
+from .checks import (
+    check_collator,
+    check_drafter,
+    check_is_no_adapter,
+    check_rows,
+    check_something_counts,
+    count_broken,
+    drafter_of,
+)
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
 from .linear_start import start_linearly
@@ -126,14 +134,17 @@ class GumihoTrainer(Trainer):
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """As `Trainer.get_train_dataloader`; evaluations count the answers alone, whatever is trained on."""
-        collator = self.data_collator
-        if not self.args.assistant_only_loss:
-            self.data_collator = copy.copy(collator)
-            self.data_collator.assistant_only_loss = False
+        collator, self.data_collator = self.data_collator, self._training_collator()
         try:
             return super().get_train_dataloader()
         finally:
             self.data_collator = collator
+
+    def _training_collator(self) -> Any:
+        collator = copy.copy(self.data_collator)
+        if not self.args.assistant_only_loss:
+            collator.assistant_only_loss = False
+        return collator
 
     def compute_loss(
         self,
@@ -214,6 +225,8 @@ class GumihoTrainer(Trainer):
         if self._reach is not None:
             self._reach.reset()
         self._warn_of_schedule()
+        if self.train_dataset is not None:
+            check_something_counts(self.train_dataset, self._training_collator(), self._shifts())
         self._restriction.find(resume_from_checkpoint or None)
         if self.args.linear_start and self._is_new and not resume_from_checkpoint:
             start_linearly(self, self.drafter)
@@ -350,12 +363,15 @@ class GumihoTrainer(Trainer):
             num_unrolled = num_unrolled + args.serial_unroll_steps if args.unrolls else 0
         return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights(epoch=None))
 
+    def _shifts(self) -> list[int]:
+        return [predictor.shift for predictor in self._predictors(in_training=True)]
+
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         return agreement_metrics(prediction.predictions, self._predictors())
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Returns `(Q,)`: the positions of a step, over its batches and processes, that each term is averaged over."""
-        shifts = [predictor.shift for predictor in self._predictors(in_training=True)]
+        shifts = self._shifts()
         counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
         for batch in batch_samples:
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
