@@ -184,7 +184,7 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: G
     if args.streaming:
         train_dataset = train_dataset.shuffle(seed=training_args.seed, buffer_size=1000)
     elif training_args.process_index == 0:
-        print(f"training data: {report}")
+        print(f"training data (rows are counted after the {num_eval} held out): {report}")
     eval_dataset = None
     if num_eval:
         try:

@@ -25,6 +25,12 @@ FORGETFUL = (
     "{% for message in messages %}{{ message.role }}:\n{% if message.role != 'assistant' or loop.last %}"
     "{{ message.content }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
+# Writes the system prompt into the last user's turn, as Mistral's do.
+SYSTEM_IN_LAST_TURN = (
+    "{% for message in messages %}{% if message.role == 'user' %}[INST]{% if loop.index0 + 2 >= messages | length and "
+    "messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}{{ message.content }}[/INST]{% elif "
+    "message.role == 'assistant' %}{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
+)
 # Opens the reasoning for the assistant, and shows none of it afterwards.
 OPENING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 # Insists on user and assistant taking turns.

@@ -13,7 +13,9 @@ from training_data import (
     FORGETFUL,
     MARKED,
     MESSAGES,
+    OPENING,
     STRICT,
+    SYSTEM_IN_LAST_TURN,
     make_ending_tokenizer,
     make_tokenizer,
     write_jsonl,
@@ -245,11 +247,29 @@ def test_packing_keeps_every_text_whole_and_wastes_little(streaming: bool, confi
     assert sum(len(row["input_ids"]) for row in rows) / (128 * len(rows)) > 0.9
 
 
-def test_unstable_template_is_refused(config: PreTrainedConfig) -> None:
-    with pytest.raises(ValueError, match=r"is not clear. Let the target answer .* with \{% generation %\}"):
-        prepare([{"messages": MESSAGES}], config, FORGETFUL)
-    rows, _ = prepare([{"messages": MESSAGES[:3]}], config, FORGETFUL)
-    assert texts_that_count(rows[0]) == ["import os\n"]
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("template", [FORGETFUL, SYSTEM_IN_LAST_TURN])
+def test_conversations_under_an_unclear_template_cost_themselves_alone(
+    template: str, streaming: bool, tmp_path: Path, config: PreTrainedConfig
+) -> None:
+    """The system prompt in the last turn, say: what stands before the last answer then depends on what follows."""
+    rows = [{"messages": messages} for messages in (MESSAGES[:3], MESSAGES[:3], MESSAGES, MESSAGES[:3], MESSAGES)]
+    path = write_jsonl(tmp_path / "data.jsonl", ["", *rows])
+    dataset = load_conversations(path, streaming=streaming)
+    prepared, report = prepare_dataset(dataset, make_tokenizer(template), config, max_length=256, packing=False)
+    prepared = list(prepared)
+    assert len(prepared) == report.num_texts == 3
+    assert texts_that_count(prepared[0])[0].startswith("import os")
+    assert list(report.problems.values()) == [2]
+    assert "skipped 2 (the first is row 3): the chat template renders its beginning differently" in str(report)
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, OPENING])
+def test_an_unclear_template_comes_with_a_way_out(template: str, config: PreTrainedConfig) -> None:
+    """Also where it opens the reasoning for the assistant, and even single turns are unclear."""
+    messages = MESSAGES if template is FORGETFUL else MESSAGES[:3]
+    with pytest.raises(ValueError, match=r"Let the target answer \(`regenerate_dataset`\).*\{% generation %\}"):
+        prepare([{"messages": messages}], config, template)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ from .rendering import check_tokenizer, counting_states, encode, encode_prompt
 
 
 _IDS, _MASK = Sequence(Value("int32")), Sequence(Value("int8"))
-_ENCODED = Features({"input_ids": _IDS, "loss_mask": _MASK, "problem": Value("string"), "num_cut": Value("int64")})
+_NUMBER = Value("int64")
+_ENCODED = Features(
+    {"input_ids": _IDS, "loss_mask": _MASK, "problem": Value("string"), "num_cut": _NUMBER, "row": _NUMBER}
+)
 _ROWS = Features({"input_ids": _IDS, "loss_mask": _MASK})
 _PACKED = Features({"input_ids": _IDS, "loss_mask": _MASK, "position_ids": _IDS})
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be encoded or packed differently.
@@ -32,6 +35,7 @@ class PreparationReport:
     Attributes:
         num_texts: Texts kept, a long raw text counting once for each of its windows.
         problems: How many rows were skipped, by reason.
+        first_rows: The first row that was skipped for each of these reasons, counted from 0.
         num_truncated: Texts that were cut at the maximum length.
         num_tokens_cut: Tokens lost by that.
         num_tokens: Tokens kept.
@@ -41,6 +45,7 @@ class PreparationReport:
 
     num_texts: int = 0
     problems: Counter[str] = field(default_factory=Counter)
+    first_rows: dict[str, int] = field(default_factory=dict)
     num_truncated: int = 0
     num_tokens_cut: int = 0
     num_tokens: int = 0
@@ -51,6 +56,7 @@ class PreparationReport:
         """Counts a row of the encoded dataset; returns whether it is kept."""
         if row["problem"]:
             self.problems[str(row["problem"])] += 1
+            self.first_rows.setdefault(str(row["problem"]), int(row["row"]))
             return False
         self.num_texts += 1
         self.num_truncated += int(row["num_cut"] > 0)
@@ -65,7 +71,8 @@ class PreparationReport:
             f"{self.num_rows} rows; {self.num_truncated:,} texts truncated ({self.num_tokens_cut:,} "
             f"tokens cut); {sum(self.problems.values()):,} skipped"
         ]
-        lines += [f"  skipped {count:,}: {reason}" for reason, count in self.problems.most_common()]
+        for reason, count in self.problems.most_common():
+            lines.append(f"  skipped {count:,} (the first is row {self.first_rows[reason]}): {reason}")
         return "\n".join(lines)
 
 
@@ -92,8 +99,8 @@ def prepare_dataset(
 
     Returns:
         Rows of `input_ids`, `loss_mask` (1 at the states that count as targets: those of assistant tokens that another
-        assistant token follows) and, packed, `position_ids`; and what became of the dataset. A malformed row is
-        skipped and counted.
+        assistant token follows) and, packed, `position_ids`; and what became of the dataset. A malformed row, and
+        one in which the template does not show which tokens are the assistant's, is skipped and counted.
 
     Raises:
         ValueError: The tokenizer does not belong to the target, `max_length` exceeds the target's positions, the
@@ -105,6 +112,7 @@ def prepare_dataset(
     report = PreparationReport()
     encoded = dataset.map(
         _encode_batch,
+        with_indices=True,
         batched=True,
         batch_size=100,
         remove_columns=columns,
@@ -207,10 +215,15 @@ def _check_beginning(encoded: IterableDataset) -> None:
 
 
 def _encode_batch(
-    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, max_length: int, format_version: int
+    batch: dict[str, list[Any]],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    format_version: int,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    encoded = [new for row in rows for new in _encode_row(row, tokenizer, max_length)]
+    numbered = zip(indices, rows, strict=True)
+    encoded = [new | {"row": index} for index, row in numbered for new in _encode_row(row, tokenizer, max_length)]
     return {name: [row[name] for row in encoded] for name in _ENCODED}
 
 
