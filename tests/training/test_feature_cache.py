@@ -262,8 +262,15 @@ def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part:
 def test_states_beyond_float16_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     large = make_target("llama").float()
     large.model.norm.weight.data.fill_(1e6)
-    with pytest.raises(ValueError, match=r"too large for torch\.float16\. Extract them as bfloat16"):
+    with pytest.raises(ValueError, match=r"too large for torch\.float16\. Keep them as torch\.bfloat16"):
         write(large, tmp_path, dtype=torch.float16)
+    # The target itself is to blame where its own precision is too small, whatever the features'.
+    large.model.norm.weight.data.fill_(6e4)
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(
+            ValueError, match=r"own states are not finite \(torch.float16\). It overflows in float16: load"
+        ):
+            write(large.half(), tmp_path / str(dtype), dtype=dtype)
 
 
 def test_another_precision_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -204,6 +204,15 @@ def test_the_space_before_an_answer_is_kept() -> None:
     assert writer.decode_after([0, 1], [2]) == " return"
 
 
+def test_a_target_that_overflows_writes_nothing(tmp_path: Path) -> None:
+    large = make_chat_target().half()
+    large.model.norm.weight.data.fill_(6e4)
+    with pytest.raises(
+        ValueError, match=r"not finite \(torch.float16\). It overflows in float16: load it in bfloat16"
+    ):
+        regenerate([{"messages": MESSAGES}], large, tmp_path / "out.jsonl", max_length=100)
+
+
 def test_rows_without_an_answer_say_why(target: PreTrainedModel, tmp_path: Path) -> None:
     long = [{"role": "user", "content": "x = 1\n" * 100}, MESSAGES[2]]
     rows = regenerate([{"messages": None}, {"messages": long}], target, tmp_path / "out.jsonl")

@@ -284,6 +284,15 @@ def test_a_target_that_writes_nothing_of_use_is_told(tmp_path: Path) -> None:
         synthesize(endless, tmp_path / "a.jsonl", max_prompt_tokens=4)
 
 
+@pytest.mark.parametrize("cache", [None, "features"])
+def test_a_target_that_overflows_writes_nothing(tmp_path: Path, cache: str | None) -> None:
+    large = make_chat_target().half()
+    large.model.norm.weight.data.fill_(6e4)
+    features = None if cache is None else tmp_path / cache
+    with pytest.raises(ValueError, match=r"states are not finite \(torch.float16\). It overflows in float16: load it"):
+        synthesize(large, tmp_path / "a.jsonl", num_prompts=0, feature_cache=features)
+
+
 def test_the_opening_of_a_user_turn() -> None:
     tokenizer = make_chat_tokenizer()
     assert find_user_turn(tokenizer).opening == "<|im_start|>user\n"

@@ -476,6 +476,19 @@ def test_a_run_that_ends_diverged_is_an_error(target: PreTrainedModel, tmp_path:
         make_trainer(target, tmp_path, callbacks=[Poison()], logging_steps=100).train()
 
 
+@pytest.mark.parametrize("settings", [{}, {"logging_steps": 100}, {"linear_start": True}])
+def test_a_target_that_overflows_is_named(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The drafter's training has not diverged, and a lower learning rate would not help."""
+    large = make_target("llama").half()
+    large.model.norm.weight.data.fill_(6e4)
+    trainer = make_trainer(large, tmp_path, drafter=make_drafter(large).float(), **settings)
+    message = r"target's own states are not finite \(torch.float16\). It overflows in float16: load it in bfloat16"
+    with pytest.raises((FloatingPointError, ValueError), match=message):
+        trainer.train()
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.evaluate()
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_data_without_anything_to_learn_is_refused(target: PreTrainedModel, tmp_path: Path, streams: bool) -> None:
     rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 0, 0]}, {"input_ids": [1]}] * 2

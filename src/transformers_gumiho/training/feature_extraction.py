@@ -31,7 +31,7 @@ from .feature_cache import (
     split_layers,
 )
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints
-from .target_features import OnlineFeatures
+from .target_features import OnlineFeatures, stored_states
 
 
 DEFAULT_SHARD_BYTES = 2**29
@@ -229,10 +229,7 @@ def _states_to_keep(
     found = [states.last]
     if features.layer_ids is not None:
         found.append(split_layers(states, features.layer_ids, features.config))
-    kept = [tensor.to(dtype).cpu() for tensor in found]
-    if not all(torch.isfinite(tensor).all() for tensor in kept):
-        raise ValueError(f"The target's states are too large for {dtype}. Extract them as bfloat16.")
-    return kept
+    return [stored_states(tensor, dtype) for tensor in found]
 
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> None:

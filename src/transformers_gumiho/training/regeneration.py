@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import dataset_fingerprint
 from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch
@@ -19,6 +19,7 @@ from .conversations import Conversation, MalformedRowError, RawText, read_text
 from .fingerprint import tokenizer_fingerprints
 from .preparation import check_settings
 from .rendering import decode, encode_prompt, render_prompt
+from .target_features import why_not_finite
 from .written_rows import Turn, answer_text, written_row
 
 
@@ -56,7 +57,7 @@ def regenerate_dataset(
 
     Raises:
         ValueError: It runs in several processes, the tokenizer does not belong to the target, `max_length` exceeds the
-            target's positions, or the file was begun with other settings.
+            target's positions, the file was begun with other settings, or what the target computes is not finite.
         OSError: The disk is full. What was written stays.
     """
     if PartialState().num_processes > 1:
@@ -182,10 +183,16 @@ class TargetWriter:
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         device = self.target.device
         settings = {"do_sample": False, "max_new_tokens": self.max_length - longest, "pad_token_id": pad}
+        settings["logits_processor"] = LogitsProcessorList([self._check_finite])
         output = self.target.generate(
             ids.to(device), attention_mask=mask.to(device), **(settings | self.generate_kwargs)
         )
         return [_through_end(row, self._end_tokens()) for row in output[:, longest:].tolist()]
+
+    def _check_finite(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise ValueError(why_not_finite(self.target.dtype))
+        return scores
 
     def _end_tokens(self) -> set[int]:
         ends = self.target.generation_config.eos_token_id

@@ -38,7 +38,7 @@ from .draft_restriction import DraftRestriction
 from .linear_start import start_linearly
 from .model_card import model_card_of
 from .reach import MeasuredReach
-from .target_features import OnlineFeatures, TargetFeatures
+from .target_features import OnlineFeatures, TargetFeatures, why_not_finite
 from .term_averages import TermAverages
 from .trained_parts import freeze_all_but
 
@@ -114,6 +114,7 @@ class GumihoTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
+        self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
         self._terms = TermAverages()
         max_depth = self.drafter.config.max_draft_depth
         self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
@@ -157,6 +158,8 @@ class GumihoTrainer(Trainer):
         states = self.target_features.states(inputs)
         drafter_input = self.drafter_input(states)
         if model.training:
+            # Looked at where training diverges: asking in every step would wait for the device.
+            self._broken_states += (~torch.isfinite(states.last)).sum()
             drafter_input = self._add_noise(drafter_input)
             self._measure_reach(model, inputs, states)
         args = self.args
@@ -195,6 +198,8 @@ class GumihoTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
+            if not torch.isfinite(states.last).all():
+                raise FloatingPointError(why_not_finite(states.last.dtype))
             output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
             if self._positions_per_row:
                 return None, self._score_choices(inputs, states, output), None
@@ -212,7 +217,7 @@ class GumihoTrainer(Trainer):
 
         Raises:
             ValueError: There is no whole checkpoint to go on from.
-            FloatingPointError: Training diverged.
+            FloatingPointError: Training diverged, or the target's states are not finite.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -222,6 +227,7 @@ class GumihoTrainer(Trainer):
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )
         self._terms = TermAverages()
+        self._broken_states.zero_()
         if self._reach is not None:
             self._reach.reset()
         self._warn_of_schedule()
@@ -407,6 +413,8 @@ class GumihoTrainer(Trainer):
             )
 
     def _divergence(self, finding: str) -> str:
+        if self.accelerator.reduce(self._broken_states, "sum"):
+            return why_not_finite(self.target_features.embedding.dtype)
         checkpoint = last_complete_checkpoint(self.args.output_dir)
         kept = (
             f"The newest checkpoint, {checkpoint}, is from before that." if checkpoint else "There is no checkpoint."

@@ -61,14 +61,11 @@ class AnswerFeatureCache:
         Writes the features of a batch.
 
         Raises:
-            ValueError: They do not fit into the dtype.
             OSError: The disk is full. The batches before are complete.
         """
         (self.folder / MANIFEST).unlink(missing_ok=True)  # of answers that were deleted to be written anew
         ids = [torch.tensor(row.prompt + row.answer, dtype=torch.int32) for row in rows]
         states = torch.cat([row.states for row in rows]) if rows else torch.zeros(0, 0, dtype=self.dtype)
-        if not torch.isfinite(states).all():
-            raise ValueError(f"The target's states are too large for {self.dtype}. Keep them as bfloat16.")
         none = torch.zeros(0, dtype=torch.int32)
         masks = [torch.tensor(row.loss_mask, dtype=torch.int32) for row in rows]
         tensors = {

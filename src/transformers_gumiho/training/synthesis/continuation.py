@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ...internals import CACHE_NAME
 from ...target.feature_reader import find_decoder
 from ...target.prediction_head import projected_states
-from ..target_features import OnlineFeatures
+from ..target_features import OnlineFeatures, stored_states, why_not_finite
 from .nucleus import sample_nucleus
 from .roomy_cache import attends_everywhere, make_roomy_cache
 
@@ -117,13 +117,15 @@ class _Batch:
         states = self._run(ids, (num_shared + columns - gaps).clamp(min=0), self.mask)
         if self.dtype is not None:
             for kept, row, rest in zip(self.states, states, rests, strict=True):
-                kept += [piece.to(self.dtype).cpu() for piece in (*begun, row[longest - len(rest) :])]
+                kept += [stored_states(piece, self.dtype) for piece in (*begun, row[longest - len(rest) :])]
             self.num_begun = len(begun) + 1
         return states[:, -1]
 
     def add_tokens(self, states: torch.Tensor) -> None:
         """Chooses the token that follows the states `(B, H)` of each row."""
         logits = self.continuing.features.lm_head(states)(states)
+        if logits.isnan().any():
+            raise ValueError(why_not_finite(states.dtype))
         tokens = logits.argmax(dim=-1)
         if self.sampled.any():
             sampling = self.continuing.sampling
@@ -154,7 +156,7 @@ class _Batch:
         states = self._run(self.tokens[:, None], self.positions, self.mask)[:, -1]
         self.positions = self.positions + 1
         if self.dtype is not None:
-            for row, state in zip(self.rows, states.to(self.dtype).cpu(), strict=True):
+            for row, state in zip(self.rows, stored_states(states, self.dtype), strict=True):
                 if self._needs_more(row):
                     self.states[row].append(state[None])
         return states
