@@ -400,6 +400,9 @@ def test_questions_are_read_in_both_forms(tmp_path: Path) -> None:
     assert read_questions(path, 2) == [Prompt("Why?"), Prompt("Hello?", "Be kind.")]
     with pytest.raises(ValueError, match=r"q.jsonl:3 has no question. A line of this file is JSON with a `prompt`"):
         read_questions(path)
+    write_jsonl(path_of_list := tmp_path / "list.jsonl", [{"prompt": "Why?"}, ["Why?"]])
+    with pytest.raises(ValueError, match=r"list.jsonl' holds a list in line 2. Each line must be a JSON object"):
+        read_questions(path_of_list)
     # Characters at which `str.splitlines` splits, too.
     write_jsonl(tmp_path / "q.jsonl", ['{"prompt": "Why\u2028or\x85how?"}'])
     assert read_questions(path) == [Prompt("Why\u2028or\x85how?")]

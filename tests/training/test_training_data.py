@@ -126,7 +126,7 @@ def test_a_long_conversation_is_truncated_and_reported(config: PreTrainedConfig)
 
 
 BROKEN = {
-    "not json": "is not JSON",
+    "not json": "is not JSON, or not UTF-8",
     "[1, 2]": "is not a JSON object",
     '{"messages": "hello"}': "its conversation is not a list",
     '{"messages": []}': "its conversation is not a list",
@@ -174,13 +174,33 @@ def test_malformed_rows_are_skipped_counted_and_reported(
         assert reason in str(report)
 
 
-def test_bytes_that_are_no_text_cost_their_own_line(tmp_path: Path, config: PreTrainedConfig) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bytes_that_are_no_utf8_cost_their_own_line(streaming: bool, tmp_path: Path, config: PreTrainedConfig) -> None:
     good = json.dumps({"messages": MESSAGES}).encode()
-    (tmp_path / "data.jsonl").write_bytes(b"\xff\xfe{\n" + good + b"\n")
-    dataset = load_conversations(str(tmp_path / "data.jsonl"))
-    rows, report = prepare_dataset(dataset, make_tokenizer(), config, max_length=256)
-    assert len(rows) == 1
-    assert report.problems == {"is not JSON": 1}
+    latin = '{"text": "d\xe9f f(): return"}'.encode("latin-1")
+    (tmp_path / "data.jsonl").write_bytes(b"\n".join([good, b"\xff\xfe{", good, latin, b""]))
+    dataset = load_conversations(str(tmp_path / "data.jsonl"), streaming=streaming)
+    rows, report = prepare_dataset(dataset, make_tokenizer(), config, max_length=256, packing=False)
+    assert len(list(rows)) == 2
+    assert report.problems == {"is not JSON, or not UTF-8": 2}
+    assert report.first_rows == {"is not JSON, or not UTF-8": 1}
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "folder"])
+def test_a_byte_order_mark_costs_no_row(name: str, tmp_path: Path, config: PreTrainedConfig) -> None:
+    data = b"\xef\xbb\xbf" + (json.dumps({"text": "import os\nimport sys\n"}) + "\n").encode() * 3
+    (tmp_path / "folder").mkdir()
+    for file in ("data.jsonl", "data.json", "folder/a.jsonl", "folder/b.jsonl"):
+        (tmp_path / file).write_bytes(data)
+    report = prepare_dataset(load_conversations(str(tmp_path / name)), make_tokenizer(), config, max_length=64)[1]
+    assert report.num_texts == (6 if name == "folder" else 3)
+    assert not report.problems
+
+
+def test_a_json_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"data.json' is no .json file that can be read: .*UTF-8"):
+        load_conversations(str(tmp_path / "data.json"))
 
 
 def test_streams_that_do_not_know_their_columns_are_read(tmp_path: Path, config: PreTrainedConfig) -> None:

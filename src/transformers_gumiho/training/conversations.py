@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 
 # The column under which the lines of a JSONL file travel until they are parsed: a broken one costs only itself.
@@ -82,7 +83,7 @@ def load_conversations(
 
     Raises:
         FileNotFoundError: `name` looks like a file, and there is none.
-        ValueError: The file is empty.
+        ValueError: The file is empty or cannot be read.
     """
     path = Path(name)
     lines = sorted(map(str, path.glob("*.jsonl"))) if path.is_dir() else [name] if path.suffix == ".jsonl" else []
@@ -92,14 +93,17 @@ def load_conversations(
     if lines and not any(Path(file).stat().st_size for file in lines):
         raise ValueError(f"{name!r} is empty.")
     if lines:
-        # As text, so that a broken line costs only itself.
-        kwargs = {"encoding_errors": "replace"} | kwargs
+        # As text, so that a broken line costs only itself: bytes that are no UTF-8 become escapes that JSON has not.
+        kwargs = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"} | kwargs
         dataset = load_dataset("text", data_files=lines, split="train", streaming=streaming, **kwargs)
         return dataset.rename_column("text", JSON_LINE)
     if path.is_dir() and (path / "dataset_info.json").exists() and not streaming:
         return load_from_disk(name)
     if other:
-        return load_dataset(other, data_files=name, split="train", streaming=streaming, **kwargs)
+        try:
+            return load_dataset(other, data_files=name, split="train", streaming=streaming, **kwargs)
+        except DatasetGenerationError as error:
+            raise ValueError(f"{name!r} is no {path.suffix} file that can be read: {error.__cause__}") from error
     return load_dataset(name, split=split, streaming=streaming, **kwargs)
 
 
@@ -155,7 +159,7 @@ def _parse(line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except ValueError:
-        raise MalformedRowError("is not JSON") from None
+        raise MalformedRowError("is not JSON, or not UTF-8") from None
     if not isinstance(row, dict):
         raise MalformedRowError("is not a JSON object")
     return row
