@@ -137,6 +137,23 @@ def test_a_killed_run_goes_on_to_the_same_result(target: PreTrainedModel, tmp_pa
     assert len({row["text"] for row in whole[:5]}) == 5
 
 
+def test_a_second_run_into_a_file_is_refused(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, path = [{"text": f"def f{index}(self):\n    return"} for index in range(4)], tmp_path / "a.jsonl"
+    real, refused = regeneration.append_rows, []
+
+    def append_and_start_again(*arguments: Any) -> None:
+        real(*arguments)
+        with pytest.raises(OSError, match=r"Another run is writing there.*a.jsonl") as error:
+            regenerate(rows, target, path, None)
+        refused.append(error)
+
+    monkeypatch.setattr(regeneration, "append_rows", append_and_start_again)
+    assert len(regenerate(rows, target, path, None)) == 4
+    assert len(refused) == 2
+
+
 def test_a_full_disk_keeps_what_was_written(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

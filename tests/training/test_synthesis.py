@@ -167,6 +167,19 @@ def test_a_killed_run_goes_on_to_the_same_result(
         torch.testing.assert_close(first["hidden_states"], second["hidden_states"])
 
 
+@pytest.mark.parametrize("name", ["cache.json", "shard-00001.safetensors"])
+def test_damaged_features_are_written_again(target: PreTrainedModel, written: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(written, folder)
+    data = (folder / "features" / name).read_bytes()
+    (folder / "features" / name).write_bytes(data[:-500] + bytes(500))
+    synthesize(target, folder / "a.jsonl", feature_cache=folder / "features", features_dtype=torch.float32)
+    assert (folder / "a.jsonl").read_bytes() == (written / "a.jsonl").read_bytes()
+    for first, second in zip(FeatureDataset(written / "features"), FeatureDataset(folder / "features"), strict=True):
+        assert torch.equal(first["input_ids"], second["input_ids"])
+        torch.testing.assert_close(first["hidden_states"], second["hidden_states"])
+
+
 def test_features_belong_to_the_answers_that_lie_next_to_them(
     target: PreTrainedModel, written: Path, tmp_path: Path
 ) -> None:
@@ -184,6 +197,24 @@ def test_features_belong_to_the_answers_that_lie_next_to_them(
 def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, written: Path) -> None:
     with pytest.raises(ValueError, match="was begun with another feature_cache and another max_new_tokens"):
         synthesize(target, written / "a.jsonl", max_new_tokens=13)
+
+
+def test_a_second_run_into_a_file_is_refused(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it cuts the first one's unfinished batch off."""
+    real, refused = TargetWriter.answer, []
+
+    def start_again(*arguments: Any) -> Any:
+        for file, features in (("a.jsonl", "other"), ("other.jsonl", "features")):
+            with pytest.raises(OSError, match=r"Another run is writing there. Wait for it to end") as error:
+                synthesize(target, tmp_path / file, feature_cache=tmp_path / features)
+            refused.append(error)
+        return real(*arguments)
+
+    monkeypatch.setattr(TargetWriter, "answer", start_again)
+    synthesize(target, tmp_path / "a.jsonl", feature_cache=tmp_path / "features")
+    assert len(refused) == 6
 
 
 def test_prompts_begun_with_other_settings_are_refused(

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import dataset_fingerprint
-from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch
+from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
 from ..target.fingerprint import model_fingerprint
 from .conversations import Conversation, MalformedRowError, RawText, read_text
 from .fingerprint import tokenizer_fingerprints
@@ -58,31 +58,31 @@ def regenerate_dataset(
     Raises:
         ValueError: It runs in several processes, the tokenizer does not belong to the target, `max_length` exceeds the
             target's positions, the file was begun with other settings, or what the target computes is not finite.
-        OSError: The disk is full. What was written stays.
+        OSError: The disk is full, or another run writes there. What was written stays.
     """
     if PartialState().num_processes > 1:
         raise ValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")
     check_settings(tokenizer, target.config, max_length)
     path = Path(output_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_begun_with(
-        path,
-        {"target": model_fingerprint(target)}
-        | tokenizer_fingerprints(tokenizer)
-        | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
-        | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
-    )
-    done = cut_unfinished_batch(path, batch_size)
-    remaining = islice(iter(dataset), done, None)
-    writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
-    total = len(dataset) if isinstance(dataset, Dataset) else None
-    with tqdm(desc="target answers", total=total, initial=done) as progress:
-        while batch := list(islice(remaining, batch_size)):
-            torch.manual_seed(seed + done)
-            texts = writer.rewrite(batch)
-            append_rows(path, texts)
-            done += len(batch)
-            progress.update(len(batch))
+    with sole_writer(path):
+        check_begun_with(
+            path,
+            {"target": model_fingerprint(target)}
+            | tokenizer_fingerprints(tokenizer)
+            | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
+            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
+        )
+        done = cut_unfinished_batch(path, batch_size)
+        remaining = islice(iter(dataset), done, None)
+        writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
+        total = len(dataset) if isinstance(dataset, Dataset) else None
+        with tqdm(desc="target answers", total=total, initial=done) as progress:
+            while batch := list(islice(remaining, batch_size)):
+                torch.manual_seed(seed + done)
+                texts = writer.rewrite(batch)
+                append_rows(path, texts)
+                done += len(batch)
+                progress.update(len(batch))
 
 
 @dataclass(frozen=True)
