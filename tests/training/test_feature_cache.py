@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from datasets import Dataset
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -364,6 +365,11 @@ def test_states_beyond_float16_are_refused(target: PreTrainedModel, tmp_path: Pa
             ValueError, match=r"own states are not finite \(torch.float16\). It overflows in float16: load"
         ):
             write(large.half(), tmp_path / str(dtype), dtype=dtype)
+
+
+def test_an_offloaded_embedding_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"token embedding is offloaded.* a `device_map` that keeps the embedding"):
+        write(cpu_offload(make_target("llama").float()), tmp_path)
 
 
 def test_another_precision_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:

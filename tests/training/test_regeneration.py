@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from chat_target import make_chat_target, make_chat_tokenizer
 from datasets import Dataset
 from full_disk import disk_of
@@ -228,6 +229,16 @@ def test_a_target_that_overflows_writes_nothing(tmp_path: Path) -> None:
         ValueError, match=r"not finite \(torch.float16\). It overflows in float16: load it in bfloat16"
     ):
         regenerate([{"messages": MESSAGES}], large, tmp_path / "out.jsonl", max_length=100)
+
+
+def test_an_offloaded_target_writes_what_it_writes_in_memory(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"messages": MESSAGES[:3]}, {"messages": MESSAGES}]
+    offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32).eval())
+    expected, found = (
+        regenerate(rows, model, tmp_path / name, max_new_tokens=6)
+        for model, name in ((target, "a.jsonl"), (offloaded, "b.jsonl"))
+    )
+    assert found == expected
 
 
 def test_rows_without_an_answer_say_why(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from chat_target import make_chat_target, make_chat_tokenizer
 from full_disk import disk_of
 from targets import make_target
@@ -423,6 +424,20 @@ def test_rows_of_a_batch_do_not_see_each_other(family: str, prompts: list[list[i
         output = target.generate(ids, do_sample=False, max_new_tokens=20, eos_token_id=5)
         assert prompt + result.tokens == output[0].tolist()
         torch.testing.assert_close(result.states, target.get_decoder()(output).last_hidden_state[0])
+
+
+@pytest.mark.parametrize("states_dtype", [None, torch.float32])
+def test_an_offloaded_target_writes_what_it_writes_in_memory(states_dtype: torch.dtype | None) -> None:
+    """Its first parameters are on no device, and neither the tokens nor the randomness can be there."""
+    prompts, sampled = [[1, 2, 3, 4], [1, 2, 5], [1, 3, 3, 3, 2]], [True, False, True]
+    expected, found = (
+        BatchContinuation(place(make_target().float()), {7}, Sampling(), states_dtype)(prompts, 10, sampled, seed=3)
+        for place in (lambda target: target, cpu_offload)
+    )
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+    if states_dtype is not None:
+        for result, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(result.states, other.states)
 
 
 def test_questions_are_read_in_both_forms(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_widths import state_width
+from ..model.token_embedding import fitting_rows
 from ..resumable_file import sole_writer, way_out
 from ..target.fingerprint import model_fingerprint
+from ..target.placement import drafter_device
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
 from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, num_kept_layers, split_layers
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints
@@ -200,7 +202,8 @@ def begin_cache(
     for leftover in folder.glob("*.partial"):
         leftover.unlink()
     target_folder = folder / TARGET_FOLDER
-    weights = {"embed_tokens.weight": target.get_input_embeddings().weight} | _head_weights(target)
+    embedding = target.get_input_embeddings().weight
+    weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
     weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(weights.items())}
     manifest = replace(manifest, weights_checksum=checksum(weights.values(), 0))
     try:
@@ -227,7 +230,7 @@ def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
         return {"lm_head.weight": head.weight, **bias}
     embedding = target.get_input_embeddings().weight
     width = getattr(head, "in_features", embedding.shape[1])
-    probe = torch.eye(width, dtype=target.dtype, device=target.device)
+    probe = torch.eye(width, dtype=target.dtype, device=drafter_device(target))
     bias = head(torch.zeros_like(probe[:1]))[0]
     return {"lm_head.weight": (head(probe) - bias).T, "lm_head.bias": bias}
 
@@ -237,7 +240,7 @@ def _extract(
 ) -> list[dict[str, torch.Tensor]]:
     """Returns the rows of a shard."""
     collate, extracted = GumihoDataCollator(), []
-    device = features.target.device
+    device = drafter_device(features.target)
     for start in range(rows.start, rows.stop, batch_size):
         chosen = [dataset[index] for index in range(start, min(start + batch_size, rows.stop))]
         batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}

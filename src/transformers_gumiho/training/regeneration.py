@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from ..internals import dataset_fingerprint
 from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
 from ..target.fingerprint import model_fingerprint
+from ..target.placement import drafter_device
 from .conversations import Conversation, MalformedRowError, RawText, read_text
 from .fingerprint import tokenizer_fingerprints
 from .preparation import check_settings
@@ -181,7 +182,7 @@ class TargetWriter:
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
         ids = torch.tensor([[pad or 0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        device = self.target.device
+        device = drafter_device(self.target)
         settings = {"do_sample": False, "max_new_tokens": self.max_length - longest, "pad_token_id": pad}
         settings["logits_processor"] = LogitsProcessorList([self._check_finite])
         output = self.target.generate(

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ...internals import CACHE_NAME
 from ...target.feature_reader import find_decoder
+from ...target.placement import drafter_device
 from ...target.prediction_head import projected_states
 from ..target_features import OnlineFeatures, stored_states, why_not_finite
 from .nucleus import sample_nucleus
@@ -90,8 +91,8 @@ class _Batch:
         self, continuing: BatchContinuation, prompts: Sequence[list[int]], sampled: Sequence[bool], seed: int
     ):
         self.continuing, self.prompts = continuing, prompts
-        self.device, self.dtype = continuing.target.device, continuing.states_dtype
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.device, self.dtype = drafter_device(continuing.target), continuing.states_dtype
+        self.generator = torch.Generator().manual_seed(seed)
         self.results = [Continuation() for _ in prompts]
         self.states: list[list[torch.Tensor]] = [[] for _ in prompts]
         self.rows = list(range(len(prompts)))  # of each row of the batch, the prompt it continues
@@ -143,8 +144,9 @@ class _Batch:
         """Cuts rows that need no more off where they are many; returns whether any is left."""
         going = [index for index, row in enumerate(self.rows) if self._needs_more(row)]
         if going and len(self.rows) - len(going) >= max(len(self.rows) * _ENDED_SHARE, 1):
-            kept = torch.tensor(going, device=self.device)
+            kept = torch.tensor(going)  # in the computer's memory: it indexes layers on several devices
             self.cache.batch_select_indices(kept)
+            kept = kept.to(self.device)
             self.mask, self.positions, self.sampled = self.mask[kept], self.positions[kept], self.sampled[kept]
             self.tokens = self.tokens[kept]
             self.rows = [self.rows[index] for index in going]
@@ -181,7 +183,8 @@ class _Batch:
             use_cache=True,
             **{CACHE_NAME: self.cache},
         ).last_hidden_state
-        return projected_states(self.continuing.target, states)
+        # Of a target that is split, the states come from another device than the tokens.
+        return projected_states(self.continuing.target, states).to(self.device)
 
 
 def _num_shared(prompts: Sequence[list[int]]) -> int:
