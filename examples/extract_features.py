@@ -13,6 +13,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
+from transformers_gumiho.text_files import read_text
 from transformers_gumiho.training import cache_size, load_conversations, prepare_dataset, write_feature_cache
 from transformers_gumiho.user_errors import told_in_one_line
 
@@ -46,7 +47,7 @@ def extract(args: ExtractionArguments) -> None:
     target = AutoModelForCausalLM.from_pretrained(args.target_model, dtype=args.target_dtype).to(state.device)
     tokenizer = AutoTokenizer.from_pretrained(args.target_model)
     if args.chat_template is not None:
-        tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(args.chat_template)
     with state.main_process_first():
         dataset, report = prepare_dataset(
             load_conversations(args.dataset_name, args.dataset_split),

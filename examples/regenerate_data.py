@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
+from transformers_gumiho.text_files import read_text
 from transformers_gumiho.training import load_conversations, regenerate_dataset
 from transformers_gumiho.user_errors import told_in_one_line
 
@@ -44,7 +45,7 @@ def regenerate(args: RegenerationArguments) -> None:
     sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
     tokenizer = AutoTokenizer.from_pretrained(args.target_model)
     if args.chat_template is not None:
-        tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(args.chat_template)
     regenerate_dataset(
         load_conversations(args.dataset_name, args.dataset_split),
         target,

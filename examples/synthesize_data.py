@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
+from transformers_gumiho.text_files import read_text
 from transformers_gumiho.training import (
     Endpoint,
     EndpointError,
@@ -66,7 +67,7 @@ def main() -> None:
 def synthesize(args: SynthesisArguments) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target_model)
     if args.chat_template is not None:
-        tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(args.chat_template)
     openings = [line.strip().replace("\\n", "\n") for line in read_lines(args.openings)]
     questions = read_questions(args.questions, args.num_questions) if args.questions else []
     prompts = {"system_prompts": read_lines(args.system_prompts), "openings": openings, "questions": questions}
@@ -88,7 +89,7 @@ def synthesize(args: SynthesisArguments) -> None:
 
 
 def read_lines(path: Path | None) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path else []
+    lines = read_text(path).splitlines() if path else []
     return [line for line in lines if line.strip()]
 
 

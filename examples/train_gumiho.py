@@ -18,6 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model.configuration_gumiho import resolve_layer_ids
+from transformers_gumiho.text_files import read_text
 from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
@@ -167,7 +168,7 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: G
     """Returns the trainer's arguments for running the target in every step."""
     tokenizer = AutoTokenizer.from_pretrained(args.target_model)
     if args.chat_template is not None:
-        tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(args.chat_template)
     dataset = load_conversations(args.dataset_name, args.dataset_split, args.streaming)
     if args.streaming:
         held_out, dataset = dataset.take(args.num_eval_rows), dataset.skip(args.num_eval_rows)
@@ -184,7 +185,7 @@ def online_data(args: ScriptArguments, target: PreTrainedModel, training_args: G
     if args.streaming:
         train_dataset = train_dataset.shuffle(seed=training_args.seed, buffer_size=1000)
     elif training_args.process_index == 0:
-        print(f"training data: {report}")
+        print(f"training data (rows are counted after the {num_eval} held out): {report}")
     eval_dataset = None
     if num_eval:
         try:

@@ -1,11 +1,18 @@
-"""JSONL files that a run which was stopped at any byte goes on with."""
+"""Files that a run which was stopped at any byte goes on with, and that one run writes at a time."""
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
 
 
 def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
@@ -27,7 +34,7 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
         return
     # Whole or not at all: what is there may be all that says what the file was begun with.
     unfinished = beside.with_name(beside.name + ".unfinished")
-    with _full_disk_named(beside):
+    with _file_named(beside):
         unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
         os.replace(unfinished, beside)
 
@@ -75,18 +82,53 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     Raises:
         OSError: The disk is full. What was written before stays.
     """
-    with _full_disk_named(path), path.open("a", encoding="utf-8") as file:
+    with _file_named(path), path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @contextmanager
-def _full_disk_named(path: Path) -> Iterator[None]:
+def sole_writer(path: Path) -> Iterator[None]:
+    """
+    Keeps a file or folder, which it makes where there is none, for this run, however the run ends.
+
+    Raises:
+        OSError: Another run writes there.
+    """
+    if fcntl is None:  # Windows has no locks that end with the process and leave no file behind
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(
+                error.errno, "Another run is writing there. Wait for it to end, or write elsewhere", str(path)
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
+def way_out(error: Exception) -> str:
+    """Returns what to do about an error in writing a file."""
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    # Libraries in other languages keep the number in the text.
+    if is_full or any(f"os error {number})" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+        return "Make room and run this again: it goes on here"
+    return "Remove the cause and run this again: it goes on here"
+
+
+@contextmanager
+def _file_named(path: Path) -> Iterator[None]:
     """Says of an error in writing a file which one it was, and what to do."""
     try:
         yield
     except OSError as error:
         raise OSError(
             error.errno,
-            f"Could not write {str(path)!r}: {error.strerror}. What was written before stays. Make room and run this "
-            f"again: it goes on here",
+            f"Could not write {str(path)!r}: {error.strerror}. What was written before stays. {way_out(error)}",
         ) from error

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 
@@ -24,6 +25,14 @@ FORGETFUL = (
     "{% for message in messages %}{{ message.role }}:\n{% if message.role != 'assistant' or loop.last %}"
     "{{ message.content }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
+# Writes the system prompt into the last user's turn, as Mistral's do.
+SYSTEM_IN_LAST_TURN = (
+    "{% for message in messages %}{% if message.role == 'user' %}[INST]{% if loop.index0 + 2 >= messages | length and "
+    "messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}{{ message.content }}[/INST]{% elif "
+    "message.role == 'assistant' %}{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+# Opens the reasoning for the assistant, and shows none of it afterwards.
+OPENING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 # Insists on user and assistant taking turns.
 STRICT = (
     "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -45,6 +54,21 @@ def make_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFas
     tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def make_ending_tokenizer(ending: str = "</s>") -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of a few words that begins every text with `<s>` and ends it with `ending`, if any."""
+    words = ["<unk>", "<s>", "</s>", "[SEP]", "what", "is", "this", "a", "test"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(words[:4])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"<s> $A {ending}".strip(), special_tokens=[(word, vocabulary[word]) for word in words[1:4]]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:

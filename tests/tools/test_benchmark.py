@@ -209,6 +209,23 @@ def test_bootstrap_interval_holds_the_median_as_often_as_it_says() -> None:
     assert 0.88 < hits / 200 < 0.99
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (b'{"prompt": ', r"q.jsonl' is not JSON in line 3: Expecting value"),
+        (b'["def f"]', r"q.jsonl' holds a list in line 3. Each line must be a JSON object"),
+        ('{"prompt": "d\xe9f"}'.encode("latin-1"), r"q.jsonl' is not UTF-8 in line 3: .* Save it as UTF-8"),
+    ],
+)
+def test_files_from_elsewhere_are_read_or_named(tmp_path: Path, second: bytes, message: str) -> None:
+    path, good = tmp_path / "q.jsonl", b'{"prompt": "def f"}'
+    path.write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\r\n" + good)
+    assert [question.turns for question in read_questions(str(path))] == [("def f",)] * 2
+    path.write_bytes(b"\n".join([good, b"", second, good]))
+    with pytest.raises(ValueError, match=message):
+        read_questions(str(path))
+
+
 def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
     rows = [
         {"question_id": 81, "category": "writing", "turns": ["Compose.", "Shorten."]},
@@ -227,7 +244,7 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
     column = write_jsonl(tmp_path / "other.jsonl", [{"body": "x"}])
     assert read_questions(column, column="body")[0].turns == ("x",)
     with pytest.raises(
-        ValueError, match=r"Row 0 .* has the columns \['body'\], and needs 'turns' or 'prompt' or 'text'"
+        ValueError, match=r"Line 1 .* has the columns \['body'\], and needs 'turns' or 'prompt' or 'text'"
     ):
         read_questions(column)
     with pytest.raises(ValueError, match="has turns that are not text"):

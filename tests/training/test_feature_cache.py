@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from datasets import Dataset
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from sweep_architectures import build
 from targets import make_target
 from training_data import make_tokenizer
@@ -137,6 +140,12 @@ def test_features_are_those_of_the_target_in_the_precision_asked_for(
         assert cached["loss_mask"].tolist() == row["loss_mask"]
 
 
+def test_labels_are_kept_as_what_counts(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"input_ids": [3, 4, 5, 6], "labels": [-100, 4, 5, -100]}])
+    write(target, tmp_path, rows)
+    assert FeatureDataset(tmp_path)[0]["loss_mask"].tolist() == [0, 1, 0, 0]
+
+
 @pytest.mark.parametrize(("layer_ids", "num_kept"), [(None, 1), ([0, 1], 3), ([1, 2], 2)])
 def test_size_is_estimated_before_extraction(
     target: PreTrainedModel, tmp_path: Path, layer_ids: list[int] | None, num_kept: int
@@ -193,6 +202,38 @@ def test_processes_share_the_shards(target: PreTrainedModel, tmp_path: Path, mon
     assert contents(tmp_path / "shared") == contents(tmp_path / "alone")
 
 
+def test_a_second_extraction_into_a_folder_is_refused(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the first one ends as if it had been alone."""
+    real, refused = feature_extraction.save_file, []
+
+    def save_and_start_again(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        real(tensors, path)
+        with pytest.raises(OSError, match=r"Another run is writing there. Wait for it to end") as error:
+            write(target, tmp_path / "cache")
+        refused.append(error)
+
+    monkeypatch.setattr(feature_extraction, "save_file", save_and_start_again)
+    write(target, tmp_path / "cache")
+    assert len(refused) == 5
+    monkeypatch.setattr(feature_extraction, "save_file", real)
+    write(target, tmp_path / "whole")
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_another_error_than_a_full_disk_is_told_as_it_is(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No such file or directory (os error 2)")
+
+    monkeypatch.setattr(feature_extraction, "save_file", lost)
+    with pytest.raises(OSError, match=r"No such file or directory .*Remove the cause and run this again") as error:
+        write(target, tmp_path / "cache")
+    assert "room" not in str(error.value)
+
+
 def test_a_full_disk_ends_in_an_error_that_says_what_is_kept(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +246,9 @@ def test_a_full_disk_ends_in_an_error_that_says_what_is_kept(
         real(tensors, path)
 
     monkeypatch.setattr(feature_extraction, "save_file", full_disk)
-    with pytest.raises(OSError, match=r"shard-00002.*No space left on device.*run this again: it goes on here"):
+    with pytest.raises(
+        OSError, match=r"shard-00002.*No space left on device.*Make room and run this again: it goes on"
+    ):
         write(target, tmp_path / "cache")
     assert sorted(path.name for path in (tmp_path / "cache").glob("shard*")) == [
         "shard-00000.safetensors",
@@ -215,6 +258,63 @@ def test_a_full_disk_ends_in_an_error_that_says_what_is_kept(
     write(target, tmp_path / "cache")
     write(target, tmp_path / "whole")
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def zeroed(data: bytes) -> bytes:
+    """The states alone: the header and the offsets stay."""
+    return data[:-800] + bytes(800)
+
+
+def train_on(folder: Path) -> None:
+    dataset, features = FeatureDataset(folder), CachedFeatures(folder)
+    args = GumihoTrainingArguments(output_dir=folder.parent, use_cpu=True, report_to="none", save_strategy="no")
+    GumihoTrainer(features.make_drafter(), args, target=features, train_dataset=dataset).train()
+
+
+DAMAGE = {"empty": lambda _: b"", "cut": lambda data: data[:-9], "zeros": lambda data: bytes(len(data)),
+          "rubbish": lambda data: b"<html>" * 99, "zeroed": zeroed}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["cache.json", "shard-00001.safetensors", "target/target.safetensors"])
+def test_a_damaged_cache_is_named_and_extraction_repairs_it(
+    target: PreTrainedModel, tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(target, tmp_path / "cache")
+    before, path = contents(tmp_path / "cache"), tmp_path / "cache" / name
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*Run what wrote it again, which writes this"):
+        train_on(tmp_path / "cache")
+    saved, real = [], feature_extraction.save_file
+    monkeypatch.setattr(feature_extraction, "save_file", lambda *args: (real(*args), saved.append(args[1].name)))
+    write(target, tmp_path / "cache")
+    assert contents(tmp_path / "cache") == before
+    # What is intact stays.
+    assert saved == ([f"{path.name}.partial"] if name.startswith("shard") else ["target.safetensors.partial"])
+
+
+def test_shards_of_something_else_are_not_taken_for_the_caches_own(target: PreTrainedModel, tmp_path: Path) -> None:
+    """Where the manifest that tells them apart is lost."""
+    write(make_target("llama", seed=1).float(), tmp_path / "cache")
+    (tmp_path / "cache" / "cache.json").write_bytes(b"")
+    write(target, tmp_path / "cache")
+    write(target, tmp_path / "whole")
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_a_cache_without_checksums_is_read_and_goes_on(target: PreTrainedModel, tmp_path: Path) -> None:
+    """As earlier versions wrote them."""
+    write(target, tmp_path)
+    expected = [row["hidden_states"] for row in FeatureDataset(tmp_path)]
+    manifest = json.loads((tmp_path / "cache.json").read_text())
+    old = {name: value for name, value in manifest.items() if "checksum" not in name}
+    (tmp_path / "cache.json").write_text(json.dumps(old))
+    for path in sorted(tmp_path.glob("shard-*"))[:-1]:
+        save_file({name: t for name, t in load_file(path).items() if name != "checksums"}, path)
+    (tmp_path / "shard-00003.safetensors").unlink()
+    write(target, tmp_path)
+    for row, states in zip(FeatureDataset(tmp_path), expected, strict=True):
+        assert torch.equal(row["hidden_states"], states)
 
 
 def test_a_disk_that_is_too_small_is_noticed_at_once(
@@ -256,8 +356,20 @@ def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part:
 def test_states_beyond_float16_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     large = make_target("llama").float()
     large.model.norm.weight.data.fill_(1e6)
-    with pytest.raises(ValueError, match=r"too large for torch\.float16\. Extract them as bfloat16"):
+    with pytest.raises(ValueError, match=r"too large for torch\.float16\. Keep them as torch\.bfloat16"):
         write(large, tmp_path, dtype=torch.float16)
+    # The target itself is to blame where its own precision is too small, whatever the features'.
+    large.model.norm.weight.data.fill_(6e4)
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(
+            ValueError, match=r"own states are not finite \(torch.float16\). It overflows in float16: load"
+        ):
+            write(large.half(), tmp_path / str(dtype), dtype=dtype)
+
+
+def test_an_offloaded_embedding_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"token embedding is offloaded.* a `device_map` that keeps the embedding"):
+        write(cpu_offload(make_target("llama").float()), tmp_path)
 
 
 def test_another_precision_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:

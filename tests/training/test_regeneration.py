@@ -3,19 +3,33 @@
 import errno
 import json
 import runpy
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from chat_target import make_chat_target, make_chat_tokenizer
 from datasets import Dataset
 from full_disk import disk_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from training_data import CHATML, DEMO_TARGET, MESSAGES, make_tokenizer
+from training_data import (
+    CHATML,
+    DEMO_TARGET,
+    FORGETFUL,
+    MARKED,
+    MESSAGES,
+    OPENING,
+    STRICT,
+    make_ending_tokenizer,
+    make_tokenizer,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from transformers_gumiho.resumable_file import check_begun_with
-from transformers_gumiho.training import regenerate_dataset, regeneration
+from transformers_gumiho.training import load_conversations, prepare_dataset, regenerate_dataset, regeneration
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +78,53 @@ def test_texts_are_continued(target: PreTrainedModel, tmp_path: Path) -> None:
     )  # fmt: skip
     tokenizer = make_tokenizer()
     prompt = tokenizer.decode(tokenizer(text)["input_ids"][:6])
-    assert rows[0] == {"text": prompt + answer(target, prompt, 10)}
-    assert rows[1] == {"prompt": "class A:", "completion": answer(target, "class A:", 10)}
+    assert rows[0] == {"text": prompt + answer(target, prompt, 10), "ended": False}
+    assert rows[1] == {"prompt": "class A:", "completion": answer(target, "class A:", 10), "ended": False}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL, OPENING, None])
+def test_training_reads_the_tokens_that_the_target_wrote(
+    tmp_path: Path, template: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Special ones, too, and those of texts that encode to other tokens, and no end where an answer was cut."""
+    target, tokenizer = make_chat_target(), make_chat_tokenizer(template)
+    wrote, end, plain = [], tokenizer.eos_token_id, target.generate
+
+    def generate(ids: torch.Tensor, attention_mask: torch.Tensor, **settings: Any) -> torch.Tensor:
+        output = plain(ids, attention_mask=attention_mask, **settings)
+        for row, mask, new in zip(ids, attention_mask.bool(), output[:, ids.shape[1] :].tolist(), strict=True):
+            wrote.append((tuple(row[mask].tolist()), tuple(new[: new.index(end) + 1] if end in new else new)))
+        return output
+
+    monkeypatch.setattr(target, "generate", generate)
+    rows: list[dict[str, Any]] = [{"messages": MESSAGES[index % 2 :]} for index in range(6)]
+    if template is None:
+        rows = [{"prompt": f"import {name}", "completion": "x"} for name in ("os", "re", "sys", "abc")]
+    regenerate_dataset(
+        Dataset.from_list(rows), target, tokenizer, tmp_path / "a.jsonl", max_new_tokens=12, max_length=400, top_k=0,
+        do_sample=True, batch_size=3,
+    )  # fmt: skip
+    dataset = load_conversations(str(tmp_path / "a.jsonl"))
+    prepared, _ = prepare_dataset(dataset, tokenizer, target.config, max_length=400, packing=False)
+    learned = Counter(pair for row in prepared for pair in answers_of(row["input_ids"], row["loss_mask"]))
+    # The state of an answer of one token is not followed by one that could be learned.
+    assert learned == Counter(pair for pair in wrote if len(pair[1]) > 1)
+    assert {new[-1] == end for _, new in wrote} == {True, False}
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()]
+    # Another tokenizer's tokens are not these.
+    foreign = make_ending_tokenizer()
+    foreign.chat_template = CHATML
+    written = Dataset.from_list([line for line in lines if "written" in line])
+    assert len(written)
+    with pytest.raises(ValueError, match=f"{len(written)} skipped(?s:.*)its `written` tokens are another tokenizer's"):
+        prepare_dataset(written, foreign, target.config, max_length=400)
+
+
+def answers_of(ids: list[int], mask: list[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yields for each run of states that count what was read before, and the tokens."""
+    edges = [index for index in range(1, len(ids)) if mask[index] != mask[index - 1]]
+    for first, last in zip(edges[::2], edges[1::2], strict=True):
+        yield tuple(ids[:first]), tuple(ids[first : last + 1])
 
 
 @pytest.mark.parametrize("num_bytes", [0, 10, 400, 10**6])
@@ -77,6 +136,23 @@ def test_a_killed_run_goes_on_to_the_same_result(target: PreTrainedModel, tmp_pa
     killed.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:num_bytes])
     assert regenerate(rows, target, killed, None, **sampling) == whole
     assert len({row["text"] for row in whole[:5]}) == 5
+
+
+def test_a_second_run_into_a_file_is_refused(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, path = [{"text": f"def f{index}(self):\n    return"} for index in range(4)], tmp_path / "a.jsonl"
+    real, refused = regeneration.append_rows, []
+
+    def append_and_start_again(*arguments: Any) -> None:
+        real(*arguments)
+        with pytest.raises(OSError, match=r"Another run is writing there.*a.jsonl") as error:
+            regenerate(rows, target, path, None)
+        refused.append(error)
+
+    monkeypatch.setattr(regeneration, "append_rows", append_and_start_again)
+    assert len(regenerate(rows, target, path, None)) == 4
+    assert len(refused) == 2
 
 
 def test_a_full_disk_keeps_what_was_written(
@@ -146,8 +222,34 @@ def test_the_space_before_an_answer_is_kept() -> None:
     assert writer.decode_after([0, 1], [2]) == " return"
 
 
+def test_a_target_that_overflows_writes_nothing(tmp_path: Path) -> None:
+    large = make_chat_target().half()
+    large.model.norm.weight.data.fill_(6e4)
+    with pytest.raises(
+        ValueError, match=r"not finite \(torch.float16\). It overflows in float16: load it in bfloat16"
+    ):
+        regenerate([{"messages": MESSAGES}], large, tmp_path / "out.jsonl", max_length=100)
+
+
+def test_an_offloaded_target_writes_what_it_writes_in_memory(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"messages": MESSAGES[:3]}, {"messages": MESSAGES}]
+    offloaded = cpu_offload(AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32).eval())
+    expected, found = (
+        regenerate(rows, model, tmp_path / name, max_new_tokens=6)
+        for model, name in ((target, "a.jsonl"), (offloaded, "b.jsonl"))
+    )
+    assert found == expected
+
+
 def test_rows_without_an_answer_say_why(target: PreTrainedModel, tmp_path: Path) -> None:
     long = [{"role": "user", "content": "x = 1\n" * 100}, MESSAGES[2]]
     rows = regenerate([{"messages": None}, {"messages": long}], target, tmp_path / "out.jsonl")
     assert "has none of" in rows[0]["skipped"]
     assert rows[1] == {"skipped": "no room for an answer"}
+    twice = [MESSAGES[1], MESSAGES[1], MESSAGES[2]]
+    rows = regenerate([{"messages": twice}, {"messages": MESSAGES[1:3]}], target, tmp_path / "strict.jsonl", STRICT)
+    assert rows[0] == {"skipped": "the chat template refuses it: roles must alternate"}
+    assert rows[1]["messages"][0] == MESSAGES[1]
+    dataset = load_conversations(str(tmp_path / "strict.jsonl"))
+    _, report = prepare_dataset(dataset, make_tokenizer(STRICT), target.config, max_length=64)
+    assert report.problems == {"the chat template refuses it: roles must alternate": 1}

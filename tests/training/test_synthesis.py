@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from chat_target import make_chat_target, make_chat_tokenizer
 from full_disk import disk_of
 from targets import make_target
@@ -104,6 +105,18 @@ def test_the_dataset_can_be_trained_on(target: PreTrainedModel, written: Path) -
     assert not report.problems
 
 
+def test_training_on_the_rows_is_training_on_what_was_written(target: PreTrainedModel, written: Path) -> None:
+    """A random target's text hardly ever encodes back to its tokens, and half of the answers are cut."""
+    dataset, cached = load_conversations(str(written / "a.jsonl")), FeatureDataset(written / "features")
+    rows, _ = prepare_dataset(dataset, make_chat_tokenizer(), target.config, max_length=400, packing=False)
+    for row, wrote in zip(rows, cached, strict=True):
+        num_closing = len(row["input_ids"]) - len(wrote["input_ids"])
+        assert row["input_ids"][: len(wrote["input_ids"])] == wrote["input_ids"].tolist()
+        assert row["loss_mask"] == wrote["loss_mask"].tolist() + [0] * num_closing
+    lines = read(written / "a.jsonl")
+    assert {"written" in line for line in lines} == {line["ended"] for line in lines} == {True, False}
+
+
 def test_the_cached_features_are_those_of_a_second_pass(target: PreTrainedModel, written: Path) -> None:
     tokenizer = make_chat_tokenizer()
     rows = FeatureDataset(written / "features", target, tokenizer)
@@ -155,6 +168,19 @@ def test_a_killed_run_goes_on_to_the_same_result(
         torch.testing.assert_close(first["hidden_states"], second["hidden_states"])
 
 
+@pytest.mark.parametrize("name", ["cache.json", "shard-00001.safetensors"])
+def test_damaged_features_are_written_again(target: PreTrainedModel, written: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(written, folder)
+    data = (folder / "features" / name).read_bytes()
+    (folder / "features" / name).write_bytes(data[:-500] + bytes(500))
+    synthesize(target, folder / "a.jsonl", feature_cache=folder / "features", features_dtype=torch.float32)
+    assert (folder / "a.jsonl").read_bytes() == (written / "a.jsonl").read_bytes()
+    for first, second in zip(FeatureDataset(written / "features"), FeatureDataset(folder / "features"), strict=True):
+        assert torch.equal(first["input_ids"], second["input_ids"])
+        torch.testing.assert_close(first["hidden_states"], second["hidden_states"])
+
+
 def test_features_belong_to_the_answers_that_lie_next_to_them(
     target: PreTrainedModel, written: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +198,24 @@ def test_features_belong_to_the_answers_that_lie_next_to_them(
 def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, written: Path) -> None:
     with pytest.raises(ValueError, match="was begun with another feature_cache and another max_new_tokens"):
         synthesize(target, written / "a.jsonl", max_new_tokens=13)
+
+
+def test_a_second_run_into_a_file_is_refused(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it cuts the first one's unfinished batch off."""
+    real, refused = TargetWriter.answer, []
+
+    def start_again(*arguments: Any) -> Any:
+        for file, features in (("a.jsonl", "other"), ("other.jsonl", "features")):
+            with pytest.raises(OSError, match=r"Another run is writing there. Wait for it to end") as error:
+                synthesize(target, tmp_path / file, feature_cache=tmp_path / features)
+            refused.append(error)
+        return real(*arguments)
+
+    monkeypatch.setattr(TargetWriter, "answer", start_again)
+    synthesize(target, tmp_path / "a.jsonl", feature_cache=tmp_path / "features")
+    assert len(refused) == 6
 
 
 def test_prompts_begun_with_other_settings_are_refused(
@@ -270,6 +314,15 @@ def test_a_target_that_writes_nothing_of_use_is_told(tmp_path: Path) -> None:
     endless = make_chat_target(mean_length=1e9)
     with pytest.raises(ValueError, match=r"Of 40 prompts that the target wrote, 0 are of use \(40 does not end\)"):
         synthesize(endless, tmp_path / "a.jsonl", max_prompt_tokens=4)
+
+
+@pytest.mark.parametrize("cache", [None, "features"])
+def test_a_target_that_overflows_writes_nothing(tmp_path: Path, cache: str | None) -> None:
+    large = make_chat_target().half()
+    large.model.norm.weight.data.fill_(6e4)
+    features = None if cache is None else tmp_path / cache
+    with pytest.raises(ValueError, match=r"states are not finite \(torch.float16\). It overflows in float16: load it"):
+        synthesize(large, tmp_path / "a.jsonl", num_prompts=0, feature_cache=features)
 
 
 def test_the_opening_of_a_user_turn() -> None:
@@ -373,12 +426,29 @@ def test_rows_of_a_batch_do_not_see_each_other(family: str, prompts: list[list[i
         torch.testing.assert_close(result.states, target.get_decoder()(output).last_hidden_state[0])
 
 
+@pytest.mark.parametrize("states_dtype", [None, torch.float32])
+def test_an_offloaded_target_writes_what_it_writes_in_memory(states_dtype: torch.dtype | None) -> None:
+    """Its first parameters are on no device, and neither the tokens nor the randomness can be there."""
+    prompts, sampled = [[1, 2, 3, 4], [1, 2, 5], [1, 3, 3, 3, 2]], [True, False, True]
+    expected, found = (
+        BatchContinuation(place(make_target().float()), {7}, Sampling(), states_dtype)(prompts, 10, sampled, seed=3)
+        for place in (lambda target: target, cpu_offload)
+    )
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+    if states_dtype is not None:
+        for result, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(result.states, other.states)
+
+
 def test_questions_are_read_in_both_forms(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
     path = write_jsonl(tmp_path / "q.jsonl", [{"prompt": "Why?"}, {"messages": chat}, {"text": "no question"}])
     assert read_questions(path, 2) == [Prompt("Why?"), Prompt("Hello?", "Be kind.")]
     with pytest.raises(ValueError, match=r"q.jsonl:3 has no question. A line of this file is JSON with a `prompt`"):
         read_questions(path)
+    write_jsonl(path_of_list := tmp_path / "list.jsonl", [{"prompt": "Why?"}, ["Why?"]])
+    with pytest.raises(ValueError, match=r"list.jsonl' holds a list in line 2. Each line must be a JSON object"):
+        read_questions(path_of_list)
     # Characters at which `str.splitlines` splits, too.
     write_jsonl(tmp_path / "q.jsonl", ['{"prompt": "Why\u2028or\x85how?"}'])
     assert read_questions(path) == [Prompt("Why\u2028or\x85how?")]

@@ -226,6 +226,22 @@ def test_single_nonsense_is_left_out_and_counted(
     assert "of the answers, 3 (the server answers nonsense)" in capsys.readouterr().out
 
 
+def test_answers_whose_reasoning_is_kept_apart_are_left_out(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """The target wrote the reasoning first: the answer alone is not its text."""
+
+    def reason(path: str, body: dict[str, Any], number: int) -> Reply:
+        status, answer = chat_reply("It is.")
+        if body["messages"][-1]["content"] == QUESTIONS[0].text:
+            answer["choices"][0]["message"]["reasoning_content"] = "Is it?"
+        return status, answer
+
+    rows = synthesize(serve(reason).url, tmp_path / "a.jsonl")
+    assert [row for row in rows if "skipped" in row] == [
+        {"skipped": "the server keeps the reasoning apart, so what the target wrote is not known"}
+    ]
+    assert len(rows) == len(QUESTIONS)
+
+
 def test_nothing_but_nonsense_stops_the_run(serve: Callable[..., Server], tmp_path: Path) -> None:
     server = serve(lambda *_: (200, "<html>It works!</html>"))
     with pytest.raises(EndpointError, match=r"answers nonsense to all of 2 requests. It has to speak OpenAI's"):

@@ -476,6 +476,34 @@ def test_a_run_that_ends_diverged_is_an_error(target: PreTrainedModel, tmp_path:
         make_trainer(target, tmp_path, callbacks=[Poison()], logging_steps=100).train()
 
 
+@pytest.mark.parametrize("settings", [{}, {"logging_steps": 100}, {"linear_start": True}])
+def test_a_target_that_overflows_is_named(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The drafter's training has not diverged, and a lower learning rate would not help."""
+    large = make_target("llama").half()
+    large.model.norm.weight.data.fill_(6e4)
+    trainer = make_trainer(large, tmp_path, drafter=make_drafter(large).float(), **settings)
+    message = r"target's own states are not finite \(torch.float16\). It overflows in float16: load it in bfloat16"
+    with pytest.raises((FloatingPointError, ValueError), match=message):
+        trainer.train()
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_data_without_anything_to_learn_is_refused(target: PreTrainedModel, tmp_path: Path, streams: bool) -> None:
+    rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 0, 0]}, {"input_ids": [1]}] * 2
+    data = stream(rows) if streams else rows
+    with pytest.raises(ValueError, match=r"no state that counts, .*see to `loss_mask`, or `labels`"):
+        make_trainer(target, tmp_path, train_dataset=data).train()
+    # One row that teaches something is enough.
+    rows = [*rows, {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}]
+    data = stream(rows) if streams else rows
+    trainer = make_trainer(target, tmp_path, train_dataset=data, per_device_train_batch_size=1, max_steps=6)
+    trainer.train()
+    # Six rows of five are read, and those that teach nothing cost nothing.
+    assert sum(loss > 0 for loss in losses_of(trainer)) in (1, 2)
+
+
 def stream(rows: list[dict[str, Any]]) -> IterableDataset:
     return IterableDataset.from_generator(lambda: iter(rows))
 

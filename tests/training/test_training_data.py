@@ -7,12 +7,24 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from training_data import CHATML, DEMO_TARGET, FORGETFUL, MARKED, MESSAGES, STRICT, make_tokenizer, write_jsonl
+from training_data import (
+    CHATML,
+    DEMO_TARGET,
+    FORGETFUL,
+    MARKED,
+    MESSAGES,
+    OPENING,
+    STRICT,
+    SYSTEM_IN_LAST_TURN,
+    make_ending_tokenizer,
+    make_tokenizer,
+    write_jsonl,
+)
 from transformers import AutoConfig, PreTrainedConfig
 
+from transformers_gumiho.measuring.prompts import encode_turn
 from transformers_gumiho.training import (
     GumihoDataCollator,
-    UnstableTemplateError,
     collect_prompts,
     load_conversations,
     prepare_dataset,
@@ -77,6 +89,23 @@ def test_text_prompts_take_the_template_where_there_is_one(config: PreTrainedCon
     assert texts_that_count(without[0], None) == [" return self.x<|endoftext|>"]
 
 
+@pytest.mark.parametrize("ending", ["</s>", "[SEP]"])
+@pytest.mark.parametrize("completion", ["this a test", "test"])
+def test_a_tokenizer_that_ends_texts_changes_nothing_else(
+    completion: str, ending: str, config: PreTrainedConfig
+) -> None:
+    """The end of an answer is learned, and the target is asked before its end."""
+    dataset = Dataset.from_list([{"prompt": "what is ", "completion": completion}])
+    plain, ends = make_ending_tokenizer(""), make_ending_tokenizer(ending)
+    expected, found = (prepare_dataset(dataset, t, config, max_length=32, packing=False)[0][0] for t in (plain, ends))
+    assert ends.convert_ids_to_tokens(found["input_ids"]) == ["<s>", "what", "is", *completion.split(), ending]
+    assert found["loss_mask"] == expected["loss_mask"] == [0, 0, 0] + [1] * len(completion.split()) + [0]
+    for tokenizer in (plain, ends):
+        (asked,) = collect_prompts(dataset, tokenizer, num_prompts=1)
+        assert tokenizer.convert_ids_to_tokens(asked.tolist()) == ["<s>", "what", "is"]
+        assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["what is"], [])) == ["<s>", "what", "is"]
+
+
 def test_a_long_text_becomes_windows_and_loses_nothing(config: PreTrainedConfig) -> None:
     text = "".join(f"def f{number}(self): return {number}\n" for number in range(60))
     rows, report = prepare([{"text": text}], config, max_length=64)
@@ -97,7 +126,7 @@ def test_a_long_conversation_is_truncated_and_reported(config: PreTrainedConfig)
 
 
 BROKEN = {
-    "not json": "is not JSON",
+    "not json": "is not JSON, or not UTF-8",
     "[1, 2]": "is not a JSON object",
     '{"messages": "hello"}': "its conversation is not a list",
     '{"messages": []}': "its conversation is not a list",
@@ -145,13 +174,33 @@ def test_malformed_rows_are_skipped_counted_and_reported(
         assert reason in str(report)
 
 
-def test_bytes_that_are_no_text_cost_their_own_line(tmp_path: Path, config: PreTrainedConfig) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bytes_that_are_no_utf8_cost_their_own_line(streaming: bool, tmp_path: Path, config: PreTrainedConfig) -> None:
     good = json.dumps({"messages": MESSAGES}).encode()
-    (tmp_path / "data.jsonl").write_bytes(b"\xff\xfe{\n" + good + b"\n")
-    dataset = load_conversations(str(tmp_path / "data.jsonl"))
-    rows, report = prepare_dataset(dataset, make_tokenizer(), config, max_length=256)
-    assert len(rows) == 1
-    assert report.problems == {"is not JSON": 1}
+    latin = '{"text": "d\xe9f f(): return"}'.encode("latin-1")
+    (tmp_path / "data.jsonl").write_bytes(b"\n".join([good, b"\xff\xfe{", good, latin, b""]))
+    dataset = load_conversations(str(tmp_path / "data.jsonl"), streaming=streaming)
+    rows, report = prepare_dataset(dataset, make_tokenizer(), config, max_length=256, packing=False)
+    assert len(list(rows)) == 2
+    assert report.problems == {"is not JSON, or not UTF-8": 2}
+    assert report.first_rows == {"is not JSON, or not UTF-8": 1}
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "folder"])
+def test_a_byte_order_mark_costs_no_row(name: str, tmp_path: Path, config: PreTrainedConfig) -> None:
+    data = b"\xef\xbb\xbf" + (json.dumps({"text": "import os\nimport sys\n"}) + "\n").encode() * 3
+    (tmp_path / "folder").mkdir()
+    for file in ("data.jsonl", "data.json", "folder/a.jsonl", "folder/b.jsonl"):
+        (tmp_path / file).write_bytes(data)
+    report = prepare_dataset(load_conversations(str(tmp_path / name)), make_tokenizer(), config, max_length=64)[1]
+    assert report.num_texts == (6 if name == "folder" else 3)
+    assert not report.problems
+
+
+def test_a_json_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"data.json' is no .json file that can be read: .*UTF-8"):
+        load_conversations(str(tmp_path / "data.json"))
 
 
 def test_streams_that_do_not_know_their_columns_are_read(tmp_path: Path, config: PreTrainedConfig) -> None:
@@ -163,6 +212,17 @@ def test_streams_that_do_not_know_their_columns_are_read(tmp_path: Path, config:
             load_conversations(write_jsonl(tmp_path / "bad.json", [{"text": ""}] * 3), streaming=True),
             make_tokenizer(), config, max_length=256,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_the_end_of_a_cut_answer_is_not_learned(template: str, config: PreTrainedConfig) -> None:
+    template = template.replace("<|im_end|>", "<|endoftext|>")
+    whole, cut = (prepare([{"messages": MESSAGES, "ended": e}], config, template)[0][0] for e in (True, False))
+    assert texts_that_count(whole) == ["import os<|endoftext|>", "return self.path<|endoftext|>"]
+    assert texts_that_count(cut) == ["import os<|endoftext|>", "return self.path"]
+    for row in ({"text": "import os, re, sys", "ended": False}, {"prompt": "import ", "completion": "os, re, sys"}):
+        ((text,), _), expected = prepare([row | {"ended": False}], config, None), "import os, re, sys"
+        assert make_tokenizer(None).decode(text["input_ids"]) == expected
 
 
 def test_nothing_is_drafted_after_the_end(config: PreTrainedConfig) -> None:
@@ -207,11 +267,29 @@ def test_packing_keeps_every_text_whole_and_wastes_little(streaming: bool, confi
     assert sum(len(row["input_ids"]) for row in rows) / (128 * len(rows)) > 0.9
 
 
-def test_unstable_template_is_refused(config: PreTrainedConfig) -> None:
-    with pytest.raises(UnstableTemplateError, match=r"Mark them with \{% generation %\}"):
-        prepare([{"messages": MESSAGES}], config, FORGETFUL)
-    rows, _ = prepare([{"messages": MESSAGES[:3]}], config, FORGETFUL)
-    assert texts_that_count(rows[0]) == ["import os\n"]
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("template", [FORGETFUL, SYSTEM_IN_LAST_TURN])
+def test_conversations_under_an_unclear_template_cost_themselves_alone(
+    template: str, streaming: bool, tmp_path: Path, config: PreTrainedConfig
+) -> None:
+    """The system prompt in the last turn, say: what stands before the last answer then depends on what follows."""
+    rows = [{"messages": messages} for messages in (MESSAGES[:3], MESSAGES[:3], MESSAGES, MESSAGES[:3], MESSAGES)]
+    path = write_jsonl(tmp_path / "data.jsonl", ["", *rows])
+    dataset = load_conversations(path, streaming=streaming)
+    prepared, report = prepare_dataset(dataset, make_tokenizer(template), config, max_length=256, packing=False)
+    prepared = list(prepared)
+    assert len(prepared) == report.num_texts == 3
+    assert texts_that_count(prepared[0])[0].startswith("import os")
+    assert list(report.problems.values()) == [2]
+    assert "skipped 2 (the first is row 3): the chat template renders its beginning differently" in str(report)
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, OPENING])
+def test_an_unclear_template_comes_with_a_way_out(template: str, config: PreTrainedConfig) -> None:
+    """Also where it opens the reasoning for the assistant, and even single turns are unclear."""
+    messages = MESSAGES if template is FORGETFUL else MESSAGES[:3]
+    with pytest.raises(ValueError, match=r"Let the target answer \(`regenerate_dataset`\).*\{% generation %\}"):
+        prepare([{"messages": messages}], config, template)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +342,23 @@ def test_batches_are_padded_on_the_right() -> None:
     assert GumihoDataCollator()([{"input_ids": [1, 2]}])["loss_mask"].tolist() == [[1, 1]]
 
 
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"labels": [-100, -100, 7, 8, -100, 1]}, {"assistant_masks": [0, 0, 1, 1, 0, 1]},
+        {"completion_mask": [False, False, True, True, False, True]}, {"loss_mask": [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]},
+        {"loss_mask": [False, False, True, False, False, False], "labels": [1, 1, 1, 1, 1, 1]},
+    ],
+)  # fmt: skip
+def test_what_counts_is_read_however_it_is_marked(marks: dict[str, list[Any]]) -> None:
+    """A state counts where its token and the next one are the assistant's; the next text of a packed row is none."""
+    row = {"input_ids": [5, 6, 7, 8, 9, 1], "position_ids": [0, 1, 2, 3, 4, 5]} | marks
+    assert GumihoDataCollator()([row])["loss_mask"].tolist() == [[0, 0, 1, 0, 0, 0]]
+    if "labels" in marks and "loss_mask" not in marks:
+        packed = {"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1], "labels": [5, 6, 7, 8]}
+        assert GumihoDataCollator()([packed])["loss_mask"].tolist() == [[1, 0, 1, 0]]
+
+
 def test_packed_rows_and_others_share_a_batch() -> None:
     packed = {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1], "position_ids": [0, 1, 0, 1]}
     alone = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}
@@ -281,6 +376,10 @@ def test_packed_rows_and_others_share_a_batch() -> None:
         ({"input_ids": [3, 4], "loss_mask": [1]}, "has 2 tokens, but its `loss_mask` is for 1"),
         ({"input_ids": [3, 10]}, "holds the token 10, but target and drafter know 10 tokens"),
         ({"input_ids": [1] * 6}, "has 6 tokens, but target and drafter have positions for 5"),
+        ({"input_ids": [3, -1]}, "holds the token -1, but target and drafter know 10 tokens"),
+        ({"input_ids": []}, "A row holds no tokens"),
+        ({"input_ids": [3, 4], "loss_mask": [1, 0.5]}, r"holds 0\.5. Give 1 for states that count, 0 for all"),
+        ({"input_ids": [3, 4], "labels": [-100]}, "has 2 tokens, but its `labels` is for 1"),
     ],
 )
 def test_unfit_rows_are_refused(row: dict[str, Any], message: str) -> None:

@@ -1,6 +1,5 @@
 """The prompts of a benchmark: questions of one or several turns, in categories."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,9 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+
+from ..open_text import encode_open_text
+from ..text_files import read_json_lines
 
 
 DEFAULT_CATEGORY = "all"
@@ -46,23 +48,23 @@ def read_questions(
 
     Raises:
         FileNotFoundError: `name` looks like a file, and there is none.
-        ValueError: A row has none of these columns, or there is no row.
+        ValueError: A row has none of these columns, there is no row, or the file is no JSONL in UTF-8.
     """
     path = Path(name)
     if path.suffix == ".jsonl":
         if not path.is_file():
             raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
-        # Not `splitlines`, which also splits at characters that stand in JSON strings (U+2028).
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        rows: Sequence[Mapping[str, Any]] = [json.loads(line) for line in lines[:num_questions]]
+        numbered = read_json_lines(path, num_questions)
+        rows: Sequence[tuple[str, Mapping[str, Any]]] = [(f"Line {number}", row) for number, row in numbered]
     else:
         dataset = _load_dataset(path, name, split)
-        rows = list(dataset.select(range(min(num_questions or len(dataset), len(dataset)))))
+        chosen = dataset.select(range(min(num_questions or len(dataset), len(dataset))))
+        rows = [(f"Row {index}", row) for index, row in enumerate(chosen)]
     if num_questions is not None and num_questions < 1:
         raise ValueError(f"At least one question has to be read, got {num_questions}.")
     if not rows:
         raise ValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
-    return [_read_question(row, index, column, name) for index, row in enumerate(rows)]
+    return [_read_question(row, index, f"{where} of {name!r}", column) for index, (where, row) in enumerate(rows)]
 
 
 def first_of_each_category(questions: Sequence[Question], num_questions: int) -> list[Question]:
@@ -89,16 +91,14 @@ def _load_dataset(path: Path, name: str, split: str) -> Any:
     return load_dataset(name, split=split)
 
 
-def _read_question(row: Mapping[str, Any], index: int, column: str | None, source: str) -> Question:
+def _read_question(row: Mapping[str, Any], index: int, where: str, column: str | None) -> Question:
     names = [column] if column is not None else ["turns", "prompt", "text"]
     found = next((row[name] for name in names if row.get(name)), None)
     if found is None:
-        raise ValueError(
-            f"Row {index} of {source!r} has the columns {sorted(row)}, and needs {' or '.join(map(repr, names))}."
-        )
+        raise ValueError(f"{where} has the columns {sorted(row)}, and needs {' or '.join(map(repr, names))}.")
     turns = tuple(found) if isinstance(found, (list, tuple)) else (found,)
     if not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"Row {index} of {source!r} has turns that are not text: {turns!r}.")
+        raise ValueError(f"{where} has turns that are not text: {turns!r}.")
     return Question(str(row.get("question_id", index)), str(row.get("category", DEFAULT_CATEGORY)), turns)
 
 
@@ -109,7 +109,7 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answer
     """
     if not tokenizer.chat_template:
         text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
-        return list(tokenizer(text)["input_ids"])
+        return encode_open_text(tokenizer, text)
     messages = []
     for turn, answer in zip(turns, [*answers, None], strict=False):
         messages.append({"role": "user", "content": turn})

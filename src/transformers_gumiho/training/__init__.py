@@ -21,7 +21,6 @@ from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
 from .preparation import PreparationReport, collect_prompts, prepare_dataset
 from .regeneration import regenerate_dataset
-from .rendering import UnstableTemplateError
 from .synthesis import (
     Endpoint,
     EndpointError,
@@ -49,7 +48,6 @@ __all__ = [
     "PreparationReport",
     "SynthesisSettings",
     "TargetFeatures",
-    "UnstableTemplateError",
     "UserTurnNotFoundError",
     "cache_size",
     "chunked_gumiho_loss",

@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from ..model.modeling_gumiho import GumihoModel
+from ..target.placement import drafter_device
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def measure_acceptance(
     lengths = []
     try:
         for prompt in prompts:
-            ids = prompt[None].to(target.device)
+            ids = prompt[None].to(drafter_device(target))
             output = target.generate(
                 ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **settings | generate_kwargs
             )

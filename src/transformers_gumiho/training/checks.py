@@ -1,21 +1,27 @@
 """What a drafter's training refuses: each with its cause and the way out."""
 
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import ConcatDataset, Subset
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..internals import attention_implementation
+from ..losses.positions import count_positions
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_widths import state_width
 from .collator import GumihoDataCollator
+from .draft_vocabulary import rows_without_states
 from .feature_cache import CachedFeatures, FeatureDataset
 from .target_features import TargetFeatures
 
 
+_ROWS_OF_STREAM = 1000
 logger = logging.get_logger(__name__)
 
 
@@ -98,6 +104,22 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
                 f"The feature cache {str(dataset.folder)!r} holds the layers {rows.target_layer_ids}, and that of "
                 f"`target` {other.target_layer_ids} (None: the last one alone). Extract the same from all texts."
             )
+
+
+def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:
+    """Raises `ValueError` where no row, of a stream none of the first, has a state that the loss would count."""
+    is_sized = has_length(dataset)
+    if not is_sized and iter(dataset) is dataset:
+        return  # a row that is read here would be lost
+    rows = rows_without_states(dataset, range(len(dataset))) if is_sized else islice(dataset, _ROWS_OF_STREAM)
+    for row in rows:
+        batch = collate([row])
+        if count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).any():
+            return
+    raise ValueError(
+        "The training data has no state that counts, so there is nothing to learn. A state counts where its token and "
+        "the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
+    )
 
 
 def check_is_no_adapter(model: nn.Module, option: str) -> None:

@@ -1,5 +1,6 @@
 """Batches of rows for a drafter's training."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 _STATES = ("hidden_states", "layer_states")
+# How other libraries mark the assistant's tokens, with the value of all others.
+OTHER_MARKS = {"labels": -100, "assistant_masks": 0, "completion_mask": 0}
 
 
 @dataclass
@@ -16,7 +19,8 @@ class GumihoDataCollator:
     Pads rows on the right into a batch.
 
     A row holds `input_ids` (`L` token ids), and where it is given, `loss_mask` (1 at the states that count as targets;
-    default: all), `position_ids` (the position of each token in its own text, where several are packed into the row),
+    default: those between tokens that `labels`, `assistant_masks` or `completion_mask` mark as the assistant's, or
+    else all), `position_ids` (the position of each token in its own text, where several are packed into the row),
     `hidden_states` (`(L, H)`, cached features of the target) and `layer_states` (`(L, k * H)`, those of further
     layers). Attention is causal, so padding on the right needs no attention mask; its positions start at zero, so that
     a packed batch takes it for a text of its own.
@@ -41,18 +45,21 @@ class GumihoDataCollator:
                 f"A row must hold `input_ids`, and one of the batch holds only {sorted(missing[0])}. Prepare "
                 f"conversations with `transformers_gumiho.training.prepare_dataset`."
             )
-        batch = {"input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows])}
-        self._check(batch["input_ids"])
         for row in rows:
-            for name in ("loss_mask", "position_ids", *_STATES):
-                if name in row and len(row[name]) != len(row["input_ids"]):
+            if not len(row["input_ids"]):
+                raise ValueError("A row holds no tokens. Leave such rows out of the dataset.")
+            for name in ("loss_mask", *OTHER_MARKS, "position_ids", *_STATES):
+                if row.get(name) is not None and len(row[name]) != len(row["input_ids"]):
                     raise ValueError(
                         f"A row has {len(row['input_ids'])} tokens, but its `{name}` is for {len(row[name])}."
                     )
+        batch = {"input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows])}
+        self._check(batch["input_ids"])
         # Rows from several sources: packed ones next to others.
         positions = [torch.as_tensor(row.get("position_ids", range(len(row["input_ids"])))).long() for row in rows]
-        masks = [torch.as_tensor(row.get("loss_mask", [1] * len(row["input_ids"]))).long() for row in rows]
-        if not self.assistant_only_loss:
+        if self.assistant_only_loss:
+            masks = [loss_mask_of(row, of_row) for row, of_row in zip(rows, positions, strict=True)]
+        else:
             masks = [_counts_all(of_row) for of_row in positions]
         batch["loss_mask"] = self._pad(masks)
         if any("position_ids" in row for row in rows):
@@ -65,24 +72,44 @@ class GumihoDataCollator:
 
     def _pad(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         padded = pad_sequence(tensors, batch_first=True)
-        excess = padded.shape[1] % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
-        if not excess:
-            return padded
-        shape = list(padded.shape)
-        shape[1] = self.pad_to_multiple_of - excess  # type: ignore[operator]
-        return torch.cat((padded, padded.new_zeros(shape)), dim=1)
+        # At least two: the drafter reads pairs of a token and the one after it.
+        missing = max(2 - padded.shape[1], -padded.shape[1] % (self.pad_to_multiple_of or 1))
+        return torch.cat((padded, padded.new_zeros(len(padded), missing, *padded.shape[2:])), dim=1)
 
     def _check(self, input_ids: torch.Tensor) -> None:
-        if self.vocab_size is not None and int(input_ids.max()) >= self.vocab_size:
+        outside = input_ids[(input_ids < 0) | (input_ids >= (self.vocab_size or float("inf")))]
+        if len(outside):
             raise ValueError(
-                f"A row holds the token {int(input_ids.max())}, but target and drafter know {self.vocab_size} tokens. "
-                f"Prepare the dataset with the target's own tokenizer."
+                f"A row holds the token {int(outside[0])}, but target and drafter know {self.vocab_size or 'no such'} "
+                f"tokens. Prepare the dataset with the target's own tokenizer."
             )
         if self.max_length is not None and input_ids.shape[1] > self.max_length:
             raise ValueError(
                 f"A row has {input_ids.shape[1]} tokens, but target and drafter have positions for {self.max_length}. "
                 f"Prepare the dataset with `max_length={self.max_length}` or less."
             )
+
+
+def loss_mask_of(row: Mapping[str, Any], position_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Returns `(L,)`: 1 at each state of a row that counts, as its `loss_mask` says or other marks of it imply.
+
+    Raises:
+        ValueError: The `loss_mask` holds other values than 0 and 1.
+    """
+    marks = next((name for name in ("loss_mask", *OTHER_MARKS) if row.get(name) is not None), None)
+    if marks is None:
+        return torch.ones(len(row["input_ids"]), dtype=torch.long)
+    values = torch.as_tensor(row[marks])
+    if marks == "loss_mask":
+        if len(others := values[(values != 0) & (values != 1)]):
+            raise ValueError(
+                f"The `loss_mask` of a row holds {others[0].item():g}. Give 1 for states that count, 0 for all others."
+            )
+        return values.long()
+    positions = torch.arange(len(values)) if position_ids is None else position_ids
+    is_assistants = values != OTHER_MARKS[marks]
+    return _counts_all(positions) * (is_assistants & is_assistants.roll(-1))
 
 
 def _counts_all(position_ids: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 
 # The column under which the lines of a JSONL file travel until they are parsed: a broken one costs only itself.
@@ -36,10 +37,12 @@ class MalformedRowError(ValueError):
 class Conversation:
     """
     Messages, each a dict of `role` and `content`. Assistant turns from `first_trained` on are what a drafter learns.
+    Where the last one was cut at a limit, it has not `ended`, and what the template puts behind it is not learned.
     """
 
     messages: list[dict[str, str]]
     first_trained: int = 0
+    ended: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,21 @@ class RawText:
 
     prompt: str
     completion: str
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class WrittenTokens:
+    """
+    Token ids of answers that a target wrote, each as a pair of what it read and what it wrote, where their text does
+    not encode back to them. The `text` of the last one shows whose tokens they are.
+    """
+
+    turns: list[tuple[list[int], list[int]]]
+    text: str
+
+
+Example = Conversation | RawText | WrittenTokens
 
 
 def load_conversations(
@@ -65,7 +83,7 @@ def load_conversations(
 
     Raises:
         FileNotFoundError: `name` looks like a file, and there is none.
-        ValueError: The file is empty.
+        ValueError: The file is empty or cannot be read.
     """
     path = Path(name)
     lines = sorted(map(str, path.glob("*.jsonl"))) if path.is_dir() else [name] if path.suffix == ".jsonl" else []
@@ -75,24 +93,47 @@ def load_conversations(
     if lines and not any(Path(file).stat().st_size for file in lines):
         raise ValueError(f"{name!r} is empty.")
     if lines:
-        # As text, so that a broken line costs only itself.
-        kwargs = {"encoding_errors": "replace"} | kwargs
+        # As text, so that a broken line costs only itself: bytes that are no UTF-8 become escapes that JSON has not.
+        kwargs = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"} | kwargs
         dataset = load_dataset("text", data_files=lines, split="train", streaming=streaming, **kwargs)
         return dataset.rename_column("text", JSON_LINE)
     if path.is_dir() and (path / "dataset_info.json").exists() and not streaming:
         return load_from_disk(name)
     if other:
-        return load_dataset(other, data_files=name, split="train", streaming=streaming, **kwargs)
+        try:
+            return load_dataset(other, data_files=name, split="train", streaming=streaming, **kwargs)
+        except DatasetGenerationError as error:
+            raise ValueError(f"{name!r} is no {path.suffix} file that can be read: {error.__cause__}") from error
     return load_dataset(name, split=split, streaming=streaming, **kwargs)
 
 
-def read_row(row: Mapping[str, Any], has_template: bool) -> Conversation | RawText:
+def read_row(row: Mapping[str, Any], has_template: bool) -> Example:
+    """
+    Reads a row as [`read_text`] does; where a target wrote it and its text does not encode back, the tokens.
+
+    Raises:
+        MalformedRowError: It has none of the known forms.
+    """
+    if JSON_LINE in row:
+        row = _parse(row[JSON_LINE])
+    if row.get("written") is None:
+        return read_text(row, has_template)
+    try:
+        said = row.get("text") or row.get("completion") or row["messages"][-1]["content"]
+        turns = [([*map(int, turn["prompt"])], [*map(int, turn["answer"])]) for turn in row["written"]]
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise MalformedRowError("its `written` tokens are no list of `prompt` and `answer`, with their text") from None
+    return WrittenTokens(turns, str(said))
+
+
+def read_text(row: Mapping[str, Any], has_template: bool) -> Conversation | RawText:
     """
     Reads a row in any of the known forms.
 
     Args:
         row: `messages` (a list of `role` and `content`), `conversations` (of `from` and `value`), `prompt` and
-            `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these.
+            `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these. Where `ended`
+            is false, the last answer was cut at a limit.
         has_template: Whether the target's tokenizer has a chat template; without one a text prompt is taken as it is.
 
     Raises:
@@ -100,14 +141,17 @@ def read_row(row: Mapping[str, Any], has_template: bool) -> Conversation | RawTe
     """
     if JSON_LINE in row:
         row = _parse(row[JSON_LINE])
+    if row.get("skipped"):
+        raise MalformedRowError(str(row["skipped"]))
+    ended = row.get("ended") is not False
     if row.get("messages") is not None:
-        return Conversation(_read_messages(row["messages"], "role", "content"))
+        return Conversation(_read_messages(row["messages"], "role", "content"), ended=ended)
     if row.get("conversations") is not None:
-        return Conversation(_read_messages(row["conversations"], "from", "value"))
+        return Conversation(_read_messages(row["conversations"], "from", "value"), ended=ended)
     if row.get("prompt") is not None and row.get("completion") is not None:
-        return _read_pair(row["prompt"], row["completion"], has_template)
+        return _read_pair(row["prompt"], row["completion"], has_template, ended)
     if isinstance(row.get("text"), str) and row["text"]:
-        return RawText("", row["text"])
+        return RawText("", row["text"], ended)
     raise MalformedRowError(f"has none of {FORMATS}")
 
 
@@ -115,7 +159,7 @@ def _parse(line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except ValueError:
-        raise MalformedRowError("is not JSON") from None
+        raise MalformedRowError("is not JSON, or not UTF-8") from None
     if not isinstance(row, dict):
         raise MalformedRowError("is not a JSON object")
     return row
@@ -144,12 +188,12 @@ def _read_messages(turns: Any, role_key: str, content_key: str) -> list[dict[str
     return messages
 
 
-def _read_pair(prompt: Any, completion: Any, has_template: bool) -> Conversation | RawText:
+def _read_pair(prompt: Any, completion: Any, has_template: bool, ended: bool) -> Conversation | RawText:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise MalformedRowError("the completion is empty")
         if not has_template:
-            return RawText(prompt, completion)
+            return RawText(prompt, completion, ended)
         prompt = [{"role": "user", "content": prompt}]
         completion = [{"role": "assistant", "content": completion}]
     if not isinstance(prompt, list) or not isinstance(completion, list):
@@ -157,4 +201,4 @@ def _read_pair(prompt: Any, completion: Any, has_template: bool) -> Conversation
     messages = _read_messages(prompt + completion, "role", "content")
     if all(message["role"] != "assistant" for message in messages[len(prompt) :]):
         raise MalformedRowError("the assistant says nothing")
-    return Conversation(messages, first_trained=len(prompt))
+    return Conversation(messages, len(prompt), ended)

@@ -34,7 +34,7 @@ def count_answer_tokens(
         `(V,)`: How often each token occurs.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in _rows_without_states(dataset, range(first, len(dataset), step)):
+    for row in rows_without_states(dataset, range(first, len(dataset), step)):
         batch = collate([row])
         # Without the padding, whose first token a row's last state does not predict.
         tokens = {name: values[0, : len(row["input_ids"])] for name, values in batch.items()}
@@ -97,14 +97,15 @@ def ending_tokens(sources: Iterable[Any], vocab_size: int) -> set[int]:
     return {token for token in found if 0 <= token < vocab_size}
 
 
-def _rows_without_states(dataset: Any, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+def rows_without_states(dataset: Any, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yields these rows of a dataset with a length; the states of a [`FeatureDataset`] are not read."""
     if isinstance(dataset, Subset):
-        return _rows_without_states(dataset.dataset, [dataset.indices[index] for index in indices])
+        return rows_without_states(dataset.dataset, [dataset.indices[index] for index in indices])
     if isinstance(dataset, ConcatDataset):
         places = [(bisect_right(dataset.cumulative_sizes, index), index) for index in indices]
         starts = [0, *dataset.cumulative_sizes]
         pairs = ((dataset.datasets[part], index - starts[part]) for part, index in places)
-        return (row for part, index in pairs for row in _rows_without_states(part, [index]))
+        return (row for part, index in pairs for row in rows_without_states(part, [index]))
     read = dataset.tokens_of if isinstance(dataset, FeatureDataset) else dataset.__getitem__
     return (read(index) for index in indices)
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,6 +23,7 @@ from ..target.feature_reader import TargetStates
 from ..target.fingerprint import model_fingerprint
 from ..target.output_head import cut_head, scaled_head
 from .fingerprint import tokenizer_fingerprints
+from .shards import damaged, load_weights, open_shard, read_shard_row, shard_path
 
 
 MANIFEST, TARGET_FOLDER, WEIGHTS = "cache.json", "target", "target.safetensors"
@@ -44,6 +43,8 @@ class CacheManifest:
         num_tokens: Tokens in all rows.
         rows_per_shard: Rows in each shard but the last.
         shard_rows: Rows in each shard, where they are not so many.
+        checksum_seed: What the checksums of the rows begin with, so that shards of something else do not match.
+        weights_checksum: Of the target's weights that the cache holds.
         target_layer_ids: The target's layers whose states the rows hold, where they are not the last one alone. Those
             of the last one are in `hidden_states` all the same, those of the others in `layer_states`, side by side.
     """
@@ -57,6 +58,8 @@ class CacheManifest:
     rows_per_shard: int
     shard_rows: list[int] | None = None
     target_layer_ids: list[int] | None = None
+    checksum_seed: int = 0
+    weights_checksum: int | None = None
 
     @property
     def feature_columns(self) -> list[str]:
@@ -78,11 +81,14 @@ class CacheManifest:
 
     @classmethod
     def load(cls, folder: Path) -> "CacheManifest":
-        """Reads the manifest in `folder`."""
+        """Reads the manifest in `folder`; raises `FileNotFoundError` without one, `ValueError` for a damaged one."""
         path = folder / MANIFEST
         if not path.exists():
             raise FileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise damaged(path, error) from error
 
     def check(self, fingerprints: dict[str, str], folder: Path, dtype: str | None = None) -> None:
         """Raises `ValueError` where the cache was made from something else than what these are of, or otherwise."""
@@ -116,7 +122,8 @@ class FeatureDataset(torch.utils.data.Dataset):
 
     Raises:
         FileNotFoundError: The folder holds no cache.
-        ValueError: The cache is not complete, or was made from something else.
+        ValueError: The cache is not complete or damaged, or was made from something else. Damage within a shard is
+            found where the row is read.
     """
 
     def __init__(
@@ -136,27 +143,31 @@ class FeatureDataset(torch.utils.data.Dataset):
                 f"The feature cache {str(folder)!r} has {found} of {self.manifest.num_shards} shards. Run the "
                 f"extraction again: it goes on where it was stopped."
             )
+        for index in range(self.manifest.num_shards):
+            open_shard(shard_path(self.folder, index))
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return self.manifest.num_rows
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._read(index, [*self.manifest.columns, *self.manifest.feature_columns])
+        columns = [*self.manifest.columns, *self.manifest.feature_columns]
+        return self._read(index, columns, self.manifest.checksum_seed)
 
     def tokens_of(self, index: int) -> dict[str, torch.Tensor]:
         """Returns row `index`, tensors `(L,)`, without its states, which are not read."""
         return self._read(index, self.manifest.columns)
 
-    def _read(self, index: int, columns: list[str]) -> dict[str, torch.Tensor]:
+    def _read(self, index: int, columns: list[str], seed: int | None = None) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"Row {index} of a cache of {len(self)} rows.")
         shard, row = self.manifest.find_row(index)
         if shard not in self._open:
-            self._open[shard] = safe_open(shard_path(self.folder, shard), framework="pt")
-        file = self._open[shard]
-        start, stop = file.get_slice("offsets")[row : row + 2].tolist()
-        return {name: file.get_slice(name)[start:stop] for name in columns}
+            self._open[shard] = open_shard(shard_path(self.folder, shard))
+        try:
+            return read_shard_row(self._open[shard], row, columns, seed)
+        except ValueError as error:
+            raise damaged(shard_path(self.folder, shard), error) from error
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers of a data loader open the files themselves.
@@ -172,15 +183,19 @@ class CachedFeatures:
 
     Raises:
         FileNotFoundError: The folder holds no cache.
+        ValueError: It is damaged.
     """
 
     def __init__(self, folder: str | Path):
         target = Path(folder) / TARGET_FOLDER
         self.manifest = CacheManifest.load(Path(folder))
         self.layer_ids = self.manifest.target_layer_ids
-        self.config = AutoConfig.from_pretrained(target)
+        try:
+            self.config = AutoConfig.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            raise damaged(target / "config.json", error) from error
         self.config.name_or_path = self.manifest.target_name
-        weights = load_file(target / WEIGHTS)
+        weights = load_weights(target / WEIGHTS, self.manifest.weights_checksum)
         self.embedding = weights["embed_tokens.weight"]
         head = weights["lm_head.weight"]
         self._linear = nn.Linear(head.shape[1], head.shape[0], bias="lm_head.bias" in weights, device="meta")
@@ -239,8 +254,3 @@ def num_kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -
     """Returns the number of these layers of a target whose states are kept next to the last ones."""
     num_layers = config.get_text_config(decoder=True).num_hidden_layers
     return sum(number < num_layers - 1 for number in layer_ids or ())
-
-
-def shard_path(folder: Path, index: int) -> Path:
-    """Returns where a shard is."""
-    return folder / f"shard-{index:05d}.safetensors"

@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -19,19 +21,15 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_widths import state_width
+from ..model.token_embedding import fitting_rows
+from ..resumable_file import sole_writer, way_out
 from ..target.fingerprint import model_fingerprint
-from .collator import GumihoDataCollator
-from .feature_cache import (
-    MANIFEST,
-    TARGET_FOLDER,
-    WEIGHTS,
-    CacheManifest,
-    num_kept_layers,
-    shard_path,
-    split_layers,
-)
+from ..target.placement import drafter_device
+from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
+from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, num_kept_layers, split_layers
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints
-from .target_features import OnlineFeatures
+from .shards import checksum, is_intact, load_weights, make_shard, shard_path
+from .target_features import OnlineFeatures, stored_states
 
 
 DEFAULT_SHARD_BYTES = 2**29
@@ -72,7 +70,7 @@ def write_feature_cache(
 ) -> None:
     """
     Runs the target over a prepared dataset and writes its last hidden states. Called again after it was stopped, it
-    goes on where it was. Several processes (`accelerate launch`) share the shards.
+    goes on where it was, and writes damaged files anew. Several processes (`accelerate launch`) share the shards.
 
     Args:
         dataset: From [`prepare_dataset`].
@@ -89,33 +87,66 @@ def write_feature_cache(
     Raises:
         ValueError: The folder holds a cache of something else, the target does not have these layers, or the features
             do not fit into `dtype`.
-        OSError: The disk is too small or full. What is written stays, and is not written again.
+        OSError: The disk is too small or full, or another run writes there. What is written stays, and is not written
+            again.
     """
     folder, state = Path(folder), PartialState()
+    folder.mkdir(parents=True, exist_ok=True)
     if target_layer_ids is not None:
         target_layer_ids = resolve_layer_ids(target.config, target_layer_ids)
     features = OnlineFeatures(target, target_layer_ids)
+    if "loss_mask" not in dataset.column_names and "loss_mask" in _columns(dataset):
+        dataset = dataset.map(lambda row: {"loss_mask": loss_mask_of(row).tolist()})
     manifest = _make_manifest(dataset, target, tokenizer, dtype, shard_bytes, target_layer_ids)
-    if (folder / MANIFEST).exists():
-        CacheManifest.load(folder).check(manifest.fingerprints, folder, manifest.dtype)
-        manifest = CacheManifest.load(folder)
+    with sole_writer(folder) if state.is_main_process else nullcontext():
+        manifest = _begin(dataset, target, tokenizer, folder, manifest)
+        # Each process has its shards whatever the others have written meanwhile.
+        mine = range(state.process_index, manifest.num_shards, state.num_processes)
+        columns, seed = [*manifest.columns, *manifest.feature_columns], manifest.checksum_seed
+        missing = [i for i in mine if not is_intact(shard_path(folder, i), columns, seed, len(_rows_of(manifest, i)))]
+        for index in tqdm(missing, desc="extracting features", unit="shard", disable=not state.is_local_main_process):
+            rows = _extract(dataset, _rows_of(manifest, index), features, manifest, batch_size)
+            save_whole(make_shard(rows, seed), shard_path(folder, index))
+        state.wait_for_everyone()
+
+
+def _begin(
+    dataset: Dataset,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    manifest: CacheManifest,
+) -> CacheManifest:
+    """Writes everything but the shards, in one of the processes; returns the manifest that is found or written."""
+    if (found := find_manifest(folder)) is not None:
+        found.check(manifest.fingerprints, folder, manifest.dtype)
+        manifest = found
+    state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
-        _check_space(folder, manifest, cache_size(dataset, target.config, dtype, target_layer_ids))
+        dtype = getattr(torch, manifest.dtype)
+        _check_space(folder, manifest, cache_size(dataset, target.config, dtype, manifest.target_layer_ids))
         begin_cache(folder, manifest, target, tokenizer)
     state.wait_for_everyone()
-    # Each process has its shards whatever the others have written meanwhile.
-    mine = range(state.process_index, manifest.num_shards, state.num_processes)
-    missing = [index for index in mine if not shard_path(folder, index).exists()]
-    for index in tqdm(missing, desc="extracting features", unit="shard", disable=not state.is_local_main_process):
-        rows = range(index * manifest.rows_per_shard, min((index + 1) * manifest.rows_per_shard, manifest.num_rows))
-        tensors = _extract(dataset, rows, features, manifest, batch_size)
-        save_whole(tensors, shard_path(folder, index))
-    state.wait_for_everyone()
+    return manifest
+
+
+def find_manifest(folder: Path) -> CacheManifest | None:
+    """Returns the manifest of a cache; `None` where it is missing or damaged, and has to be written anew."""
+    try:
+        return CacheManifest.load(folder)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _rows_of(manifest: CacheManifest, shard: int) -> range:
+    start = shard * manifest.rows_per_shard
+    return range(start, min(start + manifest.rows_per_shard, manifest.num_rows))
 
 
 def _columns(dataset: Dataset) -> list[str]:
-    return [name for name in ("input_ids", "loss_mask", "position_ids") if name in dataset.column_names]
+    found = set(dataset.column_names) | ({"loss_mask"} if {*OTHER_MARKS} & set(dataset.column_names) else set())
+    return [name for name in ("input_ids", "loss_mask", "position_ids") if name in found]
 
 
 def _row_lengths(dataset: Dataset) -> list[int]:
@@ -136,6 +167,7 @@ def _make_manifest(
     fingerprints = {"target": model_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer)
     if layer_ids is not None:
         fingerprints["layers"] = ",".join(map(str, layer_ids))
+    made_from = json.dumps(fingerprints | {"dtype": str(dtype)}, sort_keys=True)
     return CacheManifest(
         fingerprints=fingerprints,
         columns=columns,
@@ -145,12 +177,12 @@ def _make_manifest(
         num_tokens=sum(lengths),
         rows_per_shard=max(int(shard_bytes // row_bytes), 1),
         target_layer_ids=None if layer_ids is None else list(layer_ids),
+        checksum_seed=zlib.crc32(made_from.encode()),
     )
 
 
 def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
     """Raises `OSError` where the shards that are missing will not fit on the disk."""
-    folder.mkdir(parents=True, exist_ok=True)
     done = sum(shard_path(folder, index).exists() for index in range(manifest.num_shards))
     needed = total * (manifest.num_shards - done) // manifest.num_shards
     free = shutil.disk_usage(folder).free
@@ -166,18 +198,24 @@ def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
 def begin_cache(
     folder: Path, manifest: CacheManifest, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Writes everything but the shards, the manifest last."""
+    """Writes everything but the shards, the manifest last, where it is not there or damaged."""
     for leftover in folder.glob("*.partial"):
         leftover.unlink()
-    if (folder / MANIFEST).exists():
-        return
     target_folder = folder / TARGET_FOLDER
+    embedding = target.get_input_embeddings().weight
+    weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
+    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(weights.items())}
+    manifest = replace(manifest, weights_checksum=checksum(weights.values(), 0))
+    try:
+        is_begun = CacheManifest.load(folder) == manifest
+        load_weights(target_folder / WEIGHTS, manifest.weights_checksum)
+    except (FileNotFoundError, ValueError):
+        is_begun = False
+    if is_begun:
+        return
     target.config.save_pretrained(target_folder)
     tokenizer.save_pretrained(target_folder)
-    weights = {"embed_tokens.weight": target.get_input_embeddings().weight} | _head_weights(target)
-    save_whole(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}, target_folder / WEIGHTS
-    )
+    save_whole(weights, target_folder / WEIGHTS)
     partial = folder / f"{MANIFEST}.partial"
     partial.write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
     os.replace(partial, folder / MANIFEST)
@@ -192,30 +230,29 @@ def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
         return {"lm_head.weight": head.weight, **bias}
     embedding = target.get_input_embeddings().weight
     width = getattr(head, "in_features", embedding.shape[1])
-    probe = torch.eye(width, dtype=target.dtype, device=target.device)
+    probe = torch.eye(width, dtype=target.dtype, device=drafter_device(target))
     bias = head(torch.zeros_like(probe[:1]))[0]
     return {"lm_head.weight": (head(probe) - bias).T, "lm_head.bias": bias}
 
 
 def _extract(
     dataset: Dataset, rows: range, features: OnlineFeatures, manifest: CacheManifest, batch_size: int
-) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a shard: the values of all its rows in one piece, and where each row begins."""
-    collate = GumihoDataCollator()
-    columns = manifest.columns
-    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in [*columns, *manifest.feature_columns]}
-    device = features.target.device
+) -> list[dict[str, torch.Tensor]]:
+    """Returns the rows of a shard."""
+    collate, extracted = GumihoDataCollator(), []
+    device = drafter_device(features.target)
     for start in range(rows.start, rows.stop, batch_size):
         chosen = [dataset[index] for index in range(start, min(start + batch_size, rows.stop))]
         batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
         found = _states_to_keep(features, batch, getattr(torch, manifest.dtype))
         for index, row in enumerate(chosen):
-            for name, states in zip(manifest.feature_columns, found, strict=True):
-                pieces[name].append(states[index, : len(row["input_ids"])])
-            for name in columns:
-                pieces[name].append(torch.tensor(row[name], dtype=torch.int32))
-    lengths = torch.tensor([0] + [len(piece) for piece in pieces["input_ids"]])
-    return {"offsets": lengths.cumsum(0)} | {name: torch.cat(tensors) for name, tensors in pieces.items()}
+            tokens = {name: torch.tensor(row[name], dtype=torch.int32) for name in manifest.columns}
+            states = {
+                name: values[index, : len(row["input_ids"])]
+                for name, values in zip(manifest.feature_columns, found, strict=True)
+            }
+            extracted.append(tokens | states)
+    return extracted
 
 
 def _states_to_keep(
@@ -226,10 +263,7 @@ def _states_to_keep(
     found = [states.last]
     if features.layer_ids is not None:
         found.append(split_layers(states, features.layer_ids, features.config))
-    kept = [tensor.to(dtype).cpu() for tensor in found]
-    if not all(torch.isfinite(tensor).all() for tensor in kept):
-        raise ValueError(f"The target's states are too large for {dtype}. Extract them as bfloat16.")
-    return kept
+    return [stored_states(tensor, dtype) for tensor in found]
 
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -243,6 +277,5 @@ def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> None:
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise OSError(
-            f"Could not write {str(path)!r}: {error}. The shards before it are complete. Make room and run this "
-            f"again: it goes on here."
+            f"Could not write {str(path)!r}: {error}. The shards before it are complete. {way_out(error)}."
         ) from error

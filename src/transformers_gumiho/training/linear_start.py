@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer
 
 from ..model.modeling_gumiho import GumihoModel
+from .target_features import why_not_finite
 
 
 # Of the training data, what the guess is fitted on. On SmolLM2-135M-Instruct 48,000 tokens were as good as 750,000:
@@ -67,7 +68,7 @@ def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
     much smaller than states, and no norm stands at either end of the serial head.
 
     Raises:
-        ValueError: The first rows have no answers.
+        ValueError: The first rows have no answers, or the target's states are not finite.
     """
     weight: Any = drafter.fc.weight
     fit = LinearFit(weight.shape[1], weight.shape[0], weight.device)
@@ -94,6 +95,8 @@ def _first_answers(trainer: Trainer, drafter: GumihoModel) -> Iterator[tuple[tor
         batch: Any = trainer.data_collator(rows)
         batch = {name: values.to(trainer.args.device) for name, values in batch.items()}
         states = own.target_features.states(batch)
+        if not torch.isfinite(states.last).all():
+            raise ValueError(why_not_finite(states.last.dtype))
         read = drafter.read_target(own.drafter_input(states).to(drafter.fc.weight))
         counts = batch["loss_mask"][:, 1:].bool()
         if "position_ids" in batch:  # a text's first token has no state before it

@@ -5,22 +5,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from .conversations import FORMATS, JSON_LINE, MalformedRowError, RawText, read_row
-from .rendering import check_tokenizer, encode, encode_prompt
+from .conversations import FORMATS, JSON_LINE, MalformedRowError, RawText, read_row, read_text
+from .rendering import check_tokenizer, counting_states, encode, encode_prompt
 
 
 _IDS, _MASK = Sequence(Value("int32")), Sequence(Value("int8"))
-_ENCODED = Features({"input_ids": _IDS, "loss_mask": _MASK, "problem": Value("string"), "num_cut": Value("int64")})
+_NUMBER = Value("int64")
+_ENCODED = Features(
+    {"input_ids": _IDS, "loss_mask": _MASK, "problem": Value("string"), "num_cut": _NUMBER, "row": _NUMBER}
+)
 _ROWS = Features({"input_ids": _IDS, "loss_mask": _MASK})
 _PACKED = Features({"input_ids": _IDS, "loss_mask": _MASK, "position_ids": _IDS})
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be encoded or packed differently.
-_FORMAT = 1
+_FORMAT = 2
 # Texts that are packed together come from as many at a time.
 _PACKING_BATCH = 1000
 
@@ -33,6 +35,7 @@ class PreparationReport:
     Attributes:
         num_texts: Texts kept, a long raw text counting once for each of its windows.
         problems: How many rows were skipped, by reason.
+        first_rows: The first row that was skipped for each of these reasons, counted from 0.
         num_truncated: Texts that were cut at the maximum length.
         num_tokens_cut: Tokens lost by that.
         num_tokens: Tokens kept.
@@ -42,6 +45,7 @@ class PreparationReport:
 
     num_texts: int = 0
     problems: Counter[str] = field(default_factory=Counter)
+    first_rows: dict[str, int] = field(default_factory=dict)
     num_truncated: int = 0
     num_tokens_cut: int = 0
     num_tokens: int = 0
@@ -52,6 +56,7 @@ class PreparationReport:
         """Counts a row of the encoded dataset; returns whether it is kept."""
         if row["problem"]:
             self.problems[str(row["problem"])] += 1
+            self.first_rows.setdefault(str(row["problem"]), int(row["row"]))
             return False
         self.num_texts += 1
         self.num_truncated += int(row["num_cut"] > 0)
@@ -66,7 +71,8 @@ class PreparationReport:
             f"{self.num_rows} rows; {self.num_truncated:,} texts truncated ({self.num_tokens_cut:,} "
             f"tokens cut); {sum(self.problems.values()):,} skipped"
         ]
-        lines += [f"  skipped {count:,}: {reason}" for reason, count in self.problems.most_common()]
+        for reason, count in self.problems.most_common():
+            lines.append(f"  skipped {count:,} (the first is row {self.first_rows[reason]}): {reason}")
         return "\n".join(lines)
 
 
@@ -93,13 +99,12 @@ def prepare_dataset(
 
     Returns:
         Rows of `input_ids`, `loss_mask` (1 at the states that count as targets: those of assistant tokens that another
-        assistant token follows) and, packed, `position_ids`; and what became of the dataset. A malformed row is
-        skipped and counted.
+        assistant token follows) and, packed, `position_ids`; and what became of the dataset. A malformed row, and
+        one in which the template does not show which tokens are the assistant's, is skipped and counted.
 
     Raises:
         ValueError: The tokenizer does not belong to the target, `max_length` exceeds the target's positions, the
             dataset is empty or has no known form, or no row of it could be used.
-        UnstableTemplateError: The template does not let the assistant's tokens be told from the others.
     """
     check_settings(tokenizer, target_config, max_length)
     streamed = isinstance(dataset, IterableDataset)
@@ -107,6 +112,7 @@ def prepare_dataset(
     report = PreparationReport()
     encoded = dataset.map(
         _encode_batch,
+        with_indices=True,
         batched=True,
         batch_size=100,
         remove_columns=columns,
@@ -161,9 +167,9 @@ def collect_prompts(
         if len(prompts) == num_prompts:
             break
         try:
-            example = read_row(row, has_template=bool(tokenizer.chat_template))
+            example = read_text(row, has_template=bool(tokenizer.chat_template))
             ids = encode_prompt(tokenizer, example, num_text_tokens)
-        except (MalformedRowError, jinja2.TemplateError):
+        except MalformedRowError:
             continue
         if 0 < len(ids) <= max_length:
             prompts.append(torch.tensor(ids))
@@ -209,10 +215,15 @@ def _check_beginning(encoded: IterableDataset) -> None:
 
 
 def _encode_batch(
-    batch: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, max_length: int, format_version: int
+    batch: dict[str, list[Any]],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    format_version: int,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    encoded = [new for row in rows for new in _encode_row(row, tokenizer, max_length)]
+    numbered = zip(indices, rows, strict=True)
+    encoded = [new | {"row": index} for index, row in numbered for new in _encode_row(row, tokenizer, max_length)]
     return {name: [row[name] for row in encoded] for name in _ENCODED}
 
 
@@ -221,23 +232,21 @@ def _encode_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_len
         return  # a blank line is no row
     try:
         example = read_row(row, has_template=bool(tokenizer.chat_template))
-        ids, assistant = encode(tokenizer, example)
+        texts = encode(tokenizer, example)
     except MalformedRowError as error:
         yield {"input_ids": [], "loss_mask": [], "problem": str(error), "num_cut": 0}
         return
-    windows = range(0, len(ids), max_length) if isinstance(example, RawText) and not example.prompt else range(1)
-    for start in windows:
-        stop = start + max_length
-        # A state counts where it is the assistant's and its successor, the token it predicts, is so too. After the end
-        # of a text nothing is drafted, whatever the template writes there.
-        drafted = [a and token != tokenizer.eos_token_id for a, token in zip(assistant, ids, strict=True)]
-        following = [*assistant[start + 1 : stop + 1], 0]
-        mask = [int(a and b) for a, b in zip(drafted[start:stop], following, strict=False)]
-        if not any(mask[1:]) and start:
-            continue  # the end of a raw text, too short to learn from
-        problem = "" if any(mask[1:]) else "no token to learn within the maximum length"
-        cut = max(len(ids) - stop, 0) if len(windows) == 1 else 0
-        yield {"input_ids": ids[start:stop], "loss_mask": mask[:max_length], "problem": problem, "num_cut": cut}
+    for ids, assistant in texts:
+        counts = counting_states(ids, assistant, tokenizer.eos_token_id)
+        windows = range(0, len(ids), max_length) if isinstance(example, RawText) and not example.prompt else range(1)
+        for start in windows:
+            stop = start + max_length
+            mask = counts[start:stop]
+            if not any(mask[1:]) and start:
+                continue  # the end of a raw text, too short to learn from
+            problem = "" if any(mask[1:]) else "no token to learn within the maximum length"
+            cut = max(len(ids) - stop, 0) if len(windows) == 1 else 0
+            yield {"input_ids": ids[start:stop], "loss_mask": mask, "problem": problem, "num_cut": cut}
 
 
 def _pack_batch(batch: dict[str, list[list[int]]], max_length: int, format_version: int) -> dict[str, list[list[int]]]:

@@ -10,15 +10,18 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import dataset_fingerprint
-from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch
+from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
 from ..target.fingerprint import model_fingerprint
-from .conversations import Conversation, MalformedRowError, RawText, read_row
+from ..target.placement import drafter_device
+from .conversations import Conversation, MalformedRowError, RawText, read_text
 from .fingerprint import tokenizer_fingerprints
 from .preparation import check_settings
-from .rendering import encode_prompt, render_prompt
+from .rendering import decode, encode_prompt, render_prompt
+from .target_features import why_not_finite
+from .written_rows import Turn, answer_text, written_row
 
 
 def regenerate_dataset(
@@ -36,8 +39,9 @@ def regenerate_dataset(
     """
     Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
     earlier answers, until it ends or the longest text of the batch has `max_length` tokens. Of a raw text, the target
-    continues the first `num_prompt_tokens`, or the prompt where there is one. A row that cannot be answered stays as a
-    line that says why.
+    continues the first `num_prompt_tokens`, or the prompt where there is one. A row whose text does not encode back to
+    the tokens that the target wrote holds these, too, and training reads them. A row that cannot be answered stays as
+    a line that says why.
 
     Called again after it was stopped, it goes on after the last whole batch in the file; the result is the same.
 
@@ -54,32 +58,32 @@ def regenerate_dataset(
 
     Raises:
         ValueError: It runs in several processes, the tokenizer does not belong to the target, `max_length` exceeds the
-            target's positions, or the file was begun with other settings.
-        OSError: The disk is full. What was written stays.
+            target's positions, the file was begun with other settings, or what the target computes is not finite.
+        OSError: The disk is full, or another run writes there. What was written stays.
     """
     if PartialState().num_processes > 1:
         raise ValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")
     check_settings(tokenizer, target.config, max_length)
     path = Path(output_file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_begun_with(
-        path,
-        {"target": model_fingerprint(target)}
-        | tokenizer_fingerprints(tokenizer)
-        | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
-        | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
-    )
-    done = cut_unfinished_batch(path, batch_size)
-    remaining = islice(iter(dataset), done, None)
-    writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
-    total = len(dataset) if isinstance(dataset, Dataset) else None
-    with tqdm(desc="target answers", total=total, initial=done) as progress:
-        while batch := list(islice(remaining, batch_size)):
-            torch.manual_seed(seed + done)
-            texts = writer.rewrite(batch)
-            append_rows(path, texts)
-            done += len(batch)
-            progress.update(len(batch))
+    with sole_writer(path):
+        check_begun_with(
+            path,
+            {"target": model_fingerprint(target)}
+            | tokenizer_fingerprints(tokenizer)
+            | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
+            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
+        )
+        done = cut_unfinished_batch(path, batch_size)
+        remaining = islice(iter(dataset), done, None)
+        writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
+        total = len(dataset) if isinstance(dataset, Dataset) else None
+        with tqdm(desc="target answers", total=total, initial=done) as progress:
+            while batch := list(islice(remaining, batch_size)):
+                torch.manual_seed(seed + done)
+                texts = writer.rewrite(batch)
+                append_rows(path, texts)
+                done += len(batch)
+                progress.update(len(batch))
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class TargetWriter:
 
     def _read(self, row: Mapping[str, Any]) -> Conversation | RawText | dict[str, Any]:
         try:
-            return read_row(row, has_template=bool(self.tokenizer.chat_template))
+            return read_text(row, has_template=bool(self.tokenizer.chat_template))
         except MalformedRowError as error:
             return {"skipped": str(error)}
 
@@ -115,35 +119,46 @@ class TargetWriter:
             prompts.append(ids[: self.max_length // 2])
         results = []
         for example, prompt, new in zip(examples, prompts, self._generate(prompts), strict=True):
-            if example.prompt:
-                results.append({"prompt": example.prompt, "completion": self.decode_after(prompt, new)})
-            else:
-                results.append({"text": self.tokenizer.decode(prompt + new, skip_special_tokens=True)})
+            ended = self._has_ended(new)
+            row = {"prompt": example.prompt, "completion": self.decode_after(prompt, new[: -1 if ended else None])}
+            if not example.prompt:
+                special = set(self.tokenizer.all_special_ids)
+                begun = [token for token in prompt if token not in special]
+                row = {"text": answer_text(self.tokenizer, begun + new, ended)}
+            results.append(written_row(self.tokenizer, row | {"ended": ended}, [(prompt, new)]))
         return results
 
     def decode_after(self, prompt: list[int], new: list[int]) -> str:
         """Returns the text of `new`; a tokenizer that drops the first space of a text does not drop this one."""
-        before, whole = self.tokenizer.batch_decode([prompt, prompt + new], skip_special_tokens=True)
-        return whole.removeprefix(before)
+        return decode(self.tokenizer, prompt + new).removeprefix(decode(self.tokenizer, prompt))
 
     def _answer(self, conversations: list[Conversation]) -> list[dict[str, Any]]:
         histories = [list(c.messages[: c.first_trained]) for c in conversations]
+        turns: list[list[Turn]] = [[] for _ in conversations]
+        problems = ["no room for an answer" for _ in conversations]
         pending = set(range(len(conversations)))
         while pending:
             prompts = {}
             for index in sorted(pending):
-                prompt = self._next_prompt(conversations[index], histories[index])
+                try:
+                    prompt = self._next_prompt(conversations[index], histories[index])
+                except MalformedRowError as error:
+                    prompt, problems[index] = None, str(error)
                 if prompt is None:
                     pending.discard(index)
                 else:
                     prompts[index] = prompt
             for index, new in zip(prompts, self._generate(list(prompts.values())), strict=True):
-                answer = self.tokenizer.decode(new, skip_special_tokens=True)
+                answer = answer_text(self.tokenizer, new, self._has_ended(new))
                 histories[index].append({"role": "assistant", "content": answer})
+                turns[index].append((prompts[index], new))
         return [
-            {"messages": history} if len(history) > c.first_trained else {"skipped": "no room for an answer"}
-            for history, c in zip(histories, conversations, strict=True)
+            self._row(history, written) if written else {"skipped": problem}
+            for history, written, problem in zip(histories, turns, problems, strict=True)
         ]
+
+    def _row(self, messages: list[dict[str, str]], turns: list[Turn]) -> dict[str, Any]:
+        return written_row(self.tokenizer, {"messages": messages, "ended": self._has_ended(turns[-1][1])}, turns)
 
     def _next_prompt(self, conversation: Conversation, history: list[dict[str, str]]) -> list[int] | None:
         """Adds the messages up to the next answer to the history; returns the prompt, `None` without a next answer."""
@@ -160,24 +175,33 @@ class TargetWriter:
 
     @torch.inference_mode()
     def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Returns what the target says after each prompt, without the padding that follows its end."""
+        """Returns what the target says after each prompt, with its end, and without the padding that follows that."""
         if not prompts:
             return []
         longest = max(map(len, prompts))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
         ids = torch.tensor([[pad or 0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        device = self.target.device
+        device = drafter_device(self.target)
         settings = {"do_sample": False, "max_new_tokens": self.max_length - longest, "pad_token_id": pad}
+        settings["logits_processor"] = LogitsProcessorList([self._check_finite])
         output = self.target.generate(
             ids.to(device), attention_mask=mask.to(device), **(settings | self.generate_kwargs)
         )
-        return [_until_end(row, self._end_tokens()) for row in output[:, longest:].tolist()]
+        return [_through_end(row, self._end_tokens()) for row in output[:, longest:].tolist()]
+
+    def _check_finite(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise ValueError(why_not_finite(self.target.dtype))
+        return scores
 
     def _end_tokens(self) -> set[int]:
         ends = self.target.generation_config.eos_token_id
         return set(ends if isinstance(ends, list) else [ends])
 
+    def _has_ended(self, tokens: list[int]) -> bool:
+        return bool(tokens) and tokens[-1] in self._end_tokens()
 
-def _until_end(ids: list[int], ends: set[int]) -> list[int]:
-    return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))]
+
+def _through_end(ids: list[int], ends: set[int]) -> list[int]:
+    return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]

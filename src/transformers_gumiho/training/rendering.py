@@ -7,14 +7,18 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from .conversations import Conversation, MalformedRowError, RawText
+from ..open_text import count_closing_tokens, encode_open_text
+from .conversations import Conversation, Example, MalformedRowError, RawText, WrittenTokens
 
 
+# Templates that drop earlier reasoning do so, those that open the reasoning in the generation prompt, and those that
+# put the system prompt into the last turn.
+UNCLEAR = (
+    "the chat template renders its beginning differently from all of it, so which tokens the assistant says is not "
+    "clear. Let the target answer (`regenerate_dataset`), which keeps the tokens, or mark the assistant's turns in "
+    "the template with {% generation %} and {% endgeneration %}"
+)
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class UnstableTemplateError(ValueError):
-    """A chat template under which it cannot be told which tokens the assistant says."""
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -26,20 +30,22 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, example: Conversation | RawText) -> tuple[list[int], list[int]]:
+def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[tuple[list[int], list[int]]]:
     """
     Encodes an example.
 
     Returns:
-        Token ids, and for each whether it is the assistant's (1), and so may be drafted, or not (0).
+        Texts, one for each of several written turns: token ids, and for each whether it is the assistant's (1), and so
+        may be drafted, or not (0).
 
     Raises:
-        MalformedRowError: The chat template refuses the conversation.
-        UnstableTemplateError: The template does not mark the assistant's tokens, and renders the beginning of a
-            conversation differently from the whole.
+        MalformedRowError: The chat template refuses the conversation, or does not show which of its tokens are the
+            assistant's; or the tokens are another tokenizer's.
     """
+    if isinstance(example, WrittenTokens):
+        return _read_tokens(tokenizer, example)
     if isinstance(example, RawText):
-        return _encode_text(tokenizer, example)
+        return [_encode_text(tokenizer, example)]
     if not tokenizer.chat_template:
         raise ValueError(
             f"The dataset holds conversations, and the target's tokenizer {tokenizer.name_or_path!r} has no chat "
@@ -47,11 +53,22 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Conversation | RawText) 
             f"`text` column."
         )
     try:
-        if _GENERATION_MARK.search(tokenizer.get_chat_template()):
-            return _encode_marked(tokenizer, example)
-        return _encode_by_prefixes(tokenizer, example)
+        is_marked = _GENERATION_MARK.search(tokenizer.get_chat_template())
+        ids, assistant = (_encode_marked if is_marked else _encode_by_prefixes)(tokenizer, example)
     except jinja2.TemplateError as error:
         raise MalformedRowError(f"the chat template refuses it: {error}") from error
+    if not example.ended:
+        _unmark_closing(ids, assistant, tokenizer.eos_token_id)
+    return [(ids, assistant)]
+
+
+def counting_states(ids: list[int], assistant: list[int], eos_token_id: int | None) -> list[int]:
+    """
+    Returns 1 for each state that counts as a target: it is the assistant's and its successor, the token it predicts,
+    is so too. After the end of a text nothing is drafted, whatever the template writes there.
+    """
+    pairs = zip(ids, assistant, [*assistant[1:], 0], strict=True)
+    return [int(bool(ours and next_is_ours) and token != eos_token_id) for token, ours, next_is_ours in pairs]
 
 
 def encode_prompt(
@@ -60,9 +77,12 @@ def encode_prompt(
     """
     Returns the token ids that the target is asked to go on from: the conversation up to the first trained answer, or
     the prompt of a raw text, or where it has none, its first `num_text_tokens` tokens.
+
+    Raises:
+        MalformedRowError: The chat template refuses the conversation.
     """
     if isinstance(example, RawText):
-        ids = list(tokenizer(example.prompt or example.completion)["input_ids"])
+        ids = encode_open_text(tokenizer, example.prompt or example.completion)
         return ids if example.prompt else ids[:num_text_tokens]
     turn = next(
         index
@@ -73,19 +93,52 @@ def encode_prompt(
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Returns the token ids of messages that the assistant is to answer."""
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    """
+    Returns the token ids of messages that the assistant is to answer.
+
+    Raises:
+        MalformedRowError: The chat template refuses them.
+    """
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    except jinja2.TemplateError as error:
+        raise MalformedRowError(f"the chat template refuses it: {error}") from error
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Returns the text of tokens, special ones included, that comes closest to encoding back to them."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _read_tokens(tokenizer: PreTrainedTokenizerBase, example: WrittenTokens) -> list[tuple[list[int], list[int]]]:
+    read = [prompt + answer for prompt, answer in example.turns]
+    foreign = not read or any(not 0 <= token < len(tokenizer) for ids in read for token in ids)
+    if foreign or example.text.strip() not in decode(tokenizer, read[-1]):
+        raise MalformedRowError("its `written` tokens are another tokenizer's")
+    return [(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in example.turns]
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, example: RawText) -> tuple[list[int], list[int]]:
     encoding = tokenizer(example.prompt + example.completion, return_offsets_mapping=True)
     ids, boundary = list(encoding["input_ids"]), len(example.prompt)
     mask = [int(start >= boundary) for start, _ in encoding["offset_mapping"]]
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        # The target ends its text with it, so it has to be drafted, too.
-        ids.append(tokenizer.eos_token_id)
-        mask.append(1)
-    return ids, mask
+    num_closing = count_closing_tokens(tokenizer)
+    closing = ids[len(ids) - num_closing :]
+    if not num_closing and tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        closing = [tokenizer.eos_token_id]
+    # The target ends its text, so the end has to be drafted, too. What the tokenizer adds has no place in the text.
+    closing, kept = closing if example.ended else [], len(ids) - num_closing
+    return ids[:kept] + closing, mask[:kept] + [1] * len(closing)
+
+
+def _unmark_closing(ids: list[int], assistant: list[int], eos_token_id: int | None) -> None:
+    """Marks the end of the last turn, and what follows it, as not the assistant's."""
+    for index in range(len(ids) - 1, 0, -1):
+        if assistant[index] and ids[index] == eos_token_id:
+            assistant[index:] = [0] * len(assistant[index:])
+            return
+        if assistant[index] > assistant[index - 1]:
+            return  # the turn begins here, and the template closes it with something else
 
 
 def _encode_marked(tokenizer: PreTrainedTokenizerBase, example: Conversation) -> tuple[list[int], list[int]]:
@@ -122,10 +175,6 @@ def assistant_spans(render: Callable[..., str], example: Conversation) -> list[t
         before = render(example.messages[:index], add_generation_prompt=True)
         through = render(example.messages[: index + 1])
         if not (through.startswith(before) and whole.startswith(through)):
-            raise UnstableTemplateError(
-                "The chat template renders the beginning of a conversation differently from the whole (templates "
-                "that drop earlier reasoning do), so the assistant's tokens cannot be told from the others. Mark them "
-                "with {% generation %} ... {% endgeneration %} in the template, or train on single turns."
-            )
+            raise MalformedRowError(UNCLEAR)
         spans.append((len(before), len(through)))
     return spans

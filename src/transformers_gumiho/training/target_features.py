@@ -37,6 +37,28 @@ class TargetFeatures(Protocol):
         """Returns the same features with an output head that knows `token_ids` `(K,)` only, as it is now."""
 
 
+def why_not_finite(dtype: torch.dtype) -> str:
+    """Says what to do where a target of this dtype computes numbers that are not finite."""
+    cause = "It overflows in float16" if dtype == torch.float16 else "Its weights may be damaged"
+    return f"The target's own states are not finite ({dtype}). {cause}: load it in bfloat16 or float32."
+
+
+def stored_states(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """
+    Returns a target's states in `dtype`, in the computer's memory.
+
+    Raises:
+        ValueError: They do not fit into it, or were not finite before.
+    """
+    kept = states.to(dtype).cpu()
+    if torch.isfinite(kept).all():
+        return kept
+    if not torch.isfinite(states).all():
+        raise ValueError(why_not_finite(states.dtype))
+    wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
+    raise ValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--dtype`).")
+
+
 class OnlineFeatures:
     """
     Runs the frozen target in every step.

@@ -24,13 +24,21 @@ from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, NUM_ROWS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
-from .checks import check_collator, check_drafter, check_is_no_adapter, check_rows, count_broken, drafter_of
+from .checks import (
+    check_collator,
+    check_drafter,
+    check_is_no_adapter,
+    check_rows,
+    check_something_counts,
+    count_broken,
+    drafter_of,
+)
 from .collator import GumihoDataCollator
 from .draft_restriction import DraftRestriction
 from .linear_start import start_linearly
 from .model_card import model_card_of
 from .reach import MeasuredReach
-from .target_features import OnlineFeatures, TargetFeatures
+from .target_features import OnlineFeatures, TargetFeatures, why_not_finite
 from .term_averages import TermAverages
 from .trained_parts import freeze_all_but
 
@@ -106,6 +114,7 @@ class GumihoTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
+        self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
         self._terms = TermAverages()
         max_depth = self.drafter.config.max_draft_depth
         self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
@@ -126,14 +135,17 @@ class GumihoTrainer(Trainer):
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """As `Trainer.get_train_dataloader`; evaluations count the answers alone, whatever is trained on."""
-        collator = self.data_collator
-        if not self.args.assistant_only_loss:
-            self.data_collator = copy.copy(collator)
-            self.data_collator.assistant_only_loss = False
+        collator, self.data_collator = self.data_collator, self._training_collator()
         try:
             return super().get_train_dataloader()
         finally:
             self.data_collator = collator
+
+    def _training_collator(self) -> Any:
+        collator = copy.copy(self.data_collator)
+        if not self.args.assistant_only_loss:
+            collator.assistant_only_loss = False
+        return collator
 
     def compute_loss(
         self,
@@ -146,6 +158,8 @@ class GumihoTrainer(Trainer):
         states = self.target_features.states(inputs)
         drafter_input = self.drafter_input(states)
         if model.training:
+            # Looked at where training diverges: asking in every step would wait for the device.
+            self._broken_states += (~torch.isfinite(states.last)).sum()
             drafter_input = self._add_noise(drafter_input)
             self._measure_reach(model, inputs, states)
         args = self.args
@@ -184,6 +198,8 @@ class GumihoTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
+            if not torch.isfinite(states.last).all():
+                raise FloatingPointError(why_not_finite(states.last.dtype))
             output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
             if self._positions_per_row:
                 return None, self._score_choices(inputs, states, output), None
@@ -201,7 +217,7 @@ class GumihoTrainer(Trainer):
 
         Raises:
             ValueError: There is no whole checkpoint to go on from.
-            FloatingPointError: Training diverged.
+            FloatingPointError: Training diverged, or the target's states are not finite.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -211,9 +227,12 @@ class GumihoTrainer(Trainer):
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )
         self._terms = TermAverages()
+        self._broken_states.zero_()
         if self._reach is not None:
             self._reach.reset()
         self._warn_of_schedule()
+        if self.train_dataset is not None:
+            check_something_counts(self.train_dataset, self._training_collator(), self._shifts())
         self._restriction.find(resume_from_checkpoint or None)
         if self.args.linear_start and self._is_new and not resume_from_checkpoint:
             start_linearly(self, self.drafter)
@@ -350,12 +369,15 @@ class GumihoTrainer(Trainer):
             num_unrolled = num_unrolled + args.serial_unroll_steps if args.unrolls else 0
         return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights(epoch=None))
 
+    def _shifts(self) -> list[int]:
+        return [predictor.shift for predictor in self._predictors(in_training=True)]
+
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         return agreement_metrics(prediction.predictions, self._predictors())
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Returns `(Q,)`: the positions of a step, over its batches and processes, that each term is averaged over."""
-        shifts = [predictor.shift for predictor in self._predictors(in_training=True)]
+        shifts = self._shifts()
         counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
         for batch in batch_samples:
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
@@ -391,6 +413,8 @@ class GumihoTrainer(Trainer):
             )
 
     def _divergence(self, finding: str) -> str:
+        if self.accelerator.reduce(self._broken_states, "sum"):
+            return why_not_finite(self.target_features.embedding.dtype)
         checkpoint = last_complete_checkpoint(self.args.output_dir)
         kept = (
             f"The newest checkpoint, {checkpoint}, is from before that." if checkpoint else "There is no checkpoint."

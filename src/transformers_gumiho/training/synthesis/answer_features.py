@@ -10,12 +10,14 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...target.fingerprint import model_fingerprint
-from ..feature_cache import MANIFEST, CacheManifest, shard_path
-from ..feature_extraction import begin_cache, save_whole
+from ..feature_cache import MANIFEST, CacheManifest
+from ..feature_extraction import begin_cache, find_manifest, save_whole
 from ..fingerprint import rows_fingerprint, tokenizer_fingerprints
+from ..shards import is_intact, make_shard, shard_path
 
 
 _COLUMNS = ["input_ids", "loss_mask"]
+_SEED = 0  # of checksums: what the cache is made from is known at the end
 
 
 @dataclass(frozen=True)
@@ -53,35 +55,28 @@ class AnswerFeatureCache:
         folder.mkdir(parents=True, exist_ok=True)
 
     def has(self, batch: int) -> bool:
-        """Whether the features of a batch are there."""
-        return shard_path(self.folder, batch).exists()
+        """Whether the features of a batch are there, as they were written."""
+        return is_intact(shard_path(self.folder, batch), [*_COLUMNS, "hidden_states"], _SEED)
 
     def write(self, batch: int, rows: Sequence[AnswerFeatures]) -> None:
         """
         Writes the features of a batch.
 
         Raises:
-            ValueError: They do not fit into the dtype.
             OSError: The disk is full. The batches before are complete.
         """
         (self.folder / MANIFEST).unlink(missing_ok=True)  # of answers that were deleted to be written anew
-        ids = [torch.tensor(row.prompt + row.answer, dtype=torch.int32) for row in rows]
-        states = torch.cat([row.states for row in rows]) if rows else torch.zeros(0, 0, dtype=self.dtype)
-        if not torch.isfinite(states).all():
-            raise ValueError(f"The target's states are too large for {self.dtype}. Keep them as bfloat16.")
-        none = torch.zeros(0, dtype=torch.int32)
-        masks = [torch.tensor(row.loss_mask, dtype=torch.int32) for row in rows]
-        tensors = {
-            "offsets": torch.tensor([0] + [len(row) for row in ids]).cumsum(0),
-            "input_ids": torch.cat([none, *ids]),
-            "loss_mask": torch.cat([none, *masks]),
-            "hidden_states": states,
-        }
-        save_whole(tensors, shard_path(self.folder, batch))
+        tokens = [[torch.tensor(v, dtype=torch.int32) for v in (r.prompt + r.answer, r.loss_mask)] for r in rows]
+        shard = [
+            dict(zip(_COLUMNS, columns, strict=True)) | {"hidden_states": row.states}
+            for row, columns in zip(rows, tokens, strict=True)
+        ]
+        save_whole(make_shard(shard, _SEED), shard_path(self.folder, batch))
 
     def finish(self, num_batches: int, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the manifest and what the cache holds of the target."""
-        if (self.folder / MANIFEST).exists():
+        if (found := find_manifest(self.folder)) is not None:
+            begin_cache(self.folder, found, target, tokenizer)
             return
         offsets = [self._tensor(batch, "offsets") for batch in range(num_batches)]
         shard_rows = [len(values) - 1 for values in offsets]
@@ -95,12 +90,13 @@ class AnswerFeatureCache:
             num_tokens=sum(int(values[-1]) for values in offsets),
             rows_per_shard=max(shard_rows),
             shard_rows=shard_rows,
+            checksum_seed=_SEED,
         )
         begin_cache(self.folder, manifest, target, tokenizer)
 
     def _rows(self, offsets: list[torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         for batch, values in enumerate(offsets):
-            columns = {name: self._tensor(batch, name) for name in _COLUMNS}
+            columns = {name: self._tensor(batch, name) for name in (_COLUMNS if len(values) > 1 else ())}
             for start, stop in itertools.pairwise(values.tolist()):
                 yield {name: column[start:stop] for name, column in columns.items()}
 

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from ...internals import CACHE_NAME
 from ...target.feature_reader import find_decoder
+from ...target.placement import drafter_device
 from ...target.prediction_head import projected_states
-from ..target_features import OnlineFeatures
+from ..target_features import OnlineFeatures, stored_states, why_not_finite
 from .nucleus import sample_nucleus
 from .roomy_cache import attends_everywhere, make_roomy_cache
 
@@ -90,8 +91,8 @@ class _Batch:
         self, continuing: BatchContinuation, prompts: Sequence[list[int]], sampled: Sequence[bool], seed: int
     ):
         self.continuing, self.prompts = continuing, prompts
-        self.device, self.dtype = continuing.target.device, continuing.states_dtype
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.device, self.dtype = drafter_device(continuing.target), continuing.states_dtype
+        self.generator = torch.Generator().manual_seed(seed)
         self.results = [Continuation() for _ in prompts]
         self.states: list[list[torch.Tensor]] = [[] for _ in prompts]
         self.rows = list(range(len(prompts)))  # of each row of the batch, the prompt it continues
@@ -117,13 +118,15 @@ class _Batch:
         states = self._run(ids, (num_shared + columns - gaps).clamp(min=0), self.mask)
         if self.dtype is not None:
             for kept, row, rest in zip(self.states, states, rests, strict=True):
-                kept += [piece.to(self.dtype).cpu() for piece in (*begun, row[longest - len(rest) :])]
+                kept += [stored_states(piece, self.dtype) for piece in (*begun, row[longest - len(rest) :])]
             self.num_begun = len(begun) + 1
         return states[:, -1]
 
     def add_tokens(self, states: torch.Tensor) -> None:
         """Chooses the token that follows the states `(B, H)` of each row."""
         logits = self.continuing.features.lm_head(states)(states)
+        if logits.isnan().any():
+            raise ValueError(why_not_finite(states.dtype))
         tokens = logits.argmax(dim=-1)
         if self.sampled.any():
             sampling = self.continuing.sampling
@@ -141,8 +144,9 @@ class _Batch:
         """Cuts rows that need no more off where they are many; returns whether any is left."""
         going = [index for index, row in enumerate(self.rows) if self._needs_more(row)]
         if going and len(self.rows) - len(going) >= max(len(self.rows) * _ENDED_SHARE, 1):
-            kept = torch.tensor(going, device=self.device)
+            kept = torch.tensor(going)  # in the computer's memory: it indexes layers on several devices
             self.cache.batch_select_indices(kept)
+            kept = kept.to(self.device)
             self.mask, self.positions, self.sampled = self.mask[kept], self.positions[kept], self.sampled[kept]
             self.tokens = self.tokens[kept]
             self.rows = [self.rows[index] for index in going]
@@ -154,7 +158,7 @@ class _Batch:
         states = self._run(self.tokens[:, None], self.positions, self.mask)[:, -1]
         self.positions = self.positions + 1
         if self.dtype is not None:
-            for row, state in zip(self.rows, states.to(self.dtype).cpu(), strict=True):
+            for row, state in zip(self.rows, stored_states(states, self.dtype), strict=True):
                 if self._needs_more(row):
                     self.states[row].append(state[None])
         return states
@@ -179,7 +183,8 @@ class _Batch:
             use_cache=True,
             **{CACHE_NAME: self.cache},
         ).last_hidden_state
-        return projected_states(self.continuing.target, states)
+        # Of a target that is split, the states come from another device than the tokens.
+        return projected_states(self.continuing.target, states).to(self.device)
 
 
 def _num_shared(prompts: Sequence[list[int]]) -> int:

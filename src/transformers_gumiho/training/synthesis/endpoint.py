@@ -137,6 +137,8 @@ class EndpointWriter:
         if not isinstance(choice.message.content, str):
             raise TypeError("the content is no text")
         problem = None if choice.message.content.strip() else "the target says nothing"
+        if any(getattr(choice.message, name, None) for name in ("reasoning", "reasoning_content")):
+            problem = "the server keeps the reasoning apart, so what the target wrote is not known"
         num_tokens = int(getattr(answer.usage, "completion_tokens", 0) or 0)
         return Text(choice.message.content, choice.finish_reason == "stop", num_tokens, problem)
 

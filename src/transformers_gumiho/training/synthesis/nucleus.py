@@ -16,7 +16,7 @@ def sample_nucleus(
         logits (`(B, V)`): Of the target.
         temperature: Divides the logits.
         top_p: Mass of the nucleus, in (0, 1].
-        generator: Where the randomness comes from; on the logits' device.
+        generator: Where the randomness comes from; of the CPU.
 
     Returns:
         Tokens `(B,)`.
@@ -35,8 +35,10 @@ def sample_nucleus(
 
 def _draw(probabilities: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """Draws a token `(B,)` from each row of probabilities `(B, V)`."""
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    uniform = torch.rand(len(probabilities), 1, dtype=torch.float64, device=probabilities.device, generator=generator)
+    # Not every accelerator has float64, nor its own generator; and so all devices draw the same.
+    dtype = torch.float64 if probabilities.device.type == "cpu" else torch.float32
+    cumulative = probabilities.cumsum(dim=-1, dtype=dtype)
+    uniform = torch.rand(len(probabilities), 1, dtype=torch.float64, generator=generator).to(dtype)
     # Of `1 - uniform`, which is never 0: a token of no probability is never drawn.
-    threshold = (1 - uniform) * cumulative[:, -1:]
+    threshold = (1 - uniform).to(cumulative.device) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold).squeeze(-1).clamp(max=probabilities.shape[1] - 1)

@@ -1,8 +1,9 @@
 """Prompts that the user has, next to those that a target writes."""
 
-import json
 from pathlib import Path
+from typing import Any
 
+from ...text_files import read_json_lines
 from .prompts import Prompt
 
 
@@ -21,27 +22,20 @@ def read_questions(path: str | Path, num_questions: int | None = None) -> list[P
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r} to read questions from.")
-    questions: list[Prompt] = []
-    # Not `splitlines`, which also splits at characters that stand in JSON strings (U+2028).
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if len(questions) == num_questions:
-            break
-        if line.strip():
-            questions.append(_read(line, f"{path}:{number}"))
+    questions = [_read(row, f"{path}:{number}") for number, row in read_json_lines(path, num_questions)]
     if num_questions is not None and len(questions) < num_questions:
         raise ValueError(f"{str(path)!r} has {len(questions)} questions, and {num_questions} were asked for.")
     return questions
 
 
-def _read(line: str, where: str) -> Prompt:
+def _read(row: dict[str, Any], where: str) -> Prompt:
     try:
-        row = json.loads(line)
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
         said = {message["role"]: message["content"] for message in reversed(messages)}
         if not isinstance(said["user"], str):
             raise TypeError("not text")
         return Prompt(said["user"], said.get("system"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{where} has no question. A line of this file is JSON with a `prompt`, or with `messages` and a user's "
             f"turn in them."

@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...resumable_file import append_rows, check_begun_with, cut_after, whole_lines
+from ...resumable_file import append_rows, check_begun_with, cut_after, sole_writer, whole_lines
 from ...target.fingerprint import model_fingerprint
 from ..fingerprint import tokenizer_fingerprints
 from ..preparation import check_settings
+from ..written_rows import written_row
 from .answer_features import AnswerFeatureCache
 from .continuation import Sampling
 from .endpoint import Endpoint, EndpointWriter
@@ -94,7 +96,8 @@ def synthesize_dataset(
     Args:
         target: The target.
         tokenizer: The target's, with a chat template.
-        output_file: The new dataset: `messages`, whether the answer is `sampled`, and whether it `ended` by itself.
+        output_file: The new dataset: `messages`, whether the answer is `sampled`, whether it `ended` before the limit,
+            and where its text does not encode back to them, the tokens (`written`), which training then reads.
         settings: What is written.
         system_prompts: System prompts, which take turns. By default, whatever the template says by itself.
         openings: First words of users, which take turns. By default the target finds these, too.
@@ -106,7 +109,7 @@ def synthesize_dataset(
     Raises:
         UserTurnNotFoundError: The chat template does not show where a user speaks.
         ValueError: The tokenizer does not belong to the target, or the file was begun with other settings.
-        OSError: The disk is full. What was written stays.
+        OSError: The disk is full, or another run writes there. What was written stays.
     """
     longest = max((len(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in openings), default=0)
     check_settings(tokenizer, target.config, longest + settings.max_prompt_tokens + settings.max_new_tokens)
@@ -124,9 +127,10 @@ def synthesize_dataset(
     synthesis = Synthesis(
         writer, tokenizer, Path(output_file), settings, system_prompts, openings, questions, fingerprints, cache
     )
-    num_batches = synthesis.run()
-    if cache:
-        cache.finish(num_batches, target, tokenizer)
+    with sole_writer(cache.folder) if cache else nullcontext():
+        num_batches = synthesis.run()
+        if cache:
+            cache.finish(num_batches, target, tokenizer)
 
 
 def synthesize_from_endpoint(
@@ -156,7 +160,7 @@ def synthesize_from_endpoint(
         EndpointError: The server does not answer, refuses, or answers nonsense only. What was written stays.
         UserTurnNotFoundError: The chat template does not show where a user speaks.
         ValueError: The file was begun with other settings.
-        OSError: The disk is full. What was written stays.
+        OSError: The disk is full, or another run writes there. What was written stays.
     """
     fingerprints = {"target": endpoint.model} | tokenizer_fingerprints(tokenizer)
     sampling = Sampling(settings.temperature, settings.top_p)
@@ -201,29 +205,37 @@ class Synthesis:
             )
         if not settings.num_prompts and not questions:
             raise ValueError("There is nothing to answer. Give `num_prompts` above 0, or `questions`.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        begun_with: dict[str, Any] = fingerprints | asdict(settings)
-        begun_with |= {"system_prompts": list(system_prompts), "questions": _digest(questions)}
+        self.begun_with: dict[str, Any] = fingerprints | asdict(settings)
+        self.begun_with |= {"system_prompts": list(system_prompts), "questions": _digest(questions)}
         # None where there are none, as in files from before there were any.
-        begun_with["openings"] = list(openings) or None
-        check_begun_with(path, begun_with)
-        prompt_path = path.with_name(path.name.removesuffix(".jsonl") + ".prompts.jsonl")
-        check_begun_with(prompt_path, {name: begun_with[name] for name in begun_with if name not in _ONLY_FOR_ANSWERS})
+        self.begun_with["openings"] = list(openings) or None
         self.writer, self.tokenizer, self.path, self.settings = writer, tokenizer, path, settings
+        self.system_prompts, self.openings = list(system_prompts), list(openings)
         self.questions, self.cache = list(questions), cache
         self.problems: Counter[str] = Counter()
-        self.prompt_file = PromptFile(
-            prompt_path,
-            writer,
-            list(system_prompts),
-            list(openings),
-            list(tokenizer.all_special_tokens),
-            settings.batch_size,
-            settings.seed,
-        )
 
     def run(self) -> int:
         """Writes what is missing; returns the number of batches of answers."""
+        with sole_writer(self.path):
+            self.prompt_file = self._begin()
+            return self._write()
+
+    def _begin(self) -> PromptFile:
+        begun_with, path = self.begun_with, self.path
+        check_begun_with(path, begun_with)
+        prompt_path = path.with_name(path.name.removesuffix(".jsonl") + ".prompts.jsonl")
+        check_begun_with(prompt_path, {name: begun_with[name] for name in begun_with if name not in _ONLY_FOR_ANSWERS})
+        return PromptFile(
+            prompt_path,
+            self.writer,
+            self.system_prompts,
+            self.openings,
+            list(self.tokenizer.all_special_tokens),
+            self.settings.batch_size,
+            self.settings.seed,
+        )
+
+    def _write(self) -> int:
         num_rows, num_batches = self.settings.num_prompts + len(self.questions), 0
         num_found, is_cut = len(whole_lines(self.path)), False
         with tqdm(desc="target writes", unit=" tokens", mininterval=5) as progress:
@@ -237,7 +249,7 @@ class Synthesis:
                 texts = self.writer.answer(batch, self.settings.seed + start)
                 if self.cache:
                     self.cache.write(number, [text.features for text in texts if text.features])
-                append_rows(self.path, map(_row, batch, texts))
+                append_rows(self.path, map(self._row, batch, texts))
                 self.problems.update(text.problem for text in texts if text.problem)
                 progress.set_postfix_str(f"{stop} of {num_rows} answers")
                 progress.update(sum(text.num_tokens for text in texts))
@@ -272,12 +284,12 @@ class Synthesis:
     def _is_sampled(self, row: int) -> bool:
         return random.Random(f"{self.settings.seed} {row}").random() < self.settings.sampled_share
 
-
-def _row(request: Request, text: Text) -> dict[str, Any]:
-    if text.problem:
-        return {"skipped": text.problem}
-    messages = [*request.messages, {"role": "assistant", "content": text.text}]
-    return {"messages": messages, "sampled": request.sampled, "ended": text.ended}
+    def _row(self, request: Request, text: Text) -> dict[str, Any]:
+        if text.problem:
+            return {"skipped": text.problem}
+        messages = [*request.messages, {"role": "assistant", "content": text.text}]
+        row = {"messages": messages, "sampled": request.sampled, "ended": text.ended}
+        return row if text.turn is None else written_row(self.tokenizer, row, [text.turn])
 
 
 def _digest(questions: Sequence[Prompt]) -> str:

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..conversations import MalformedRowError
 from ..rendering import render_prompt
+from ..written_rows import answer_text
 from .answer_features import AnswerFeatures
 from .continuation import BatchContinuation, Continuation, Sampling
 from .user_turn import UserTurn, find_user_turn
@@ -58,10 +60,16 @@ class TargetWriter:
 
     def answer(self, requests: Sequence[Request], seed: int) -> list[Text]:
         write = BatchContinuation(self.target, self.ends, self.sampling, self.states_dtype)
-        prompts = [render_prompt(self.tokenizer, request.messages) for request in requests]
-        fitting = [index for index, prompt in enumerate(prompts) if self._fits(prompt)]
-        texts = [Text("", False, 0, problem="no room for an answer")] * len(prompts)
-        if fitting:
+        texts = [Text("", False, 0, problem="no room for an answer")] * len(requests)
+        prompts: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            try:
+                prompt = render_prompt(self.tokenizer, request.messages)
+            except MalformedRowError as error:
+                texts[index] = Text("", False, 0, problem=str(error))
+            else:
+                prompts |= {index: prompt} if self._fits(prompt) else {}
+        if fitting := list(prompts):
             sampled = [requests[index].sampled for index in fitting]
             results = write([prompts[index] for index in fitting], self.max_new_tokens, sampled, seed)
             for index, result in zip(fitting, results, strict=True):
@@ -76,13 +84,11 @@ class TargetWriter:
         return self.positions is None or len(prompt) + self.max_new_tokens <= self.positions
 
     def _read(self, prompt: list[int], result: Continuation) -> Text:
-        text = self.tokenizer.decode(result.tokens, skip_special_tokens=True)
-        if not text.strip():
+        if not self.tokenizer.decode(result.tokens, skip_special_tokens=True).strip():
             return Text("", result.ended, len(result.tokens), problem="the target says nothing")
-        features = None
-        if result.states is not None:
-            features = AnswerFeatures(prompt, result.tokens, result.states)
-        return Text(text, result.ended, len(result.tokens), features=features)
+        text, turn = answer_text(self.tokenizer, result.tokens, result.ended), (prompt, result.tokens)
+        features = None if result.states is None else AnswerFeatures(*turn, result.states)
+        return Text(text, result.ended, len(result.tokens), turn=turn, features=features)
 
     def _turn(self, system: str | None) -> UserTurn:
         if system not in self._turns:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..written_rows import Turn
 from .answer_features import AnswerFeatures
 
 
@@ -13,10 +14,11 @@ class Text:
     What was written.
 
     Attributes:
-        text: Without special tokens.
+        text: Without its end; where a server wrote it, without special tokens.
         ended: Whether the target ended it, rather than a limit.
         num_tokens: Tokens of it.
         problem: Why it is of no use, if it is not.
+        turn: The tokens that the target read and wrote, if known.
         features: What the target computed for it, if kept.
     """
 
@@ -24,6 +26,7 @@ class Text:
     ended: bool
     num_tokens: int
     problem: str | None = None
+    turn: Turn | None = None
     features: AnswerFeatures | None = None
 
 

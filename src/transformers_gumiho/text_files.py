@@ -1,0 +1,47 @@
+"""Text files as people have them: errors name the file and the line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_text(path: str | Path) -> str:
+    """
+    Returns the text of a UTF-8 file, without a byte order mark.
+
+    Raises:
+        ValueError: The file has another encoding.
+    """
+    data = Path(path).read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ValueError(f"{str(path)!r} is not UTF-8 in line {line}: {error.reason}. Save it as UTF-8.") from error
+
+
+def read_json_lines(path: str | Path, num_rows: int | None = None) -> list[tuple[int, dict[str, Any]]]:
+    """
+    Returns the first rows of a JSONL file, each with the number of its line. Blank lines are no rows.
+
+    Raises:
+        ValueError: A line is no JSON object, or the file is not UTF-8.
+    """
+    rows: list[tuple[int, dict[str, Any]]] = []
+    # Not `splitlines`, which also splits at characters that stand in JSON strings (U+2028).
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if num_rows is not None and len(rows) == num_rows:
+            break
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} is not JSON in line {number}: {error}. Correct the line.") from error
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{str(path)!r} holds a {type(row).__name__} in line {number}. Each line must be a JSON object, "
+                f'such as {{"prompt": "..."}}.'
+            )
+        rows.append((number, row))
+    return rows

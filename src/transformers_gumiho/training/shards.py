@@ -1,0 +1,90 @@
+"""The files of a feature cache: rows with checksums, and what is said of a file that is damaged."""
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """Returns where a shard is."""
+    return folder / f"shard-{index:05d}.safetensors"
+
+
+def damaged(path: Path, error: Exception) -> ValueError:
+    """Returns the error of a damaged file of a cache."""
+    return ValueError(f"{str(path)!r} is damaged: {error}. Run what wrote it again, which writes this file anew.")
+
+
+def checksum(tensors: Iterable[torch.Tensor], seed: int) -> int:
+    """Returns a checksum of these tensors, in their order."""
+    for tensor in tensors:
+        seed = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, seed)
+    return seed
+
+
+def make_shard(rows: Sequence[Mapping[str, torch.Tensor]], seed: int) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a shard of rows: the values of all in one piece, where each begins, and its checksum."""
+    offsets = torch.tensor([0, *(len(row["input_ids"]) for row in rows)]).cumsum(0)
+    sums = [checksum(row.values(), seed + number) for number, row in enumerate(rows)]
+    columns = {name: torch.cat([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+    return {"offsets": offsets, "checksums": torch.tensor(sums, dtype=torch.int64), **columns}
+
+
+def open_shard(path: Path) -> Any:
+    """Opens a shard; raises `ValueError` where it cannot be read."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, error) from error
+
+
+def read_shard_row(file: Any, row: int, columns: list[str], seed: int | None = None) -> dict[str, torch.Tensor]:
+    """
+    Reads columns of a row; with the `seed` that its shard was made with, all columns are read and checked.
+
+    Raises:
+        ValueError: They are not what was written. Shards of earlier versions have no checksums.
+    """
+    start, stop = file.get_slice("offsets")[row : row + 2].tolist()
+    found = {name: file.get_slice(name)[start:stop] for name in columns}
+    if seed is not None and _has_checksums(file):
+        expected = int(file.get_slice("checksums")[row : row + 1])
+        if checksum(found.values(), seed + row) != expected:
+            raise ValueError(f"row {row} of it has another checksum")
+    return found
+
+
+def _has_checksums(file: Any) -> bool:
+    return "checksums" in list(file.keys())
+
+
+def is_intact(path: Path, columns: list[str], seed: int, num_rows: int | None = None) -> bool:
+    """Whether a shard is there with its rows as they were written (without checksums: whether it can be read)."""
+    if not path.exists():
+        return False
+    try:
+        file = open_shard(path)
+        found = file.get_slice("offsets").get_shape()[0] - 1
+        if found != (found if num_rows is None else num_rows) or (seed and not _has_checksums(file)):
+            return False
+        for row in range(found):
+            read_shard_row(file, row, columns, seed)
+    except (ValueError, SafetensorError):
+        return False
+    return True
+
+
+def load_weights(path: Path, expected: int | None) -> dict[str, torch.Tensor]:
+    """Reads the target's weights; raises `ValueError` where they are not those of the `expected` checksum."""
+    try:
+        weights = load_file(path)
+        if expected is not None and checksum((weights[name] for name in sorted(weights)), 0) != expected:
+            raise ValueError("it has another checksum")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path, error) from error
+    return weights
