@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.target.continuation import _measured
 from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.training.synthesis.nucleus import sample_nucleus
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.verification import AcceptedPath
 
@@ -92,6 +94,28 @@ def test_chain_targets_mix_no_devices(family: str, placement: tuple[str, str]) -
         move(target, placement[0])
         drafter.to(placement[1])
         assert torch.equal(generate(target, drafter, make_prompts([9, 4]), placement[0], **SAMPLED), expected)
+
+
+@pytest.mark.parametrize("kwargs", [GREEDY | LOOKUP, SAMPLED], ids=["context", "sampled"])
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_devices_without_float64(family: str, kwargs: dict[str, Any]) -> None:
+    target = (make_target if family == "llama" else make_chain_target)(family).float()
+    drafter = (make_drafter if family == "llama" else make_chain_drafter)(target)
+    # The noise of a batch's coming draws is not known there.
+    prompts = make_prompts([9] if kwargs["do_sample"] else [9, 4])
+    expected = generate(target, drafter, prompts, "cpu", **kwargs)
+    _measured.clear()  # a target that verifies chains is tried on this device, too
+    with pretending():
+        target.to("mps")
+        drafter.to("mps")
+        assert torch.equal(generate(target, drafter, prompts, "mps", **kwargs), expected)
+
+
+def test_synthesis_without_float64() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, -torch.inf]]).expand(100, -1)
+    with pretending():
+        tokens = sample_nucleus(logits.to("mps"), 1.0, 0.9)
+        assert set(tokens.tolist()) == {1, 2}
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "mps"])

@@ -35,8 +35,9 @@ def sample_nucleus(
 
 def _draw(probabilities: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """Draws a token `(B,)` from each row of probabilities `(B, V)`."""
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    uniform = torch.rand(len(probabilities), 1, dtype=torch.float64, device=probabilities.device, generator=generator)
+    # In float32, as not every device has float64: the share of a token is off by at most a rounding error of 1.
+    cumulative = probabilities.cumsum(dim=-1)
+    uniform = torch.rand(len(probabilities), 1, device=probabilities.device, generator=generator)
     # Of `1 - uniform`, which is never 0: a token of no probability is never drawn.
     threshold = (1 - uniform) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold).squeeze(-1).clamp(max=probabilities.shape[1] - 1)
