@@ -7,6 +7,7 @@ an upgrade of those libraries may break is therefore in this file, and `tests/un
 
 import copy
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,14 +182,37 @@ def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedCo
     config._attn_implementation = other._attn_implementation
 
 
-def sdpa_attention() -> Callable[..., Any]:
-    """Returns what layers with the attention implementation `sdpa` call."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+def supports_sdpa(target: PreTrainedModel) -> bool:
+    """Whether `sdpa` computes all that the target's layers ask of attention."""
+    return bool(target._supports_sdpa)
 
 
-def replace_sdpa_attention(function: Callable[..., Any]) -> None:
-    """Makes layers with the attention implementation `sdpa` call this function."""
-    AttentionInterface.register("sdpa", function)
+def attention_function(implementation: str) -> Callable[..., Any]:
+    """Returns what layers with this attention implementation call."""
+    return ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def replace_attention_function(implementation: str, function: Callable[..., Any]) -> None:
+    """Makes layers with this attention implementation call this function."""
+    AttentionInterface.register(implementation, function)
+
+
+def attention_file(kind: type) -> Any:
+    """Returns the module with a class, or with a base of it, that looks attention functions up; `None` without one."""
+    # Not the one that defines the functions, which all models inherit from.
+    names = [base.__module__ for base in kind.__mro__ if base.__module__ != AttentionInterface.__module__]
+    files = (sys.modules.get(name) for name in names)
+    return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)
+
+
+def finds_registered_attention(kind: type, implementation: str) -> bool:
+    """Whether layers of a class call what is registered for all models: a file may have functions of its own."""
+    return attention_file(kind).ALL_ATTENTION_FUNCTIONS[implementation] is ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def eager_attention(kind: type) -> Any:
+    """Returns what layers of a class call with `eager`, which every model's code names alike; `None` without one."""
+    return getattr(attention_file(kind), "eager_attention_forward", None)
 
 
 def is_own_sdpa_attention(function: Callable[..., Any]) -> bool:
@@ -308,6 +332,8 @@ __all__ = [
     "VALIDATION_STEP",
     "WeightRenaming",
     "adopt_attention_implementation",
+    "attention_file",
+    "attention_function",
     "attention_implementation",
     "attention_reads_groups",
     "cache_argument",
@@ -317,6 +343,8 @@ __all__ = [
     "cpu_attention_reads_groups",
     "dataset_fingerprint",
     "drive_one_device",
+    "eager_attention",
+    "finds_registered_attention",
     "forward_parameters",
     "generation_step",
     "has_placement_hook",
@@ -329,12 +357,12 @@ __all__ = [
     "packs_single_queries",
     "pad_token_id",
     "register_checkpoint_conversion_mapping",
+    "replace_attention_function",
     "replace_generation_step",
-    "replace_sdpa_attention",
     "repository_of_call",
     "run_prompt",
     "runs_as_defined",
-    "sdpa_attention",
+    "supports_sdpa",
     "was_loaded",
     "without_layer",
     "would_compile",

@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..internals import (
+    attention_function,
     attention_reads_groups,
     cpu_attention_reads_groups,
     is_own_sdpa_attention,
     packs_single_queries,
-    replace_sdpa_attention,
-    sdpa_attention,
+    replace_attention_function,
 )
 
 
@@ -62,9 +62,9 @@ def install() -> None:
     Puts a function in the place of transformers' `sdpa` that calls it, except within [`groups_in_place`]. Calling
     this again changes nothing, nor does it where somebody else has registered another function.
     """
-    plain = sdpa_attention()
+    plain = attention_function("sdpa")
     if is_own_sdpa_attention(plain):
-        replace_sdpa_attention(_dispatching(plain))
+        replace_attention_function("sdpa", _dispatching(plain))
 
 
 def _dispatching(plain: AttentionFunction) -> AttentionFunction:
