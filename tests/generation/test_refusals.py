@@ -170,7 +170,9 @@ def test_forward_that_drops_the_cache(target: PreTrainedModel, is_filled: bool) 
 def test_drafter_with_attention_that_takes_no_mask(target: PreTrainedModel) -> None:
     drafter = make_drafter(target)
     adopt_attention_implementation(drafter.config, LlamaConfig(attn_implementation="flash_attention_2"))
-    refuses(target, "drafter's attention 'flash_attention_2' takes no tree mask.*`attn_implementation='sdpa'`", drafter)
+    refuses(
+        target, "drafter's attention 'flash_attention_2' takes no tree mask.*`attn_implementation='sdpa'`", drafter
+    )
 
 
 def test_rotary_embeddings_that_change_on_the_way() -> None:
