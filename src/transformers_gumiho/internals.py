@@ -238,6 +238,38 @@ def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: to
     return _CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
 
 
+def can_attend_efficiently(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether PyTorch's memory-efficient kernel takes these: on CUDA, in a type it knows, heads of aligned widths."""
+    return (
+        query.device.type == "cuda"
+        and torch.version.hip is None
+        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and query.dtype == key.dtype == value.dtype == mask.dtype
+        and all(states.shape[3] * states.element_size() % 16 == 0 for states in (query, value))
+        and not torch.is_grad_enabled()
+    )
+
+
+def memory_efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """
+    Attends as `scaled_dot_product_attention` does, with PyTorch's memory-efficient kernel. It is called by its own
+    name, as the public way to choose a kernel (`torch.nn.attention.sdpa_kernel`) chooses for all threads.
+
+    Args:
+        query (`(B, heads, n, head_dim)`): The queries.
+        key (`(B, heads, K, head_dim)`): The keys.
+        value (`(B, heads, K, value_dim)`): The values.
+        attn_mask (`(B, 1, n, K)`): Added to the scores. Its rows begin at multiples of 16 numbers.
+        scale: Of the scores.
+    """
+    mask = attn_mask.expand(-1, query.shape[1], -1, -1)
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    output: torch.Tensor = attend(query, key, value, mask, compute_log_sumexp=False, scale=scale)[0]
+    return output
+
+
 def runs_as_defined(module: nn.Module) -> bool:
     """
     Whether calling the module runs the `forward` of its class and nothing else: no hook, and no other `forward` put
@@ -337,6 +369,7 @@ __all__ = [
     "attention_implementation",
     "attention_reads_groups",
     "cache_argument",
+    "can_attend_efficiently",
     "capture_outputs",
     "compile_on_every_device",
     "computing_in_float32",
@@ -352,6 +385,7 @@ __all__ = [
     "is_stateful",
     "keeps_dynamic_cache",
     "mark_static_address",
+    "memory_efficient_attention",
     "num_compiled_graphs",
     "num_hooks",
     "packs_single_queries",
