@@ -7,6 +7,7 @@ an upgrade of those libraries may break is therefore in this file, and `tests/un
 
 import copy
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,14 +182,37 @@ def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedCo
     config._attn_implementation = other._attn_implementation
 
 
-def sdpa_attention() -> Callable[..., Any]:
-    """Returns what layers with the attention implementation `sdpa` call."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+def supports_sdpa(target: PreTrainedModel) -> bool:
+    """Whether `sdpa` computes all that the target's layers ask of attention."""
+    return bool(target._supports_sdpa)
 
 
-def replace_sdpa_attention(function: Callable[..., Any]) -> None:
-    """Makes layers with the attention implementation `sdpa` call this function."""
-    AttentionInterface.register("sdpa", function)
+def attention_function(implementation: str) -> Callable[..., Any]:
+    """Returns what layers with this attention implementation call."""
+    return ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def replace_attention_function(implementation: str, function: Callable[..., Any]) -> None:
+    """Makes layers with this attention implementation call this function."""
+    AttentionInterface.register(implementation, function)
+
+
+def attention_file(kind: type) -> Any:
+    """Returns the module with a class, or with a base of it, that looks attention functions up; `None` without one."""
+    # Not the one that defines the functions, which all models inherit from.
+    names = [base.__module__ for base in kind.__mro__ if base.__module__ != AttentionInterface.__module__]
+    files = (sys.modules.get(name) for name in names)
+    return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)
+
+
+def finds_registered_attention(kind: type, implementation: str) -> bool:
+    """Whether layers of a class call what is registered for all models: a file may have functions of its own."""
+    return attention_file(kind).ALL_ATTENTION_FUNCTIONS[implementation] is ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def eager_attention(kind: type) -> Any:
+    """Returns what layers of a class call with `eager`, which every model's code names alike; `None` without one."""
+    return getattr(attention_file(kind), "eager_attention_forward", None)
 
 
 def is_own_sdpa_attention(function: Callable[..., Any]) -> bool:
@@ -212,6 +236,38 @@ def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: to
     calls go to its plain implementation, which copies them.
     """
     return _CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
+
+
+def can_attend_efficiently(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether PyTorch's memory-efficient kernel takes these: on CUDA, in a type it knows, heads of aligned widths."""
+    return (
+        query.device.type == "cuda"
+        and torch.version.hip is None
+        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and query.dtype == key.dtype == value.dtype == mask.dtype
+        and all(states.shape[3] * states.element_size() % 16 == 0 for states in (query, value))
+        and not torch.is_grad_enabled()
+    )
+
+
+def memory_efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    """
+    Attends as `scaled_dot_product_attention` does, with PyTorch's memory-efficient kernel. It is called by its own
+    name, as the public way to choose a kernel (`torch.nn.attention.sdpa_kernel`) chooses for all threads.
+
+    Args:
+        query (`(B, heads, n, head_dim)`): The queries.
+        key (`(B, heads, K, head_dim)`): The keys.
+        value (`(B, heads, K, value_dim)`): The values.
+        attn_mask (`(B, 1, n, K)`): Added to the scores. Its rows begin at multiples of 16 numbers.
+        scale: Of the scores.
+    """
+    mask = attn_mask.expand(-1, query.shape[1], -1, -1)
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    output: torch.Tensor = attend(query, key, value, mask, compute_log_sumexp=False, scale=scale)[0]
+    return output
 
 
 def runs_as_defined(module: nn.Module) -> bool:
@@ -308,15 +364,20 @@ __all__ = [
     "VALIDATION_STEP",
     "WeightRenaming",
     "adopt_attention_implementation",
+    "attention_file",
+    "attention_function",
     "attention_implementation",
     "attention_reads_groups",
     "cache_argument",
+    "can_attend_efficiently",
     "capture_outputs",
     "compile_on_every_device",
     "computing_in_float32",
     "cpu_attention_reads_groups",
     "dataset_fingerprint",
     "drive_one_device",
+    "eager_attention",
+    "finds_registered_attention",
     "forward_parameters",
     "generation_step",
     "has_placement_hook",
@@ -324,17 +385,18 @@ __all__ = [
     "is_stateful",
     "keeps_dynamic_cache",
     "mark_static_address",
+    "memory_efficient_attention",
     "num_compiled_graphs",
     "num_hooks",
     "packs_single_queries",
     "pad_token_id",
     "register_checkpoint_conversion_mapping",
+    "replace_attention_function",
     "replace_generation_step",
-    "replace_sdpa_attention",
     "repository_of_call",
     "run_prompt",
     "runs_as_defined",
-    "sdpa_attention",
+    "supports_sdpa",
     "was_loaded",
     "without_layer",
     "would_compile",

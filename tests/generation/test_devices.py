@@ -1,82 +1,252 @@
-"""
-A cycle of a drafter and a target on two devices, on tensors without data ("meta" stands for the other device):
-operations on tensors of two devices raise, and so does whatever makes the host wait.
-"""
+"""Generation and training on pretend accelerators: no devices are mixed, and the host waits no more than it has to."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from targets import make_drafter, make_target
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from accelerate import PartialState, dispatch_model
+from chains import make_chain_drafter, make_chain_target
+from pretend_device import MixedDevices, PretendMachine, pretending
+from targets import make_drafter, make_prompts, make_target
+from trainers import losses_of, make_args, make_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator
-from transformers_gumiho.decoding.token_choice import _walk_greedily
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
-from transformers_gumiho.target.tree_cache import TreeCache
-
-
-def drop_data(model: nn.Module, device: str) -> None:
-    """Puts tensors on `device`, under a `FakeTensorMode` without data, in the place of the model's."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.target.continuation import _measured
+from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.training.synthesis.nucleus import sample_nucleus
+from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.tree.verification import AcceptedPath
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-@pytest.mark.parametrize(("num_assistant_tokens", "full_tree_attention"), [(12, True), (200, True), (12, False)])
-@pytest.mark.parametrize(
-    ("target_device", "drafter_device"), [("cpu", "cpu"), ("cpu", "meta"), ("meta", "cpu"), ("meta", "meta")]
-)
-@pytest.mark.parametrize("draft_vocabulary", [None, [6, 1, 5, 2]], ids=["all", "some"])
-@torch.no_grad()
-def test_trees_are_drafted_across_devices(
-    target_device: str,
-    drafter_device: str,
-    num_assistant_tokens: int,
-    full_tree_attention: bool,
-    batch_size: int,
-    draft_vocabulary: list[int] | None,
-) -> None:
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+LOOKUP = {"prompt_lookup_num_tokens": 10}
+
+SPLIT = {
+    "model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", "model.layers.0": "cuda:0",
+    "model.layers.1": "cuda:1", "model.layers.2": "cuda:1", "model.norm": "cuda:1", "lm_head": "cuda:1",
+}  # fmt: skip
+# Where the target is, and where the drafter is.
+PLACEMENTS: dict[str, tuple[str | dict[str, str], str]] = {
+    "one device": ("cuda:0", "cuda:0"),
+    "two devices": ("cuda:0", "cuda:1"),
+    "drafter on the host": ("cuda:0", "cpu"),
+    "target on the host": ("cpu", "cuda:0"),
+    "split target": (SPLIT, "cuda:0"),
+    "split target, drafter beside its head": (SPLIT, "cuda:1"),
+}
+# Settings of the drafter, lengths of the prompts, and how to generate.
+WAYS: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {
+    "greedy": ({}, [5], GREEDY),
+    "sampled": ({}, [5, 2, 4], SAMPLED),
+    "context": ({}, [9, 4], GREEDY | LOOKUP),
+    "static": ({}, [5, 2], SAMPLED | STATIC),
+    "layers, some tokens": ({"target_layer_ids": [0, 2], "draft_vocabulary": [6, 1, 5, 2]}, [5, 2], GREEDY),
+    "transitions": ({"transition_rank": 3}, [5], SAMPLED),
+}
+
+
+def move(model: PreTrainedModel, place: str | dict[str, str]) -> str:
+    """Moves a model; returns the device for its inputs."""
+    if isinstance(place, str):
+        model.to(place)
+        return place
+    dispatch_model(model, place, main_device=next(iter(place.values())))
+    return next(iter(place.values()))
+
+
+def generate(
+    target: PreTrainedModel, drafter: GumihoModel, inputs: dict[str, torch.Tensor], device: str, **kwargs: Any
+) -> torch.Tensor:
+    """Returns the sequences, on the CPU, of `inputs` moved to `device`."""
+    torch.manual_seed(0)
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    sequences = target.generate(**inputs, assistant_model=drafter, **{"max_new_tokens": 24} | kwargs)
+    assert sequences.device == torch.device(device)
+    return sequences.cpu()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_generation_mixes_no_devices(placement: tuple[Any, str], way: tuple[dict[str, Any], list[int], Any]) -> None:
+    settings, lengths, kwargs = way
     target = make_target()
-    drafter = make_drafter(
-        target,
-        num_assistant_tokens=num_assistant_tokens,
-        full_tree_attention=full_tree_attention,
-        branching_factor=3,
+    drafter = make_drafter(target, num_assistant_tokens=20, **settings)
+    expected = generate(target, drafter, make_prompts(lengths), "cpu", **kwargs)
+    with pretending():
+        device = move(target, placement[0])
+        drafter.to(placement[1])
+        assert torch.equal(generate(target, drafter, make_prompts(lengths), device, **kwargs), expected)
+
+
+@pytest.mark.parametrize("placement", [place for place in PLACEMENTS.values() if isinstance(place[0], str)], ids=str)
+@pytest.mark.parametrize("family", ["lfm2", "bloom"])
+def test_chain_targets_mix_no_devices(family: str, placement: tuple[str, str]) -> None:
+    target = make_chain_target(family)
+    drafter = make_chain_drafter(target)
+    expected = generate(target, drafter, make_prompts([9, 4]), "cpu", **SAMPLED)
+    with pretending():
+        move(target, placement[0])
+        drafter.to(placement[1])
+        assert torch.equal(generate(target, drafter, make_prompts([9, 4]), placement[0], **SAMPLED), expected)
+
+
+@pytest.mark.parametrize("kwargs", [GREEDY | LOOKUP, SAMPLED], ids=["context", "sampled"])
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_devices_without_float64(family: str, kwargs: dict[str, Any]) -> None:
+    target = (make_target if family == "llama" else make_chain_target)(family).float()
+    drafter = (make_drafter if family == "llama" else make_chain_drafter)(target)
+    # The noise of a batch's coming draws is not known there.
+    prompts = make_prompts([9] if kwargs["do_sample"] else [9, 4])
+    expected = generate(target, drafter, prompts, "cpu", **kwargs)
+    _measured.clear()  # a target that verifies chains is tried on this device, too
+    with pretending():
+        target.to("mps")
+        drafter.to("mps")
+        assert torch.equal(generate(target, drafter, prompts, "mps", **kwargs), expected)
+
+
+def test_synthesis_without_float64() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, -torch.inf]]).expand(100, -1)
+    with pretending():
+        tokens = sample_nucleus(logits.to("mps"), 1.0, 0.9)
+        assert set(tokens.tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "mps"])
+@pytest.mark.parametrize("transition_rank", [0, 3])
+def test_training_mixes_no_devices(
+    device: str, transition_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target().float()
+
+    def train() -> list[float]:
+        drafter = make_drafter(target, transition_rank=transition_rank).float()
+        trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=make_rows())
+        monkeypatch.setattr(trainer.accelerator.state, "device", trainer.args.device)
+        trainer.train()
+        return losses_of(trainer)
+
+    expected = train()
+    with pretending():
+        monkeypatch.setattr(TrainingArguments, "device", torch.device(device))
+        assert train() == expected
+        assert target.device == torch.device(device)
+    PartialState._reset_state()  # noqa: SLF001 (other tests train on the CPU)
+
+
+class Cycles(GenerationObserver):
+    """Counts how often the host has waited when each cycle ends, and the tokens of the longest path of each."""
+
+    def __init__(self, machine: PretendMachine):
+        self.machine = machine
+        self.waits: list[int] = []
+        self.num_tokens: list[int] = []
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        self.waits.append(len(self.machine.waits))
+        self.num_tokens.append(max(path.accepted_lengths))
+
+
+DEMO_PAIR = Path(__file__).parents[2] / "examples" / "demo_pair"
+DEMO_PROMPTS = ["def __init__(self, ", "import os\nimport sys\n\ndef main(", "class Reader:\n    def read("]
+
+
+@pytest.fixture(scope="module")
+def demo_pair() -> tuple[PreTrainedModel, GumihoModel, Any]:
+    target = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "target", dtype=torch.float32)
+    drafter = GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", dtype=torch.float32)
+    drafter.generation_config.update(
+        num_assistant_tokens=63, branching_factor=14, draft_vocabulary=None, cycle_costs=None
     )
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        drop_data(target, target_device)
-        drop_data(drafter, drafter_device)
-        device, hidden_size = torch.device(target_device), target.config.hidden_size
-        head = target.lm_head.weight
-        token_ids = None
-        if draft_vocabulary is not None:
-            token_ids = torch.tensor(draft_vocabulary, device=device)
-            head = head[token_ids]
-        noise = torch.zeros(batch_size, 7, target.config.vocab_size, device=device)
-        generator = GumihoCandidateGenerator(
-            drafter,
-            lm_head=lambda features: features.to(device) @ head.T,
-            settings=DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, 1.0),
-            cache=TreeCache(batch_size, 64),
-            token_ids=token_ids,
-            peek_noise=lambda _, ids: (
-                noise if noise is None or ids is None else noise.index_select(2, ids.to(noise.device))
-            ),
-        )
-        # After the prompt, after a cycle in which all rows advance alike, and after one in which they do not.
-        for lengths in ([5] * batch_size, [3] * batch_size, list(range(1, batch_size + 1))):
-            committed = CommittedTokens(
-                torch.ones(batch_size, max(lengths), dtype=torch.long, device=device),
-                torch.zeros(batch_size, max(lengths), hidden_size, dtype=torch.float64, device=device),
-                torch.arange(max(lengths), device=device).expand(batch_size, -1),
-                lengths,
-            )
-            tree = generator.draft_tree(committed)
-            for name in ("tokens", "parents", "depths", "scores", "ancestors"):
-                assert getattr(tree, name).device == device
-            _, told = _walk_greedily(tree, torch.zeros(*tree.tokens.shape, target.config.vocab_size, device=device))
-            assert told.shape == (batch_size, 9)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_PAIR / "target", padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return target, drafter, tokenizer
+
+
+@pytest.fixture
+def waits_of_cycles(demo_pair: tuple[PreTrainedModel, GumihoModel, Any]) -> Callable[..., tuple[int, int, int]]:
+    """Returns for a generation of the demo pair its cycles after warm-up, their tokens, and waits of the host."""
+    target, drafter, tokenizer = demo_pair
+
+    def count(num_rows: int, kwargs: dict[str, Any]) -> tuple[int, int, int]:
+        inputs = dict(tokenizer(DEMO_PROMPTS[:num_rows], return_tensors="pt", padding=True))
+        with pretending() as machine:
+            target.to("cuda:0")
+            drafter.to("cuda:0")
+            with observing(cycles := Cycles(machine)):
+                generate(target, drafter, inputs, "cuda:0", **kwargs | {"max_new_tokens": 48})
+            target.to("cpu")
+            drafter.to("cpu")
+        # The last cycle is one without a draft for the next.
+        first, last = 1, len(cycles.waits) - 2
+        assert last - first >= 3
+        num_waits = cycles.waits[last] - cycles.waits[first]
+        return last - first, sum(cycles.num_tokens[first + 1 : last + 1]), num_waits
+
+    return count
+
+
+# Rows, how to generate, and the most waits of the host: in each cycle, and for each token of its longest path.
+#
+# |                          | per cycle | per token | goal        |
+# | greedy, 1 row            | 1         | 0         | 1           |
+# | greedy, 3 ragged rows    | 10        | 0         | 2           |
+# | sampled, 1 row           | 0         | 2         | 1 per token |
+# | sampled, 3 ragged rows   | 9         | 3         | 8 per cycle |
+# | from the context, 1 row  | 4         | 0         | 2           |
+# | from the context, 3 rows | 14        | 0         | 4           |
+# | static, greedy, 1 row    | 4         | 0         | 1           |
+WAITS: dict[str, tuple[int, dict[str, Any], tuple[int, int]]] = {
+    "greedy, 1 row": (1, GREEDY, (1, 0)),
+    "greedy, 3 rows": (3, GREEDY, (10, 0)),
+    "sampled, 1 row": (1, SAMPLED, (0, 2)),
+    "sampled, 3 rows": (3, SAMPLED, (9, 3)),
+    "context, 1 row": (1, GREEDY | LOOKUP, (4, 0)),
+    "context, 3 rows": (3, GREEDY | LOOKUP, (14, 0)),
+    "static, 1 row": (1, GREEDY | STATIC, (4, 0)),
+}
+
+
+@pytest.mark.parametrize(("num_rows", "kwargs", "most"), WAITS.values(), ids=WAITS)
+def test_waits_of_the_host(
+    num_rows: int, kwargs: dict[str, Any], most: tuple[int, int], waits_of_cycles: Callable[..., tuple[int, int, int]]
+) -> None:
+    num_cycles, num_tokens, num_waits = waits_of_cycles(num_rows, kwargs)
+    assert 0 < num_waits <= most[0] * num_cycles + most[1] * num_tokens
+
+
+def test_planted_faults_are_found() -> None:
+    target = make_target()
+    drafter = make_drafter(target, num_assistant_tokens=20)
+
+    def count(fault: Callable[[torch.Tensor], Any]) -> tuple[int, int]:
+        """Returns the waits of a generation with a fault in each of the target's passes, and the number of these."""
+        passes: list[int] = []
+
+        def plant(module: Any, args: Any, output: Any) -> None:
+            passes.append(1)
+            fault(output.logits)
+
+        handle = target.register_forward_hook(plant)
+        try:
+            with pretending() as machine:
+                target.to("cuda:0")
+                drafter.to("cuda:0")
+                before = len(machine.waits)
+                generate(target, drafter, make_prompts([5]), "cuda:0", **GREEDY)
+                return len(machine.waits) - before, len(passes)
+        finally:
+            handle.remove()
+
+    without, _ = count(lambda logits: None)
+    for fault in (lambda logits: logits.amax().item(), lambda logits: torch.tensor([1, 2], device=logits.device)):
+        waits, num_passes = count(fault)
+        assert waits == without + num_passes
+    with pytest.raises(MixedDevices, match="add"):
+        count(lambda logits: logits + torch.zeros(8))

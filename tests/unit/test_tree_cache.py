@@ -1,10 +1,14 @@
 """The cache for draft trees takes over an ordinary one and gives it back."""
 
+from typing import Any
+
 import pytest
 import torch
+from targets import make_drafter, make_prompts, make_target
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from transformers_gumiho.target import cache_moving
+from transformers_gumiho.target import cache_buffers, cache_moving
 from transformers_gumiho.target.cache_buffers import CacheBuffers
 from transformers_gumiho.target.tree_cache import TreeCache
 from transformers_gumiho.tree.verification import AcceptedPath
@@ -46,3 +50,81 @@ def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> No
     tree_cache.restore(dynamic)
     for layer, (keys, _), (new_keys, _) in zip(dynamic.layers, states, new, strict=True):
         assert torch.equal(layer.keys, torch.cat((keys, new_keys), dim=2))
+
+
+def test_a_cache_that_grows_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    dynamic, states = make_dynamic(num_layers=32, length=2000)
+    cache = TreeCache.from_dynamic(dynamic, capacity=2001)
+    assert len(buffers_of(cache)) == 1, "a small cache, in one buffer until it grows"
+    monkeypatch.setattr(cache_buffers, "MOVED_BYTES", 1)
+    cache.buffers.reserve(2100)
+    held, assign_views = [], cache_buffers.assign_views
+
+    def measuring(group: torch.Tensor, *args: Any) -> None:
+        held.append(sum(buffers_of(cache).values()) + group.nbytes)
+        assign_views(group, *args)
+
+    monkeypatch.setattr(cache_buffers, "assign_views", measuring)
+    cache.buffers.reserve(3000)
+    assert cache.capacity == 3000 + 750, "a quarter more"
+    size = sum(buffers_of(cache).values())
+    assert size == 32 * 2 * 2 * 3 * 4 * 3750 * 4
+    assert max(held) < 1.1 * size
+    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+        assert torch.equal(layer.keys[:, :, :2000], keys)
+        assert torch.equal(layer.values[:, :, :2000], values)
+        assert not layer.keys[:, :, 2000:].any()
+
+
+def test_slots_are_reserved_as_a_text_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    capacities: list[int] = []
+    grow = CacheBuffers.reserve
+
+    def growing(self: CacheBuffers, num_slots: int) -> None:
+        capacities.append(self.capacity)
+        grow(self, num_slots)
+
+    monkeypatch.setattr(CacheBuffers, "reserve", growing)
+    target = make_target()
+    target.config.max_position_embeddings = 2048
+    prompts = make_prompts([5])
+    plain = target.generate(**prompts, max_new_tokens=540, do_sample=False)
+    drafter = make_drafter(target, num_assistant_tokens=20)
+    assert torch.equal(target.generate(**prompts, max_new_tokens=540, do_sample=False, assistant_model=drafter), plain)
+    assert len(capacities) == 2, "the target's, and the drafter's"
+    assert max(capacities) < 600
+
+
+def buffers_of(cache: TreeCache) -> dict[int, int]:
+    """The bytes of each buffer that the layers' keys and values lie in."""
+    storages = [states.untyped_storage() for layer in cache.layers for states in (layer.keys, layer.values)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [5, 3]], ids=["even", "ragged"])
+def test_paths_are_kept_in_many_buffers_by_one_index(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = torch.tensor([[0, 3, 4], [0, 2, 5]])
+    numbers = []
+    for moved_bytes in (2**26, 1):
+        monkeypatch.setattr(cache_moving, "MOVED_BYTES", moved_bytes)
+        dynamic, _ = make_dynamic(num_layers=32, length=5)
+        cache = TreeCache.from_dynamic(dynamic, capacity=20)
+        cache.slots.set_lengths(lengths)
+        with Operations() as operations:
+            cache.commit(AcceptedPath(nodes, nodes, [3, 3]))
+        numbers.append((len(buffers_of(cache)), operations.number))
+    (one, with_one), (many, with_many) = numbers
+    assert (one, many) == (1, 16)
+    assert with_many - with_one == 2 * 15, "only what is read and written"

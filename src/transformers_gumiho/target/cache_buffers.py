@@ -2,14 +2,17 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
-# Slots added when buffers are outgrown.
-GROWTH = 4096
+# Slots added when buffers are outgrown, or a quarter of those in use where that is more.
+GROWTH = 512
+# Copying a cache holds so much of it twice at a time: this share, or so many bytes where that is more.
+MOVED_SHARE = 1 / 16
+MOVED_BYTES = 2**26
 
 
 class CacheBuffers:
@@ -47,26 +50,40 @@ class CacheBuffers:
             shape = (len(places), self.batch_size, num_heads, self.capacity, head_dim)
             group = torch.zeros(shape, dtype=dtype, device=device)
             self._groups.append((group, places))
-            _assign_views(group, places)
+            assign_views(group, places)
 
     def reserve(self, num_slots: int) -> None:
         """Grows the buffers to hold at least `num_slots` slots, and then some, as this copies them."""
-        old_capacity, self.capacity = self.capacity, num_slots + GROWTH
-        for index, (group, places) in enumerate(self._groups):
-            grown = group.new_zeros(*group.shape[:3], self.capacity, group.shape[4])
-            grown[:, :, :, :old_capacity] = group
-            self._groups[index] = (grown, places)
-            _assign_views(grown, places)
+        old_capacity, self.capacity = self.capacity, num_slots + max(GROWTH, num_slots // 4)
+        num_moved = max(self.nbytes * MOVED_SHARE, MOVED_BYTES)
+        outgrown, self._groups = self._groups, []
+        while outgrown:
+            group, places = outgrown.pop()
+            at_once = max(int(num_moved / group[0].nbytes), 1)
+            for first in range(0, len(places), at_once):
+                part = slice(first, first + at_once)
+                grown = group.new_zeros(len(places[part]), *group.shape[1:3], self.capacity, group.shape[4])
+                grown[:, :, :, :old_capacity] = group[part]
+                self._groups.append((grown, places[part]))
+                assign_views(grown, places[part])
 
     def move(self, nodes: torch.Tensor, starts: int | torch.Tensor) -> None:
         """Moves the entries `nodes` `(B, n)` behind the slots `starts` `(B, 1)` to the first slots from there on."""
+        in_slots = isinstance(starts, int) and self.batch_size == 1
+        known: dict[Any, Any] = {}
         for group, _ in self._groups:
-            sources = nodes.to(group.device)
-            if isinstance(starts, int) and self.batch_size == 1:
-                kept = group.index_select(3, sources[0] + starts)
-                group[:, :, :, starts : starts + sources.shape[1]] = kept
+            # Of all groups alike on a device, which may be many, the places are found once.
+            kind = (group.device,) if in_slots else (group.device, *group.shape[:3])
+            if kind not in known:
+                find: Callable[..., Any] = _slots_to_move if in_slots else _entries_to_move
+                known[kind] = find(group, nodes.to(group.device), starts)
+            source, target = known[kind]
+            if in_slots:
+                group[:, :, :, target] = group.index_select(3, source)
             else:
-                _move_rows(group, sources, starts if isinstance(starts, int) else starts.to(group.device))
+                # Whole rows: several times as fast as gathering and scattering single numbers.
+                entries = group.view(-1, group.shape[4])
+                entries.index_copy_(0, target, entries.index_select(0, source))
 
     def clear_behind(self, lengths: Sequence[int]) -> None:
         """Makes zeros of what lies between the end of each row and that of the longest."""
@@ -87,16 +104,23 @@ def first_slots(shape: Sequence[int], capacity: int, device: torch.device) -> to
     return torch.arange(math.prod(shape), device=device).view(*shape, 1) * capacity
 
 
-def _assign_views(group: torch.Tensor, places: list[tuple[Any, str]]) -> None:
+def assign_views(group: torch.Tensor, places: list[tuple[Any, str]]) -> None:
     for view, (layer, name) in zip(group, places, strict=True):
         setattr(layer, name, view)
 
 
-def _move_rows(group: torch.Tensor, nodes: torch.Tensor, starts: int | torch.Tensor) -> None:
+def _slots_to_move(group: torch.Tensor, nodes: torch.Tensor, start: int) -> tuple[torch.Tensor, slice]:
+    """Returns for a single row the slots of `nodes` `(1, n)`, and those that they go to."""
+    return nodes[0] + start, slice(start, start + nodes.shape[1])
+
+
+def _entries_to_move(
+    group: torch.Tensor, nodes: torch.Tensor, starts: int | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns where entries come from and go to, in a group that is flattened but for the last dimension."""
+    starts = starts if isinstance(starts, int) else starts.to(group.device)
     kept = torch.arange(nodes.shape[1], device=group.device)
     firsts = first_slots(group.shape[:3], group.shape[3], group.device)
     places_of_nodes, places_of_kept = starts + nodes, (starts + kept).expand_as(nodes)
     source, target = ((firsts + places[:, None]).flatten() for places in (places_of_nodes, places_of_kept))
-    # Whole rows: several times as fast as gathering and scattering single numbers.
-    entries = group.view(-1, group.shape[4])
-    entries.index_copy_(0, target, entries.index_select(0, source))
+    return source, target

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache_buffers import CacheBuffers
+from .cache_buffers import MOVED_BYTES, MOVED_SHARE, CacheBuffers
 
 
 # The layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put
@@ -16,9 +16,6 @@ CONVERTIBLE_LAYERS = (
     DynamicSlidingWindowLayer,
     *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
 )
-# Moving a cache holds so much of it twice at a time: this share, or so many bytes where that is more.
-MOVED_SHARE = 1 / 16
-MOVED_BYTES = 2**24
 
 
 def is_convertible(cache: Any) -> bool:
@@ -40,7 +37,8 @@ def move_from(cache: DynamicCache, layers: Sequence[Any], buffers: CacheBuffers)
     length = cache.get_seq_length()
     # Layers that read the keys and values of another one have none of their own.
     pairs = [(new, old) for new, old in zip(layers, cache.layers, strict=True) if old.keys is not None]
-    num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in pairs)
+    # With the slots that are free: the buffers are copied, too, when they are outgrown.
+    num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in pairs) * buffers.capacity // max(length, 1)
     at_once = max(int(len(pairs) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
     for first in range(0, len(pairs), at_once):
         moved = pairs[first : first + at_once]

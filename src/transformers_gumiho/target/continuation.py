@@ -150,7 +150,7 @@ def _run_at_once(target: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tens
 def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
     if values.shape != expected.shape:
         return float("inf")
-    values, expected = values.double(), expected.double()
+    values, expected = values.cpu().double(), expected.cpu().double()  # not every device has float64
     size = expected.square().mean()
     error = (values - expected).square().mean()
     return (error / size).sqrt().item() if size > 0 else error.sqrt().item()

@@ -17,8 +17,8 @@ from .tree_cache import TreeCache
 from .verification_cache import VerificationCache
 
 
-# Slots allocated for new tokens at once; longer generations double the cache when they get there.
-MAX_RESERVED_TOKENS = 4096
+# Slots allocated for new tokens at once; the cache of longer generations grows when they get there.
+MAX_RESERVED_TOKENS = 512
 
 
 def prompt_positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:

@@ -15,12 +15,11 @@ from .cache_moving import is_convertible
 from .chain_layers import BLOCK_INDEX_KIND, can_be_taken_back
 from .feature_reader import find_layers
 from .own_caches import cache_class
+from .unmasked_attention import MASKED_IMPLEMENTATIONS, tree_attention_obstacle
 
 
 # Kinds of attention whose mask a tree can be written into.
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
-# Attention implementations that take an arbitrary float mask.
-MASKED_IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 def attention_types(target: PreTrainedModel) -> set[str]:
@@ -142,20 +141,30 @@ def check_target(target: PreTrainedModel) -> None:
         raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
 
 
-def check_attention(model: PreTrainedModel) -> None:
-    """Raises `ValueError` for a model whose attention implementation does not take any mask."""
-    implementation = attention_implementation(model.config.get_text_config(decoder=True))
-    if implementation not in MASKED_IMPLEMENTATIONS:
+def check_attention(target: PreTrainedModel) -> None:
+    """
+    Raises `ValueError` for a target that verifies trees, but not with the attention that it was loaded with. Any
+    attention verifies chains.
+    """
+    if verification_kind(target) == "tree" and (obstacle := tree_attention_obstacle(target)):
+        implementation = attention_implementation(target.config.get_text_config(decoder=True))
         raise ValueError(
-            f"A draft tree needs an attention implementation that takes any mask "
-            f"({' or '.join(MASKED_IMPLEMENTATIONS)}), and {type(model).__name__} uses {implementation!r}. Load it "
-            f"with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
+            f"{type(target).__name__} cannot verify draft trees with the attention {implementation!r}: {obstacle}. "
+            f"{_LOAD_WITH_SDPA}"
         )
+
+
+_LOAD_WITH_SDPA = "Load it with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
 
 
 def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
     """Raises `ValueError` where the drafter cannot draft for the target."""
-    check_attention(drafter)
+    implementation = attention_implementation(drafter.config.get_text_config())
+    if implementation not in MASKED_IMPLEMENTATIONS:
+        raise ValueError(
+            f"The drafter's attention {implementation!r} takes no tree mask ({' and '.join(MASKED_IMPLEMENTATIONS)} "
+            f"do). {_LOAD_WITH_SDPA}"
+        )
     config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
     for what, ours, theirs in (
         ("vocabulary", draft.vocab_size, config.vocab_size),

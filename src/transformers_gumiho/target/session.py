@@ -1,8 +1,9 @@
 """One generation of the target behind its prompt: a draft tree per pass."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .cycle_shapes import CycleShapes
 from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .grouped_attention import groups_in_place
 from .requirements import attention_types
+from .unmasked_attention import tree_attention
 from .verification_cache import VerificationCache
 
 
@@ -135,13 +137,18 @@ class TargetSession:
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=position_ids,
         )
-        outputs, captured = self._run_target(model_inputs, tree.tokens.shape[1])
+        with self._tree_attention():
+            outputs, captured = self._run_target(model_inputs, tree.tokens.shape[1])
         return TargetOutput(
             logits=outputs.logits,
             states=self._reader.collect(captured),
             position_ids=text_positions(position_ids),
             hidden_states=outputs.hidden_states,
         )
+
+    @cached_property
+    def _tree_attention(self) -> Callable[[], AbstractContextManager[None]]:
+        return tree_attention(self.model)
 
     def commit(self, path: AcceptedPath) -> None:
         """

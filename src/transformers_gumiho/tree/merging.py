@@ -95,10 +95,12 @@ def _branch_scores(tree: DraftTree, shared: torch.Tensor, log_probs: torch.Tenso
     """
     is_shared = shared >= 0
     own = tree.scores.gather(1, shared.clamp(min=0)).masked_fill(~is_shared, -torch.inf)
-    # A path from the last place that takes its score from the tree on: `own_j + log_probs_(j+1) + ... + log_probs_d`.
-    # A sum of all log-probabilities must be finite to be taken off again.
-    sums = log_probs.double().clamp(min=-1e6).cumsum(dim=1)
-    starts = torch.cat((torch.zeros_like(sums[:, :1]), own.double() - sums), dim=1).cummax(dim=1).values
-    scores = (sums + starts[:, 1:]).to(tree.scores.dtype)
+    # A path from the last place that takes its score from the tree on: `own_j + log_probs_(j+1) + ... + log_probs_d`,
+    # the best of all j. Each j has a row, with the sums of what follows it.
+    starts = nn.functional.pad(own, (1, 0))
+    steps = nn.functional.pad(log_probs.to(own.dtype), (1, 0))[:, None].expand(-1, starts.shape[1], -1)
+    is_behind = torch.ones_like(steps[0], dtype=torch.bool).tril(-1)
+    sums = steps.triu(1).cumsum(dim=2).masked_fill(is_behind, -torch.inf)
+    scores = (starts[:, :, None] + sums).amax(dim=1)[:, 1:]
     ended = (log_probs == -torch.inf) & ~is_shared
-    return scores.maximum(own).masked_fill(ended, -torch.inf).clamp(max=0.0)
+    return scores.masked_fill(ended, -torch.inf).clamp(max=0.0)

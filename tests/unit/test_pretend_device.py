@@ -1,0 +1,107 @@
+"""The pretend accelerators find the faults that are planted here, and nothing else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pretend_device import MixedDevices, pretending
+from torch import nn
+
+
+ON_HOST = torch.arange(6.0).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x, other: x + other,
+        lambda x, other: x.add_(other),
+        lambda x, other: torch.cat((x, other)),
+        lambda x, other: torch.where(x > 0, x, other),
+        lambda x, other: nn.functional.linear(x, other),
+        lambda x, other: other[(x > 0)],
+        lambda x, other: torch.stack((x[0, 0], other[0, 0])),
+    ],
+)
+@pytest.mark.parametrize("second", ["cpu", "cuda:1"])
+def test_mixed_devices_raise(mix: Callable[..., Any], second: str) -> None:
+    with pretending():
+        x, other = ON_HOST.to("cuda:0"), ON_HOST.to(second)
+        mix(x, x)
+        with pytest.raises(MixedDevices, match=rf"tensors on {second}, cuda:0|tensors on cuda:0, {second}"):
+            mix(x, other)
+
+
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "upload of a list": lambda x: torch.tensor([1, 2], device=x.device),
+    "upload of a tensor": lambda x: ON_HOST.to(x.device),
+    "upload that only looks asynchronous": lambda x: ON_HOST.to(x.device, non_blocking=True),
+    "upload into a tensor": lambda x: x.copy_(ON_HOST),
+    "upload into a part": lambda x: x.__setitem__(0, ON_HOST[0]),
+    "upload of an index": lambda x: x[[0, 1]],
+    "download": lambda x: x.cpu(),
+    "download by its device": lambda x: x.to("cpu"),
+    "item": lambda x: x[0, 0].item(),
+    "bool": lambda x: bool(x.any()),
+    "tolist": lambda x: x.tolist(),
+    "mask": lambda x: x[x > 2],
+    "nonzero": lambda x: x.nonzero(),
+    "comparison": lambda x: torch.equal(x, x),
+    "unknown size": lambda x: x.repeat_interleave(torch.ones_like(x[0], dtype=torch.long), dim=1),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_waits_are_written_down(wait: Callable[[torch.Tensor], Any]) -> None:
+    with pretending() as machine:
+        x = torch.ones(2, 3, device="cuda:0")
+        assert not machine.waits
+        wait(x)
+        assert len(machine.waits) == 1
+        assert __file__ in machine.waits[0], "the line that waits"
+
+
+def test_what_does_not_wait_is_not_written_down() -> None:
+    with pretending() as machine:
+        x = torch.zeros(2, 3, device="cuda")
+        x += torch.arange(3, device=x.device) * 2 + torch.tensor(1.0)
+        x[:, 1:] = x[:, :2].clone().view(2, 2)
+        x[0] = 3.0
+        x.index_select(1, x[0].long().clamp(max=2)).to("cuda:1").to(x.device).to(x)
+        ON_HOST.pin_memory().to(x.device, non_blocking=True)
+        ON_HOST[ON_HOST > 2].tolist()
+        assert not machine.waits
+
+
+def test_views_and_modules_keep_their_device() -> None:
+    layer, on_host = nn.Linear(3, 2), ON_HOST.clone()
+    expected = layer(ON_HOST)
+    expected.sum().backward()
+    gradient, layer.weight.grad = layer.weight.grad, None
+    with pretending():
+        layer.to("cuda:1")
+        assert type(layer.weight) is nn.Parameter
+        x = on_host.to("cuda:1")
+        x.transpose(0, 1)[:, 1].neg_().neg_()
+        output = layer(x)
+        output.sum().backward()
+        for tensor in (x[0], layer.weight, layer.weight.grad, output, *output.topk(1), output.new_zeros(1)):
+            assert tensor.device == torch.device("cuda:1")
+        assert on_host.device.type == "cpu"
+        assert torch.equal(output.cpu(), expected)
+        assert torch.equal(layer.weight.grad.cpu(), gradient)
+
+
+def test_only_one_kind_of_accelerator_knows_float64() -> None:
+    with pretending():
+        for make in (
+            lambda device: ON_HOST.to(device).double(),
+            lambda device: ON_HOST.to(device).cumsum(dim=0, dtype=torch.float64),
+            lambda device: torch.zeros(3, dtype=torch.float64, device=device),
+            lambda device: ON_HOST.double().to(device),
+        ):
+            make("cuda:0")
+            with pytest.raises(TypeError, match="float64"):
+                make("mps")
