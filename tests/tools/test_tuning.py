@@ -188,8 +188,10 @@ def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
     lines = describe(result).splitlines()
     warnings = [line for line in lines if "PLAIN" in line]
     assert warnings[0] == "PLAIN DECODING IS FASTER with 8 rows, greedy: the drafter has 0.77 times its speed."
-    assert len(warnings) == 3
-    assert lines[-1] == "Leave `assistant_model` out there."
+    assert [line.split(":")[0].removeprefix("PLAIN DECODING IS FASTER with ") for line in warnings[1:]] == [
+        "4 rows, sampled", "8 rows, sampled",
+    ]  # fmt: skip
+    assert lines[-1] == "Leave `assistant_model` out in these cases."
     assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67"] for line in lines)
     assert describe(result).count("(the drafter had it)") == 1
 
