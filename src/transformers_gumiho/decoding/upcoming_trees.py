@@ -64,6 +64,7 @@ class UpcomingTrees:
         if break_even is None:
             break_even = estimate_break_even(session.model, drafter, settings, chooser.batch_size)
         self._pause = DraftingPause(break_even)
+        self._num_nodes = 0  # of the drafter's trees, root not included
         self._is_drafted = False  # whether the newest tree is the drafter's
         self._unread: list[CommittedTokens] = []  # committed since the drafter drafted last
 
@@ -117,6 +118,7 @@ class UpcomingTrees:
     def _draft(self, committed: CommittedTokens, branch: ContextBranch | None) -> DraftTree:
         with self._events.stage("draft"):
             tree = self._with_branch(self._generator.draft_tree(committed), branch)
+        self._num_nodes = tree.tokens.shape[1] - 1
         self._events.tree(DraftOrigin("drafter"))
         self._is_drafted = True
         return tree
@@ -126,10 +128,7 @@ class UpcomingTrees:
         with self._events.stage("draft"):
             root = self._sequences.last_tokens()
             if self._session.shapes.are_fixed:
-                settings = self._settings
-                tree = self._with_branch(
-                    padded_root(root, settings.num_assistant_tokens, settings.longest_path), branch
-                )
+                tree = self._with_branch(padded_root(root, self._num_nodes, self._settings.longest_path), branch)
             else:
                 tree = bare_root(root) if branch is None else branch.alone(root)
         self._events.tree(DraftOrigin("context") if is_run else DraftOrigin("pause", self._pause.num_left))

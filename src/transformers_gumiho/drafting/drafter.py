@@ -81,7 +81,6 @@ class GumihoDrafter:
             for tensor in [tensor for pair in self._head_weights or [] for tensor in pair]:
                 mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
-        self._read_fixed = self._shapes.compiler(GumihoDrafter._read_in_fixed_shapes)
 
     def _find_recombinations(self, batch_size: int) -> Recombinations | None:
         settings, config = self.settings, self.model.config
@@ -122,10 +121,10 @@ class GumihoDrafter:
             return self._draft_after_prompt(committed, noise)
         if self.has_fixed_shapes:
             if committed.tokens.shape[1] != self._num_committed:
-                # Of several cycles.
+                # Of several cycles. Once in a pause: not worth compiling, which would hold up the text.
                 *older, committed = committed.split(self._num_committed)
                 for part in older:
-                    self._read_fixed(self, *_inputs(part))
+                    self._read_in_fixed_shapes(*_inputs(part))
             # A copy, as the next cycle, which verifies it, may overwrite what a captured graph returned.
             return self._draft_fixed(self, *_inputs(committed), noise).clone()
         tokens, states, position_ids = committed.tokens, committed.drafter_input, committed.position_ids

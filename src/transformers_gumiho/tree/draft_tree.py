@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 
 @dataclass(frozen=True)
@@ -152,29 +151,6 @@ def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     )
 
 
-def padded_root(root_tokens: torch.Tensor, num_unused: int, max_depth: int) -> DraftTree:
-    """
-    Returns the root with `num_unused` children that stand for no draft, where all trees must have the same shapes.
-
-    Args:
-        root_tokens (`(B,)`): The newest committed tokens.
-        num_unused: Children of the root, with token 0 and a score of minus infinity.
-        max_depth: That of the other trees.
-    """
-    unused = torch.zeros(len(root_tokens), num_unused, dtype=torch.long, device=root_tokens.device)
-    depths = nn.functional.pad(torch.ones_like(unused), (1, 0))
-    itself = torch.eye(num_unused + 1, dtype=torch.bool, device=root_tokens.device)
-    itself[:, 0] = True
-    return DraftTree(
-        tokens=torch.cat((root_tokens[:, None].to(unused), unused), dim=1),
-        parents=torch.zeros_like(depths),
-        depths=depths,
-        scores=torch.zeros_like(depths, dtype=torch.float32).masked_fill(depths > 0, -torch.inf),
-        ancestors=itself.repeat(len(root_tokens), 1, 1),
-        max_depth=max_depth,
-    )
-
-
 def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
     """
     Returns the tree that is one path in each row.
@@ -194,6 +170,21 @@ def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.T
         ancestors=depths[:, :, None] >= depths[:, None, :],
         max_depth=tokens.shape[1],
     )
+
+
+def padded_root(root_tokens: torch.Tensor, num_unused: int, max_depth: int) -> DraftTree:
+    """
+    Returns the root with nodes that stand for no draft, where all trees must have the same shapes.
+
+    Args:
+        root_tokens (`(B,)`): The newest committed tokens.
+        num_unused: Further nodes: a path of tokens 0 with scores of minus infinity. Where the target happens to choose
+            such a token, it is accepted as any draft is.
+        max_depth: That of the other trees. Nodes below it are never reached; they have its position.
+    """
+    unused = torch.zeros(len(root_tokens), num_unused, dtype=torch.long, device=root_tokens.device)
+    tree = single_path(root_tokens, unused, torch.full_like(unused, -torch.inf, dtype=torch.float32))
+    return replace(tree, depths=tree.depths.clamp(max=max_depth), max_depth=max_depth)
 
 
 def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int, max_depth: int) -> DraftTree:

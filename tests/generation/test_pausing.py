@@ -1,0 +1,140 @@
+"""A drafter that gains too little is paused, and the text stays that of plain decoding."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from chains import make_chain_drafter, make_chain_target
+from targets import make_drafter, make_prompts, make_target
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding import upcoming_trees
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting.committed_tokens import CommittedTokens
+from transformers_gumiho.drafting.pause import DraftOrigin
+from transformers_gumiho.internals import compile_on_every_device
+
+
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 0.9}
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+class Origins(GenerationObserver):
+    """Keeps where each tree comes from."""
+
+    def __init__(self) -> None:
+        self.seen: list[DraftOrigin] = []
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        self.seen.append(origin)
+
+    @property
+    def sources(self) -> list[str]:
+        return [origin.source for origin in self.seen]
+
+
+def make_pair(family: str = "llama", **settings: Any) -> tuple[PreTrainedModel, GumihoModel]:
+    """A pair whose drafter would have to be right more often than it is, and is now and then."""
+    target = make_target(family, seed=3)
+    return target, make_drafter(
+        target, **{"num_assistant_tokens": 20, "branching_factor": 3, "break_even": 3.0} | settings
+    )
+
+
+@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
+@pytest.mark.parametrize(("family", "branching_factor"), [("llama", 1), ("llama", 3), ("gemma3", 3)])
+@pytest.mark.parametrize("lengths", [[9], [9, 4, 1]], ids=["one", "batch"])
+def test_texts_are_those_of_plain_decoding(
+    family: str, branching_factor: int, shapes: dict[str, Any], lengths: list[int]
+) -> None:
+    target, drafter = make_pair(family, branching_factor=branching_factor)
+    sources: set[str] = set()
+    for sampling in (GREEDY, SAMPLED):
+        arguments = make_prompts(lengths) | {"max_new_tokens": 60} | sampling
+        torch.manual_seed(0)
+        plain = target.generate(**arguments)
+        for lookup in ({}, {"prompt_lookup_num_tokens": 6}):
+            torch.manual_seed(0)
+            with observing(origins := Origins()):
+                drafted = target.generate(**arguments, assistant_model=drafter, **shapes, **lookup)
+            assert torch.equal(drafted, plain)
+            sources |= set(origins.sources)
+            paused = [origin.num_left for origin in origins.seen if origin.source == "pause"]
+            # Each cycle of a pause says how many more there are.
+            assert all(left in (after + 1, 0) for left, after in pairwise(paused))
+    assert {"drafter", "pause"} <= sources, "the equality says something only where drafting pauses and goes on"
+
+
+def test_a_chain_pauses_as_a_tree_does() -> None:
+    target = make_chain_target("mamba2")
+    drafter = make_chain_drafter(target)
+    drafter.generation_config.break_even = 6.0
+    arguments = make_prompts([9, 4]) | {"max_new_tokens": 60} | GREEDY
+    with observing(origins := Origins()):
+        drafted = target.generate(**arguments, assistant_model=drafter)
+    assert torch.equal(drafted, target.generate(**arguments))
+    assert {"drafter", "pause"} <= set(origins.sources)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_drafter_that_does_not_fit_drafts_seldom_with_nothing_set(rows: int, sampling: dict[str, Any]) -> None:
+    target = make_target("llama", vocab_size=512, seed=3)
+    torch.manual_seed(1)
+    drafter = GumihoModel.from_target(target).to(target.dtype)
+    prompts = make_prompts([9] * rows) | {"max_new_tokens": 240} | sampling
+    torch.manual_seed(0)
+    plain = target.generate(**prompts)
+    torch.manual_seed(0)
+    with observing(origins := Origins()):
+        assert torch.equal(target.generate(**prompts, assistant_model=drafter), plain)
+    assert origins.sources.count("drafter") < len(origins.seen) / 10
+    assert origins.sources[:4] != ["pause"] * 4
+
+
+def test_rows_are_counted_after_num_return_sequences() -> None:
+    target, drafter = make_pair(num_assistant_tokens={"1": 9, "3": 5})
+    settings = {"max_new_tokens": 12, "assistant_model": drafter, "return_dict_in_generate": True}
+    alone = target.generate(**make_prompts([5]), do_sample=False, **settings)
+    three = target.generate(**make_prompts([5]), **SAMPLED, num_return_sequences=3, **settings)
+    assert (alone.tree_sizes[0], three.tree_sizes[0]) == (9, 5)
+
+
+@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_num_tokens": 6}], ids=["alone", "context"])
+def test_a_pause_compiles_nothing(lookup: dict[str, int]) -> None:
+    """Whatever a pause verifies has the shapes of every other cycle."""
+    target, drafter = make_pair(break_even=1.0)
+    static = {"cache_implementation": "static", "compile_config": compile_on_every_device(backend="eager")}
+    arguments = make_prompts([9]) | {"max_new_tokens": 60} | GREEDY | static | lookup | {"assistant_model": drafter}
+    torch.compiler.reset()
+    with observing(before := Origins()):
+        target.generate(**arguments)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > 0
+    drafter.generation_config.break_even = 5.0
+    with observing(origins := Origins()):
+        target.generate(**arguments)
+    assert "pause" in set(origins.sources) - set(before.sources)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def test_what_is_unread_in_a_pause_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that repeats itself adds long runs to a pause; the drafter then reads what has come."""
+    target, drafter = make_pair(break_even=60.0, prompt_lookup_num_tokens=16)
+    for config in (target.config, drafter.config.model):
+        config.max_position_embeddings = 4096
+    widths: list[int] = []
+    join = CommittedTokens.join
+
+    def listen(parts: list[CommittedTokens]) -> CommittedTokens:
+        widths.append(sum(part.tokens.shape[1] for part in parts))
+        return join(parts)
+
+    monkeypatch.setattr(upcoming_trees.CommittedTokens, "join", listen)
+    arguments = make_prompts([9]) | {"max_new_tokens": 1500} | GREEDY
+    assert torch.equal(target.generate(**arguments, assistant_model=drafter), target.generate(**arguments))
+    assert 256 < max(widths) <= 256 + 64 + 65 * 17

@@ -1,0 +1,152 @@
+"""When the drafter pauses: a count of lost tokens, without a clock; and the number that the count rests on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+
+from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
+from transformers_gumiho.drafting.break_even import estimate_break_even
+from transformers_gumiho.drafting.pause import DraftingPause
+from transformers_gumiho.model.per_rows import value_for_rows
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(
+    values: dict, num_rows: int = 1, device_type: str = "cpu", temperature: float | None = None
+) -> DraftingSettings:
+    return DraftingSettings.from_generation_config(
+        GenerationConfig(**values), GumihoConfig(), temperature, num_rows, device_type
+    )
+
+
+@given(st.lists(st.tuples(st.floats(1, 8), st.floats(0, 4)), max_size=60), st.floats(1, 4))
+def test_pauses_follow_the_rule(cycles: list[tuple[float, float]], break_even: float) -> None:
+    """2 lost tokens pause for 8 cycles, and later for 64; 4 gained tokens are kept at most."""
+    pause, lost, length = DraftingPause(break_even), 0.0, 8
+    for tokens, right in cycles:
+        pause.observe(tokens, right)
+        lost = max(lost + break_even + right - tokens, -4.0)
+        expected = 0
+        if lost <= 0:
+            length = 8
+        if lost > 2:
+            lost, expected, length = 2.0, length, 64
+        assert [pause.take_cycle() for _ in range(expected + 1)] == [True] * expected + [False]
+
+
+def test_a_drafter_that_is_never_right_drafts_seldom() -> None:
+    pause, drafted = DraftingPause(1.7), 0
+    for _ in range(512):
+        if not pause.take_cycle():
+            pause.observe(1.0)
+            drafted += 1
+    assert drafted < 512 / 40
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 12), (3, 12), (4, 4), (7, 4), (8, 2), (100, 2)])
+def test_the_largest_key_not_above_the_rows_counts(rows: int, expected: int) -> None:
+    for mapping in ({"1": 12, "4": 4, "8": 2}, {8: 2, 1: 12, 4: 4}):
+        assert value_for_rows(mapping, rows) == expected
+        assert read({"num_assistant_tokens": mapping}, rows).num_assistant_tokens == expected
+    assert value_for_rows({"4": 9, "8": 2}, 1) == 9  # the smallest key where all are above
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_assistant_tokens": {}}, "`num_assistant_tokens` is {}, but a mapping .* must not be empty"),
+        ({"num_assistant_tokens": {"one": 3}}, "'one' is not a number of rows"),
+        ({"num_assistant_tokens": {"0": 3}}, "'0' is not a number of rows"),
+        ({"num_assistant_tokens": {"1": 0}}, "must be an integer of at least 1, got 0"),
+        ({"break_even": {"1": -1.0}}, "`break_even` must be a positive number or None, got -1.0"),
+        ({"break_even": "2"}, "`break_even` must be a positive number or None, got '2'"),
+    ],
+)
+def test_wrong_mappings_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(values)
+
+
+def test_defaults_depend_on_the_device_and_the_rows() -> None:
+    on_cpu = [read({}, rows) for rows in (1, 4, 8)]
+    assert [(s.num_assistant_tokens, s.branching_factor) for s in on_cpu] == [(12, 4), (4, 4), (2, 4)]
+    on_gpu = read({}, 8, "cuda")
+    assert (on_gpu.num_assistant_tokens, on_gpu.branching_factor) == (63, 14)
+    # A number that was set counts everywhere, also that of an old file.
+    assert (
+        read({"num_assistant_tokens": 63, "branching_factor": 14, "cycle_costs": {"old": 1}}).num_assistant_tokens
+        == 63
+    )
+
+
+def test_break_even_may_differ_between_greedy_and_sampled() -> None:
+    both = {"break_even": {"greedy": {"1": 1.8, "4": 2.5}, "sampled": 1.4}}
+    assert (read(both, 4).break_even, read(both, 4, temperature=1.0).break_even) == (2.5, 1.4)
+    assert read({"break_even": {"greedy": 1.8}}, temperature=1.0).break_even is None
+
+
+def test_unset_settings_are_saved_as_none(tmp_path: Path) -> None:
+    target = small_target()
+    GumihoModel.from_target(target).save_pretrained(tmp_path)
+    loaded = GumihoModel.from_pretrained(tmp_path).generation_config
+    assert loaded.num_assistant_tokens is loaded.branching_factor is loaded.break_even is loaded.tree_depth is None
+    loaded.num_assistant_tokens = {1: 12, 4: 4}
+    loaded.save_pretrained(tmp_path)
+    assert GumihoModel.from_pretrained(tmp_path).generation_config.num_assistant_tokens == {"1": 12, "4": 4}
+
+
+def small_target() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_the_estimate_of_the_demo_pair() -> None:
+    folder = ROOT / "examples" / "demo_pair"
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    shipped = GumihoModel.from_pretrained(folder / "gumiho", dtype=torch.float32)
+    settings = DraftingSettings.from_generation_config(shipped.generation_config, shipped.config, None)
+    assert estimate_break_even(target, shipped, settings, 1) == pytest.approx(1.716, abs=1e-3)
+    new = GumihoModel.from_target(target)
+    settings = DraftingSettings.from_generation_config(new.generation_config, new.config, None, 4)
+    assert estimate_break_even(target, new, settings, 4) == pytest.approx(1.825, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "device_type", "expected"),
+    [
+        (
+            "examples/smollm2/gumiho",
+            {
+                "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+                "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+            },
+            "cpu",
+            1.203,
+        ),
+        (
+            "hub_configs/Gumiho-llama3-8b",
+            {
+                "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 8,
+            },
+            "cuda",
+            1.418,
+        ),
+    ],
+)  # fmt: skip
+def test_the_estimate_by_parameters_alone(name: str, target: dict, device_type: str, expected: float) -> None:
+    config = GumihoConfig.from_pretrained(ROOT / name)
+    with torch.device("meta"):
+        drafter, model = GumihoModel(config), AutoModelForCausalLM.from_config(LlamaConfig(**target))
+    generation_config = GenerationConfig.from_pretrained(ROOT / name)
+    settings = DraftingSettings.from_generation_config(generation_config, config, None, 1, device_type)
+    # Tensors without memory are on no CPU, so that nodes add nothing.
+    assert estimate_break_even(model, drafter, settings, 1) == pytest.approx(expected, abs=1e-3)
