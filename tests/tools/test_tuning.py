@@ -52,7 +52,7 @@ class PlantedMachine:
 
     Attributes:
         tau: Tokens per cycle of a tree.
-        cycle: Seconds of a cycle of a tree with so many rows, where a step of plain decoding takes one.
+        cycle: Seconds of a cycle, for a tree and a number of rows; a step of plain decoding takes one.
         calls: What it was asked for.
         fails_at: The number of the call at which the user stops it.
     """
@@ -155,8 +155,8 @@ def test_fewer_trees_decode_more_prompts_and_the_winner_others(tmp_path: Path) -
 
 @pytest.mark.parametrize("stopped_after", [0, 1, 40, 150, 240])
 def test_a_stopped_run_continues_to_the_same_result(stopped_after: int, tmp_path: Path) -> None:
-    whole = PlantedMachine(tau_of, cycle_of(0.02))
-    expected = find(whole, tmp_path, tune_vocabulary=True)
+    uninterrupted = PlantedMachine(tau_of, cycle_of(0.02))
+    expected = find(uninterrupted, tmp_path, tune_vocabulary=True)
     (tmp_path / "again").mkdir()
     stopped = PlantedMachine(tau_of, cycle_of(0.02), fails_at=stopped_after)
     with pytest.raises(KeyboardInterrupt):
@@ -165,7 +165,7 @@ def test_a_stopped_run_continues_to_the_same_result(stopped_after: int, tmp_path
         file.write('{"of": {"stage": "tr')  # the machine went down while it wrote
     continued = PlantedMachine(tau_of, cycle_of(0.02))
     assert find(continued, tmp_path / "again", tune_vocabulary=True) == expected
-    assert stopped.calls + continued.calls == whole.calls
+    assert stopped.calls + continued.calls == uninterrupted.calls
     measured = [(tmp_path / name / "journal.jsonl").read_text(encoding="utf-8") for name in ("", "again")]
     assert measured[0] == measured[1]
 
@@ -188,8 +188,10 @@ def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
     lines = describe(result).splitlines()
     warnings = [line for line in lines if "PLAIN" in line]
     assert warnings[0] == "PLAIN DECODING IS FASTER with 8 rows, greedy: the drafter has 0.77 times its speed."
-    assert len(warnings) == 3
-    assert lines[-1] == "Leave `assistant_model` out there."
+    assert [line.split(":")[0].removeprefix("PLAIN DECODING IS FASTER with ") for line in warnings[1:]] == [
+        "4 rows, sampled", "8 rows, sampled",
+    ]  # fmt: skip
+    assert lines[-1] == "Leave `assistant_model` out in these cases."
     assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67"] for line in lines)
     assert describe(result).count("(the drafter had it)") == 1
 

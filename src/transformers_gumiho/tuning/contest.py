@@ -23,7 +23,7 @@ class Measurement:
         seconds: For all passes.
         num_tokens: New tokens of the longest row after the first one, which comes from the prompt.
         num_passes: Passes of the target: cycles, or steps of plain decoding.
-        texts: Token ids of each row, prompt included; empty where nobody reads them.
+        texts: Token ids of each row, prompt included; empty where a drafter decoded.
     """
 
     seconds: float

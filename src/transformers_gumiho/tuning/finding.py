@@ -83,6 +83,7 @@ def find_settings(
                 measure = recorded(Stage("finals", unseen, rows, temperature, counted, drafter_alone=True))
                 pairs = [decode_in_turns([tree], turn, measure)[tree] for turn in range(FINAL_TURNS)]
                 finals[kind, rows] = compare(pairs)
+        bar.total = bar.n  # fewer sizes may have competed than the most there are
     return TuningResult(trees[0], by_tree, by_vocabulary, chosen, counted, finals, refused)
 
 

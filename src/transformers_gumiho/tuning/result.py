@@ -65,8 +65,8 @@ def describe(result: TuningResult) -> str:
     lines += [f"not tuned for {rows} rows: {reason}" for rows, reason in result.refused.items()]
     for kind, rows in result.losing:
         speedup = f"{result.finals[kind, rows].speedup:.2f} times its speed"
-        lines.append(f"PLAIN DECODING IS FASTER with {rows} rows, {kind}: the drafter has {speedup}.")
-    return "\n".join(lines + ["Leave `assistant_model` out there."] * bool(result.losing))
+        lines.append(f"PLAIN DECODING IS FASTER with {rows} row{'s' * (rows > 1)}, {kind}: the drafter has {speedup}.")
+    return "\n".join(lines + ["Leave `assistant_model` out in these cases."] * bool(result.losing))
 
 
 def _tree_row(tree: Tree, standing: Standing, own: Tree) -> str:

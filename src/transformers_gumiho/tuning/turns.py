@@ -83,7 +83,7 @@ class TurnDecoder:
         torch.manual_seed(turn)
         if tree is PLAIN:
             return time_plain(self._target, ids, mask, **options)
-        # A cycle commits at least one token. So the drafter never pauses, and cycles that draft are what is timed.
+        # Every cycle commits a token, so at 1 drafting loses nothing and never pauses: cycles that draft are timed.
         settings = tree.settings | {"break_even": 1.0} | (DRAFTER_ALONE if stage.drafter_alone else {})
         if tree.vocabulary != "own":
             settings["draft_vocabulary"] = list(stage.counted) if tree.vocabulary == "counted" else None
