@@ -222,7 +222,7 @@ def test_a_second_extraction_into_a_folder_is_refused(
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
-def test_another_error_than_a_full_disk_is_told_as_it_is(
+def test_another_error_than_a_full_disk_is_named_as_it_is(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -14,7 +14,7 @@ from accelerate import cpu_offload
 from chat_target import make_chat_target, make_chat_tokenizer
 from datasets import Dataset
 from full_disk import disk_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from training_data import (
     CHATML,
     DEMO_TARGET,
@@ -118,6 +118,24 @@ def test_training_reads_the_tokens_that_the_target_wrote(
     assert len(written)
     with pytest.raises(ValueError, match=f"{len(written)} skipped(?s:.*)its `written` tokens are another tokenizer's"):
         prepare_dataset(written, foreign, target.config, max_length=400)
+
+
+def test_a_continued_text_keeps_its_special_tokens(tmp_path: Path) -> None:
+    """Those within it, and not the one that the tokenizer puts before every text, which it would put there again."""
+    target, tokenizer = make_chat_target(), make_chat_tokenizer(None)
+    bos = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
+    )
+    dataset = Dataset.from_list([{"text": f"import os<|endoftext|>x{index}"} for index in range(6)])
+    settings = {"max_length": 100, "max_new_tokens": 8, "do_sample": True, "top_k": 0}
+    regenerate_dataset(dataset, target, tokenizer, tmp_path / "a.jsonl", **settings)
+    written = load_conversations(str(tmp_path / "a.jsonl"))
+    rows, report = prepare_dataset(written, tokenizer, target.config, max_length=100, packing=False)
+    assert len(rows) + report.problems["no token to learn within the maximum length"] == 6
+    for row in rows:
+        assert row["input_ids"].count(bos) >= 2
+        assert row["input_ids"][1] != bos
 
 
 def answers_of(ids: list[int], mask: list[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class TargetWriter:
             row = {"prompt": example.prompt, "completion": self.decode_after(prompt, new[: -1 if ended else None])}
             if not example.prompt:
                 special = set(self.tokenizer.all_special_ids)
-                begun = [token for token in prompt if token not in special]
+                begun = list(dropwhile(special.__contains__, prompt))  # without what the tokenizer puts before it
                 row = {"text": answer_text(self.tokenizer, begun + new, ended)}
             results.append(written_row(self.tokenizer, row | {"ended": ended}, [(prompt, new)]))
         return results

@@ -30,7 +30,7 @@ def checksum(tensors: Iterable[torch.Tensor], seed: int) -> int:
 def make_shard(rows: Sequence[Mapping[str, torch.Tensor]], seed: int) -> dict[str, torch.Tensor]:
     """Returns the tensors of a shard of rows: the values of all in one piece, where each begins, and its checksum."""
     offsets = torch.tensor([0, *(len(row["input_ids"]) for row in rows)]).cumsum(0)
-    sums = [checksum(row.values(), seed + number) for number, row in enumerate(rows)]
+    sums = [_row_checksum(row, number, seed) for number, row in enumerate(rows)]
     columns = {name: torch.cat([row[name] for row in rows]) for name in (rows[0] if rows else ())}
     return {"offsets": offsets, "checksums": torch.tensor(sums, dtype=torch.int64), **columns}
 
@@ -54,9 +54,14 @@ def read_shard_row(file: Any, row: int, columns: list[str], seed: int | None = N
     found = {name: file.get_slice(name)[start:stop] for name in columns}
     if seed is not None and _has_checksums(file):
         expected = int(file.get_slice("checksums")[row : row + 1])
-        if checksum(found.values(), seed + row) != expected:
+        if _row_checksum(found, row, seed) != expected:
             raise ValueError(f"row {row} of it has another checksum")
     return found
+
+
+def _row_checksum(columns: Mapping[str, torch.Tensor], number: int, seed: int) -> int:
+    # Not 0 for a row of no tokens: that is what is read where everything is zero.
+    return checksum(columns.values(), seed + number + 1)
 
 
 def _has_checksums(file: Any) -> bool:
