@@ -10,10 +10,13 @@ Where both are bound by reading weights, the ratio is at least 1 + bytes that th
 the target reads in a step.
 """
 
+import os
 import statistics
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -22,7 +25,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Pr
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.measuring.timing import time_drafted, time_plain
-from transformers_gumiho.target.grouped_attention import copying_groups
+from transformers_gumiho.target.grouped_attention import AVOID_CUDNN, copying_groups
 
 
 @dataclass
@@ -76,12 +79,20 @@ def bytes_read(target: PreTrainedModel, gumiho: GumihoModel) -> tuple[int, int]:
     return size(target.get_decoder()) - size(target.get_input_embeddings()) + size(head), drafter
 
 
+# How passes of this package attend on a GPU. On a CPU the last one is the first.
+WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "in place": nullcontext,
+    "copied": copying_groups,
+    "without cuDNN": lambda: patch.dict(os.environ, {AVOID_CUDNN: "1"}),
+}
+
+
 def measure(
-    target: PreTrainedModel, gumiho: GumihoModel, args: ShapeArguments
+    target: PreTrainedModel, gumiho: GumihoModel, args: ShapeArguments, ways: Sequence[str] = ("in place", "copied")
 ) -> tuple[float, dict[int, tuple[float, ...]]]:
     """
-    Returns the median seconds of a plain step, and of a cycle with trees of each size, without and with copies of
-    grouped keys and values; measured in turns.
+    Returns the median seconds of a plain step, and of a cycle with trees of each size, for each of the ways of
+    attention; measured in turns.
     """
     settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     if args.compile:
@@ -89,17 +100,16 @@ def measure(
     vocab_size = target.get_output_embeddings().out_features
     ids = torch.randint(vocab_size, (1, args.context), generator=torch.Generator().manual_seed(0)).to(target.device)
     plain: list[float] = []
-    cycles: dict[int, list[float]] = {size: [] for size in args.nodes}
-    copied: dict[int, list[float]] = {size: [] for size in args.nodes}
+    cycles: dict[int, dict[str, list[float]]] = {size: {way: [] for way in ways} for size in args.nodes}
     for _ in range(args.repeats + 1):  # the first one warms up
         taken = time_plain(target, ids, **settings)
         plain.append(taken.seconds / taken.num_tokens)
-        for size in args.nodes:
-            for way, times in ((nullcontext, cycles[size]), (copying_groups, copied[size])):
-                with way():
+        for size, times in cycles.items():
+            for way in ways:
+                with WAYS[way]():
                     taken = time_drafted(target, gumiho, ids, {"num_assistant_tokens": size}, **settings)
-                times.append(taken.seconds / taken.num_cycles)
-    medians = {size: tuple(statistics.median(of[size][1:]) for of in (cycles, copied)) for size in args.nodes}
+                times[way].append(taken.seconds / taken.num_cycles)
+    medians = {size: tuple(statistics.median(times[way][1:]) for way in ways) for size, times in cycles.items()}
     return statistics.median(plain[1:]), medians
 
 

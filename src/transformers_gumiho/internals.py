@@ -303,7 +303,8 @@ def mark_static_address(tensor: torch.Tensor) -> None:
     Promises that the tensor stays where it lies. A captured graph then reads and writes it there, as it does with
     parameters; otherwise it would copy the tensor for every replay.
     """
-    torch._dynamo.mark_static_address(tensor)
+    # Without a guard: a tensor of a later call lies elsewhere, and nothing is to be compiled again for it.
+    torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def num_compiled_graphs() -> int:

@@ -1,5 +1,7 @@
 """`cache_implementation="static"`: cycles of fixed shapes, compiled once, whose outputs equal plain decoding's."""
 
+from typing import Any
+
 import pytest
 import torch
 from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
@@ -7,6 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
 from transformers_gumiho.target.cycle_shapes import CycleShapes
 
@@ -120,6 +123,69 @@ def test_stages_are_compiled_once(family: str, settings: dict[str, int]) -> None
     num_graphs = counters["stats"]["unique_graphs"]
     check([3, 8], 1, do_sample=False)
     assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+class Backend:
+    """A backend that is no function."""
+
+    num_graphs = 0
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        Backend.num_graphs += 1
+        return graph.forward
+
+
+@pytest.mark.usefixtures("_forget_compiled")
+def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else graphs would be captured, or compiled, anew in every call."""
+    marked: list[int] = []
+    for module in ("static_memory", "tree_cache"):
+        monkeypatch.setattr(
+            f"transformers_gumiho.target.{module}.mark_static_address", lambda tensor: marked.append(tensor.data_ptr())
+        )
+    target, drafter = make_pair(transition_rank=3, draft_vocabulary=[6, 1, 5, 2], num_assistant_tokens=12)
+    kwargs = {"do_sample": False, "cache_implementation": "static", "assistant_model": drafter}
+    compiling = compile_on_every_device(backend=Backend(), mode="default")
+
+    def generate(lengths: list[int], seed: int) -> tuple[set[int], Any]:
+        marked.clear()
+        prompts = make_prompts(lengths, seed)
+        plain = target.generate(**prompts, max_new_tokens=20, do_sample=False)
+        output = target.generate(
+            **prompts, **kwargs, max_new_tokens=20, compile_config=compiling, return_dict_in_generate=True
+        )
+        assert torch.equal(output.sequences, plain)
+        return set(marked), output[CACHE_NAME]
+
+    # Of a first call all are new: keys and values of five layers, two counts, the cut head, and two tables.
+    first, cache = generate([9], 0)
+    assert len(first) == 2 * 5 + 2 + 1 + 2
+    num_graphs, states = Backend.num_graphs, [layer.keys.clone() for layer in cache.layers]
+    assert num_graphs > 0
+    again, _ = generate([9], 1)
+    assert again <= first
+    assert Backend.num_graphs == num_graphs
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, states, strict=True))
+    batch, _ = generate([9, 4], 0)
+    assert generate([9], 2)[0] <= first
+    assert generate([4, 9], 0)[0] <= batch
+    # Two generations at once do not share memory.
+    nested: list[set[int]] = []
+
+    class Nesting(GenerationObserver):
+        def on_cycle(self, *_: Any) -> None:
+            if not nested:
+                nested.append(set())
+                outer = set(marked)
+                nested[0] = generate([9], 3)[0]
+                assert not nested[0] & outer
+
+    with observing(Nesting()):
+        prompts = make_prompts([9], 0)
+        marked.clear()
+        drafted = target.generate(**prompts, **kwargs, max_new_tokens=20, compile_config=compiling)
+    assert nested[0]
+    assert torch.equal(drafted, target.generate(**prompts, max_new_tokens=20, do_sample=False))
 
 
 @pytest.mark.usefixtures("_forget_compiled")

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,6 +74,36 @@ def test_a_cycle_is_measured_in_plain_steps(tmp_path: Path) -> None:
     for _, *ways in rows:
         for cycle, ratio in zip(ways[::2], ways[1::2], strict=True):
             assert float(ratio) == pytest.approx(float(cycle) / step, rel=0.02)
+
+
+def test_a_gpu_is_checked_in_one_table(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--toy", "--json", str(path)]
+    output = subprocess.run(script, check=True, capture_output=True, text=True).stdout
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", output, flags=re.M)[1:]
+    sections = json.loads(path.read_text())["sections"]
+    assert rows == [(name, *row) for name, section in sections.items() for row in section.items()]
+    assert list(sections) == ["GPU tests", "shape, eager", "shape, compiled", "training", "pair demo", "pair smollm2"]
+    assert sections["pair smollm2"] == {"not run": "too large for a toy"}
+    if not torch.cuda.is_available():
+        assert sections["GPU tests"] == {"not run": "no GPU"}
+        assert list(sections["shape, compiled"]) == ["not run"]
+    for way in ("in place", "copied", "without cuDNN"):
+        assert sections["shape, eager"][f"cycle of 7 nodes, {way}"].endswith("plain steps")
+    assert sections["training"]["rows of 32 tokens, float32"].endswith("tokens/s")
+    assert sections["pair demo"]["equal to plain"] == "1 of 1"
+
+
+def test_a_section_that_fails_or_comes_late_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("gpu_check", monkeypatch)
+
+    def failing() -> Iterator[tuple[str, str]]:
+        yield "half", "done"
+        raise RuntimeError("out of memory\nand more")
+
+    assert script.run(failing, is_late=False) == [("not run", "RuntimeError: out of memory")]
+    assert script.run(lambda: iter([("a", "b")]), is_late=True) == [("not run", "no time left")]
+    assert script.run(lambda: iter([("a", "b")]), is_late=False) == [("a", "b")]
 
 
 def test_a_cycle_is_measured_with_and_without_copies() -> None:

@@ -66,7 +66,7 @@ SIGNATURES = {
     "transformers.modeling_utils.AttentionInterface.register": "key, value",
     "transformers.utils.hub.create_and_tag_model_card": "repo_id, tags, token",
     "transformers.utils.output_capturing.capture_outputs": "func",
-    "torch._dynamo.mark_static_address": "t",
+    "torch._dynamo.mark_static_address": "t, guard",
 }
 
 

@@ -183,12 +183,13 @@ def _make_generator(
     device, dtype = states.last.device, states.last.dtype
     # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
     num_new = max(settings.longest_path + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
-    head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype)
+    memory = session.memory
+    head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype, memory)
     return GumihoCandidateGenerator(
         drafter,
         lm_head=head,
         settings=settings,
-        cache=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new),
+        cache=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new, memory),
         shapes=session.shapes,
         token_ids=token_ids,
         peek_noise=chooser.peek_noise,

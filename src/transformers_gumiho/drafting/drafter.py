@@ -66,7 +66,7 @@ class GumihoDrafter:
         self._transitions = None
         if model.transition is not None and num_heads > 0:
             with torch.no_grad():
-                self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids)
+                self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids, cache.buffers.memory)
         self._committed = [(causal[:, :n, :n], offsets[:, :n]) for n in range(self._num_committed + 1)]
         self._recombinations = self._find_recombinations(len(cache.lengths))
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import linear
 
 from ..model.modeling_gumiho import GumihoModel
+from ..target.static_memory import StaticMemory
 from ..tree.conditional import ConditionalCandidates, condition
 
 
@@ -24,6 +25,7 @@ class DraftTransitions:
         num_heads: The heads that draft.
         lm_head: As in [`GumihoDrafter`].
         token_ids (`(K,)`, *optional*): As in [`GumihoDrafter`].
+        memory: Where the tables are to lie, if a captured graph is to find them.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class DraftTransitions:
         num_heads: int,
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         token_ids: torch.Tensor | None,
+        memory: StaticMemory | None = None,
     ):
         heads: list[Any] = list(model.transition or ())[:num_heads]
         self.embed_tokens, self.first_down = model.embed_tokens, heads[0].down.detach()
@@ -43,6 +46,8 @@ class DraftTransitions:
         self.below = below.transpose(1, 2).contiguous()  # (heads, K, rank)
         above = [linear(drafted.to(head.down), head.down.detach()) for head in heads[1:]]
         self.above = torch.stack(above).to(below) if above else below.new_empty(0)  # (heads - 1, K, rank)
+        if memory is not None:
+            self.below, self.above = memory.copy(self.below), memory.copy(self.above)
 
     def apply(
         self,

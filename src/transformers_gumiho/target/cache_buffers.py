@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .static_memory import StaticMemory
+
 
 # Slots added when buffers are outgrown, or a quarter of those in use where that is more.
 GROWTH = 512
@@ -25,11 +27,13 @@ class CacheBuffers:
     Args:
         batch_size: Number of rows, `B`.
         capacity: Slots of each row.
+        memory: Where the buffers are to lie. By default they are new.
     """
 
-    def __init__(self, batch_size: int, capacity: int):
+    def __init__(self, batch_size: int, capacity: int, memory: StaticMemory | None = None):
         self.batch_size = batch_size
         self.capacity = capacity
+        self.memory = memory
         # Each buffer `(places, B, heads, capacity, head_dim)`, with the layers and names that its places are for.
         self._groups: list[tuple[torch.Tensor, list[tuple[Any, str]]]] = []
 
@@ -48,7 +52,8 @@ class CacheBuffers:
         for (num_heads, head_dim, dtype, device), places in members.items():
             # Zeros, not empty: attention multiplies masked values by zero, and NaN times zero is NaN.
             shape = (len(places), self.batch_size, num_heads, self.capacity, head_dim)
-            group = torch.zeros(shape, dtype=dtype, device=device)
+            make_zeros = torch.zeros if self.memory is None else self.memory.zeros
+            group = make_zeros(shape, dtype=dtype, device=device)
             self._groups.append((group, places))
             assign_views(group, places)
 

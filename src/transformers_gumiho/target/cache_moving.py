@@ -61,6 +61,7 @@ def move_to(cache: DynamicCache, layers: Sequence[Any], buffers: CacheBuffers, l
             start = max(length - old.sliding_window + 1, 0)
             old.cumulative_length = length
         old.keys, old.values = new.keys[:, :, start:length], new.values[:, :, start:length]
-        # A view keeps all of the buffer alive; where most of that is not in use, a copy costs less.
-        if buffers.capacity > 1.25 * (length - start):
+        # A view keeps all of the buffer alive; where most of that is not in use, a copy costs less. Memory that the
+        # next generation uses is none of the caller's.
+        if buffers.memory is not None or buffers.capacity > 1.25 * (length - start):
             old.keys, old.values = old.keys.clone(), old.values.clone()

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from ..internals import mark_static_address
 from ..tree.attention_masks import block_attention_mask, slot_attention_mask
 from ..tree.verification import AcceptedPath
 from .cache_buffers import CacheBuffers, first_slots
@@ -166,8 +165,8 @@ class FixedSlots(CacheSlots):
         buffers = slots.buffers
         super().__init__(buffers, slots.lengths, _extended(slots.context_mask, buffers.capacity))
         self._starts = torch.tensor(slots.lengths, device=device)[:, None]
-        # A captured graph reads and writes it where it lies; without the mark it would copy it in every replay.
-        mark_static_address(self._starts)
+        if buffers.memory is not None:
+            self._starts = buffers.memory.copy(self._starts)
 
     def starts(self, device: torch.device) -> torch.Tensor:
         return self._starts.to(device)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -83,7 +83,9 @@ def cycle_shapes(
     capacity = CycleShapes(0).slots_for(longest() + num_nodes)
     if not would_compile(target, model_kwargs, generation_config):
         return CycleShapes(capacity)
-    options = (generation_config.compile_config or CompileConfig()).to_dict()
+    config = generation_config.compile_config or CompileConfig()
+    # `to_dict` copies a backend that is given as an object, and what is compiled for one is not compiled for another.
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
     if options.get("dynamic") is None:
         # Otherwise a second length of text would recompile every stage for all lengths, and make all of them slower.
         options["dynamic"] = False

@@ -53,6 +53,8 @@ def groups_in_place() -> Iterator[None]:
     """Within it this thread's passes read grouped keys and values where they are."""
     before = getattr(_passes, "folded_masks", None)
     _passes.folded_masks = {}
+    # Read here: a compiled pass would not see it change.
+    _passes.avoids_cudnn = os.environ.get(AVOID_CUDNN) == "1"
     try:
         yield
     finally:
@@ -100,7 +102,7 @@ def _dispatching(plain: AttentionFunction) -> AttentionFunction:
         ):
             return plain(module, query, key, value, attention_mask, *args, **kwargs)
         scaling = kwargs.get("scaling")
-        if os.environ.get(AVOID_CUDNN) == "1" and can_attend_efficiently(query, key, value, attention_mask):
+        if _passes.avoids_cudnn and can_attend_efficiently(query, key, value, attention_mask):
             output = attend_folded(query, key, value, attention_mask, scaling, memory_efficient_attention)
         elif not _would_copy(module, query, key, value, attention_mask):
             return plain(module, query, key, value, attention_mask, *args, **kwargs)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..internals import runs_as_defined
+from .static_memory import StaticMemory
 
 
 def output_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -19,19 +20,22 @@ def output_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tenso
     return scaled_head(_by_rows(head) if _is_plain_linear(head) else head, target.config)
 
 
-def drafting_head(target: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def drafting_head(
+    target: PreTrainedModel, token_ids: torch.Tensor, memory: StaticMemory | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """
     Returns the function from features `(..., H)` to the target's logits of some tokens, `(..., K)`: see [`cut_head`].
 
     Args:
         target: The target.
         token_ids (`(K,)`): The tokens.
+        memory: Where the cut head is to lie, if a captured graph is to find it.
     """
-    return cut_head(target.get_output_embeddings(), target.config, token_ids)
+    return cut_head(target.get_output_embeddings(), target.config, token_ids, memory)
 
 
 def cut_head(
-    head: Any, target_config: PreTrainedConfig, token_ids: torch.Tensor
+    head: Any, target_config: PreTrainedConfig, token_ids: torch.Tensor, memory: StaticMemory | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """
     Returns the function from features `(..., H)` to the logits of some tokens, `(..., K)`.
@@ -43,17 +47,24 @@ def cut_head(
         head: The target's output head.
         target_config: The target's.
         token_ids (`(K,)`): The tokens.
+        memory: As in [`drafting_head`].
     """
     if not _is_plain_linear(head):
         return scaled_head(lambda features: _select_last(head(features), token_ids), target_config)
     rows = token_ids.to(head.weight.device)
     weight = head.weight.detach().index_select(0, rows)
     bias = None if head.bias is None else head.bias.detach().index_select(0, rows)
+    if memory is not None:
+        weight, bias = memory.copy(weight), None if bias is None else memory.copy(bias)
     return scaled_head(_by_rows(lambda features: nn.functional.linear(features, weight, bias)), target_config)
 
 
 def head_for_drafting(
-    target: PreTrainedModel, draft_vocabulary: Sequence[int] | None, device: torch.device, dtype: torch.dtype
+    target: PreTrainedModel,
+    draft_vocabulary: Sequence[int] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory: StaticMemory | None = None,
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor | None]:
     """
     Returns the function from a drafter's features `(..., H)`, on any device, to the target's logits of the tokens that
@@ -64,11 +75,12 @@ def head_for_drafting(
         draft_vocabulary: The tokens that may be drafted, by default all.
         device: That of the states that the target's output head reads.
         dtype: Theirs.
+        memory: As in [`drafting_head`].
     """
     head, token_ids = output_head(target), None
     if draft_vocabulary is not None:
         token_ids = torch.tensor(draft_vocabulary, device=device)
-        head = drafting_head(target, token_ids)
+        head = drafting_head(target, token_ids, memory)
     return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
 
 

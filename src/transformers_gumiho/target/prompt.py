@@ -13,6 +13,7 @@ from .cycle_shapes import CycleShapes
 from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
 from .requirements import verification_kind
 from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
+from .static_memory import StaticMemory
 from .tree_cache import TreeCache
 from .verification_cache import VerificationCache
 
@@ -85,8 +86,13 @@ def read_prompt(
         cache=caller_cache,
         num_reserved=shapes.slots_for(length + reserved + num_nodes) - length,
     )
-    session_class, cache = _verification(model, prompt, batch_size, shapes, device)
-    session = session_class(model, model_kwargs, reader, cache, prompt, max_new_tokens, states.last.dtype, shapes)
+    memory = None
+    if shapes.are_compiled:
+        memory = StaticMemory.take(model, batch_size, prompt.length + prompt.num_reserved)
+    session_class, cache = _verification(model, prompt, batch_size, shapes, device, memory)
+    session = session_class(
+        model, model_kwargs, reader, cache, prompt, max_new_tokens, states.last.dtype, shapes, memory
+    )
     output = TargetOutput(
         logits=outputs.logits[:, -1:],
         states=states,
@@ -130,12 +136,17 @@ def _num_entries(model: PreTrainedModel, cache: Any, mask: torch.Tensor | None, 
 
 
 def _verification(
-    model: PreTrainedModel, prompt: TargetPrompt, batch_size: int, shapes: CycleShapes, device: torch.device
+    model: PreTrainedModel,
+    prompt: TargetPrompt,
+    batch_size: int,
+    shapes: CycleShapes,
+    device: torch.device,
+    memory: StaticMemory | None,
 ) -> tuple[type[TargetSession], VerificationCache]:
     """Returns how drafts are verified, and the cache for it, which takes over the entries of the prompt."""
     if verification_kind(model) == "chain":
         return ChainSession, ChainCache(prompt.cache, prompt.length, batch_size)
-    cache = TreeCache.from_dynamic(prompt.cache, prompt.length + prompt.num_reserved, prompt.mask)
+    cache = TreeCache.from_dynamic(prompt.cache, prompt.length + prompt.num_reserved, prompt.mask, memory)
     if shapes.are_fixed:
         cache.fix_shapes(device)
     return TargetSession, cache

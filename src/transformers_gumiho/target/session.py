@@ -16,6 +16,7 @@ from .cycle_shapes import CycleShapes
 from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .grouped_attention import groups_in_place
 from .requirements import attention_types
+from .static_memory import StaticMemory
 from .unmasked_attention import tree_attention
 from .verification_cache import VerificationCache
 
@@ -73,6 +74,7 @@ class TargetSession:
         max_new_tokens: The most tokens that may follow it.
         dtype: Of the target's states. (A quantised target computes in another dtype than it stores.)
         shapes: What the passes run in.
+        memory: Where tensors are to lie that captured graphs read; where nothing is compiled, `None`.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class TargetSession:
         max_new_tokens: int,
         dtype: torch.dtype,
         shapes: CycleShapes,
+        memory: StaticMemory | None = None,
     ):
         self.model = model
+        self.memory = memory
         self.cache = cache
         self.prompt = prompt
         self.shapes = shapes
@@ -120,6 +124,8 @@ class TargetSession:
             lengths = self.cache.lengths
             self.cache.truncate([length - min(lengths) for length in lengths])
         self.cache.restore(self.prompt.cache)
+        if self.memory is not None:
+            self.memory.give_back(self.model)
 
     def run_tree(self, tree: DraftTree) -> TargetOutput:
         """Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors."""

@@ -12,6 +12,7 @@ from ..tree.verification import AcceptedPath
 from .cache_buffers import CacheBuffers
 from .cache_moving import move_from, move_to
 from .cache_slots import CacheSlots, FixedSlots, GrowingSlots
+from .static_memory import StaticMemory
 from .verification_cache import VerificationCache
 
 
@@ -62,20 +63,27 @@ class TreeCache(Cache, VerificationCache):
     Args:
         batch_size (`int`): Number of rows, `B`.
         capacity (`int`): Slots to allocate per row. Grows in large steps where that does not suffice.
+        memory (`StaticMemory`, *optional*): Where the keys and values are to lie, if a captured graph is to find them.
 
     Attributes:
         buffers (`CacheBuffers`): The keys and values.
         slots (`CacheSlots`): Which slots are committed, and where new entries go.
     """
 
-    def __init__(self, batch_size: int, capacity: int):
+    def __init__(self, batch_size: int, capacity: int, memory: StaticMemory | None = None):
         super().__init__(layers=[])
         self.layers: list[TreeCacheLayer]
-        self.buffers = CacheBuffers(batch_size, capacity)
+        self.buffers = CacheBuffers(batch_size, capacity, memory)
         self.slots: CacheSlots = GrowingSlots(self.buffers, [0] * batch_size)
 
     @classmethod
-    def from_dynamic(cls, cache: Any, capacity: int, context_mask: torch.Tensor | None = None) -> "TreeCache":
+    def from_dynamic(
+        cls,
+        cache: Any,
+        capacity: int,
+        context_mask: torch.Tensor | None = None,
+        memory: StaticMemory | None = None,
+    ) -> "TreeCache":
         """
         Moves the entries of an ordinary cache here. [`restore`] moves them back.
 
@@ -83,10 +91,11 @@ class TreeCache(Cache, VerificationCache):
             cache (`DynamicCache`): One that `is_convertible` accepts.
             capacity: Slots to allocate per row.
             context_mask (`(B, T)`, *optional*): Zero at entries that nobody sees (padding).
+            memory: As in [`TreeCache`].
         """
         length = cache.get_seq_length()
         batch_size = next(layer.keys.shape[0] for layer in cache.layers if layer.keys is not None)
-        tree_cache = cls(batch_size, max(capacity, length))
+        tree_cache = cls(batch_size, max(capacity, length), memory)
         tree_cache.layers = [TreeCacheLayer(tree_cache) for _ in cache.layers]
         move_from(cache, tree_cache.layers, tree_cache.buffers)
         tree_cache.slots.set_lengths([length] * batch_size)
@@ -120,7 +129,7 @@ class TreeCache(Cache, VerificationCache):
             device: Where the number of committed slots is kept.
         """
         self.slots = FixedSlots(self.slots, device)
-        # As with the number of slots: captured graphs read and write these where they lie.
+        # A captured graph reads and writes these where they lie; without the mark it would copy them in every replay.
         for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
             if tensor is not None:
                 mark_static_address(tensor)

@@ -1,0 +1,206 @@
+"""Measures what is worth knowing of a GPU, in one command and at most ten minutes, without a network.
+
+    python benchmarks/gpu_check.py                 # the shape of Llama-3-8B, on a GPU with 80 GB
+    python benchmarks/gpu_check.py --toy           # the same code at a toy size, also on a CPU
+
+It runs the tests that need a GPU; times cycles in the shape of Llama-3-8B with random weights, eager and compiled, in
+each way of attention, next to the bound that reading weights sets; decodes with both shipped pairs, with and without
+the drafter; and trains a few steps. It prints one table and writes it as JSON. A section that could not run is printed
+as not run, with the reason.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import measure_pair
+import measure_shape
+import torch
+import transformers
+from transformers import (
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    logging,
+)
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.benchmarking.memory import peak_memory
+from transformers_gumiho.measuring.loading import load_pair
+from transformers_gumiho.measuring.stages import synchronize
+from transformers_gumiho.pairs.known import find_pair
+from transformers_gumiho.target.machine import machine_name
+from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
+
+
+ROOT = Path(__file__).parent.parent
+Rows = Iterator[tuple[str, str]]
+
+
+@dataclass
+class CheckArguments:
+    toy: bool = field(default=False, metadata={"help": "Small models and few repeats, to check this program."})
+    json: Path = field(default=Path("gpu_check.json"), metadata={"help": "Where to write the table as JSON."})
+    minutes: float = field(default=10.0, metadata={"help": "No section begins after this time."})
+
+
+class NotRun(Exception):
+    """Why a section did not run."""
+
+
+class GpuCheck:
+    """The sections. Each yields rows of what was measured and its value, or raises [`NotRun`]."""
+
+    def __init__(self, is_toy: bool):
+        self.is_toy = is_toy
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.shape = measure_shape.ShapeArguments(nodes=[63], context=512, repeats=2, device=self.device.type)
+        if is_toy:
+            self.shape = measure_shape.ShapeArguments(
+                assistant=str(ROOT / "examples" / "demo_pair" / "gumiho"), num_layers=2, nodes=[7], context=8,
+                max_new_tokens=8, repeats=1, dtype="float32", device=self.device.type,
+            )  # fmt: skip
+
+    @property
+    def sections(self) -> dict[str, Callable[[], Rows]]:
+        return {
+            "GPU tests": self.run_tests,
+            "shape, eager": lambda: self.time_shape(compiled=False),
+            "shape, compiled": lambda: self.time_shape(compiled=True),
+            "training": self.train,
+            "pair demo": lambda: self.time_pair("demo"),
+            "pair smollm2": lambda: self.time_pair("smollm2"),
+        }
+
+    @cached_property
+    def pair(self) -> tuple[PreTrainedModel, GumihoModel]:
+        if self.device.type == "cpu" and not self.is_toy:
+            raise NotRun("no GPU")
+        return measure_shape.make_pair(self.shape)
+
+    def run_tests(self) -> Rows:
+        if self.device.type == "cpu":
+            raise NotRun("no GPU")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        yield "pytest -m gpu", process.stdout.strip().splitlines()[-1]
+
+    def time_shape(self, compiled: bool) -> Rows:
+        if compiled and self.device.type == "cpu":
+            raise NotRun("a CPU compiles for minutes")
+        (target, gumiho), ways = self.pair, tuple(measure_shape.WAYS)
+        self.shape.compile = compiled
+        of_target, of_drafter = measure_shape.bytes_read(target, gumiho)
+        step, cycles = measure_shape.measure(target, gumiho, self.shape, ways)
+        yield "plain step", f"{1e3 * step:.2f} ms"
+        yield "bound of a cycle by weights read", f"{1 + of_drafter / of_target:.2f} plain steps"
+        for size, seconds_of_ways in cycles.items():
+            for way, seconds in zip(ways, seconds_of_ways, strict=True):
+                yield f"cycle of {size} nodes, {way}", f"{1e3 * seconds:.2f} ms, {seconds / step:.2f} plain steps"
+
+    def train(self) -> Rows:
+        target, gumiho = self.pair
+        num_steps, length = (3, 32) if self.is_toy else (6, 2048)
+        vocab_size = target.get_output_embeddings().out_features
+        ids = torch.randint(vocab_size, (num_steps, length), generator=torch.Generator().manual_seed(0))
+        rows = [{"input_ids": row, "loss_mask": [1] * length} for row in ids.tolist()]
+        with tempfile.TemporaryDirectory() as folder, peak_memory(self.device) as peak:
+            args = GumihoTrainingArguments(
+                output_dir=folder, max_steps=num_steps, per_device_train_batch_size=1, save_strategy="no",
+                report_to="none", logging_strategy="no", disable_tqdm=True, use_cpu=self.device.type == "cpu",
+            )  # fmt: skip
+            clock = StepClock(self.device)
+            trainer = GumihoTrainer(gumiho.float(), args, target=target, train_dataset=rows, callbacks=[clock])
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        gumiho.to(target.dtype)
+        yield f"rows of {length} tokens, float32", f"{length / clock.seconds_of_a_step:.0f} tokens/s"
+        if peak.num_bytes is not None:
+            yield "peak memory beyond what was loaded", f"{peak.num_bytes / 1e9:.2f} GB"
+
+    def time_pair(self, name: str) -> Rows:
+        if self.is_toy and name != "demo":
+            raise NotRun("too large for a toy")
+        self.__dict__.pop("pair", None)  # frees the larger models
+        found = find_pair(name)
+        try:
+            folders = found.find_target(), found.find_drafter()
+        except (ImportError, OSError) as error:
+            raise NotRun(str(error)) from error
+        target, tokenizer, gumiho = load_pair(*folders, dtype="float32")
+        path = ROOT / "examples" / Path(found.drafter).parent / "prompts.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()[: 2 if self.is_toy else 9]
+        args = measure_pair.PairArguments(repeats=1, max_new_tokens=16 if self.is_toy else 128)
+        texts = [prompt_text(tokenizer, json.loads(line)) for line in lines]
+        # The first one warms up.
+        measurements = [measure_pair.measure(target, gumiho, tokenizer, text, args) for text in texts][1:]
+        speedups = [m.plain_seconds[0] / m.drafted_seconds[0] for m in measurements]
+        lengths = [length for m in measurements for length in m.accepted_lengths]
+        yield "speed-up over plain, float32", f"{statistics.median(speedups):.2f}"
+        yield "tokens per cycle", f"{statistics.mean(lengths):.2f}"
+        yield "equal to plain", f"{sum(m.equal for m in measurements)} of {len(measurements)}"
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> str:
+    """Returns the text of a line of prompts: one to continue, or a question in the target's chat template."""
+    if "text" in row:
+        return row["text"]
+    message = {"role": "user", "content": row["prompt"]}
+    return tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+
+
+class StepClock(TrainerCallback):
+    """Times the steps of a training; the first one warms up."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        synchronize(self.device)
+        self.ends.append(time.perf_counter())
+
+    @property
+    def seconds_of_a_step(self) -> float:
+        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+
+
+def run(section: Callable[[], Rows], is_late: bool) -> list[tuple[str, str]]:
+    """Returns the rows of a section, or one that says why it did not run."""
+    if is_late:
+        return [("not run", "no time left")]
+    try:
+        return list(section())
+    except NotRun as reason:
+        return [("not run", str(reason))]
+    except Exception as error:  # what is measured next does not depend on it
+        return [("not run", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")]
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(CheckArguments, description=__doc__).parse_args_into_dataclasses()
+    logging.disable_progress_bar()
+    start, check = time.perf_counter(), GpuCheck(args.toy)
+    machine = f"{machine_name(check.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
+    found: dict[str, dict[str, str]] = {}
+    for name, section in check.sections.items():
+        print(f"{name} ...", file=sys.stderr)
+        found[name] = dict(run(section, time.perf_counter() - start > 60 * args.minutes))
+    print(f"{machine}\n\n| section | what | value |\n|---|---|---|")
+    for name, rows in found.items():
+        for what, value in rows.items():
+            print(f"| {name} | {what} | {value} |")
+    args.json.write_text(json.dumps({"machine": machine, "toy": args.toy, "sections": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

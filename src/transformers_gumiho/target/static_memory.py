@@ -1,0 +1,63 @@
+"""Tensors that compiled generations use again: a captured graph reads and writes them where they lay before."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from ..internals import mark_static_address
+
+
+# Kinds of generations (by rows and capacity) whose tensors are kept for a target; the oldest go first.
+MAX_KEPT = 2
+
+_kept: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, int], "StaticMemory"]] = WeakKeyDictionary()
+
+
+class StaticMemory:
+    """
+    The tensors of one generation at a time. Those of the next generation of its kind lie where these lay, if it asks
+    for tensors of the same shapes in the same order.
+
+    Args:
+        batch_size: Rows of the generation.
+        capacity: Slots of its cache.
+    """
+
+    def __init__(self, batch_size: int, capacity: int):
+        self._kind = batch_size, capacity
+        self._tensors: list[torch.Tensor] = []
+        self._num_used = 0
+
+    @classmethod
+    def take(cls, target: PreTrainedModel, batch_size: int, capacity: int) -> "StaticMemory":
+        """Returns the memory of an earlier generation of this kind that no other one uses now, or a new one."""
+        kept = _kept.get(target, {}).pop((batch_size, capacity), None)
+        return cls(batch_size, capacity) if kept is None else kept
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a tensor of zeros."""
+        place, self._num_used = self._num_used, self._num_used + 1
+        if place < len(self._tensors):
+            kept = self._tensors[place]
+            if (kept.shape, kept.dtype, kept.device) == (torch.Size(shape), dtype, device):
+                return kept.zero_()
+            del self._tensors[place:]
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        mark_static_address(tensor)
+        self._tensors.append(tensor)
+        return tensor
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor."""
+        return self.zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+
+    def give_back(self, target: PreTrainedModel) -> None:
+        """Leaves the tensors to the target's next generation of this kind."""
+        del self._tensors[self._num_used :]
+        self._num_used = 0
+        kept = _kept.setdefault(target, {})
+        kept[self._kind] = self
+        while len(kept) > MAX_KEPT:
+            kept.pop(next(iter(kept)), None)
