@@ -1,21 +1,16 @@
 """`target.generate(custom_generate=<repository of a drafter>)`: what the code in such a repository runs."""
 
-import os
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from .decoding.named_drafters import load_drafter
 from .internals import repository_of_call
-from .model.modeling_gumiho import GumihoModel
-from .target.placement import drafter_device
+from .model.attaching import attached_drafter
 
 
 # Arguments of `generate()` that say how a repository is read; they are for the drafter as for the code next to it.
 _LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-
-# For each target the drafters that it was called with, by where they came from.
-_drafters: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, Any], GumihoModel]] = WeakKeyDictionary()
 
 
 def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = None, **kwargs: Any) -> Any:
@@ -33,20 +28,25 @@ def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = N
     """
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if assistant_model is None:
-        assistant_model = _drafter_for(model, _repository(), loading)
+        assistant_model = load_drafter(model, _repository(), **loading)
     # Not `model.generate`: a target whose own folder holds a `custom_generate` has that in its place.
     return type(model).generate(model, assistant_model=assistant_model, **kwargs)
 
 
-def _drafter_for(target: PreTrainedModel, repository: str, loading: dict[str, Any]) -> GumihoModel:
-    """Returns the drafter of a repository for `target`; the same one in every call."""
-    source = os.path.abspath(repository) if os.path.isdir(repository) else repository
-    loaded = _drafters.setdefault(target, {})
-    key, device = (source, loading.get("revision")), drafter_device(target)
-    if key not in loaded or (loaded[key].device, loaded[key].dtype) != (device, target.dtype):
-        loaded[key] = GumihoModel.from_pretrained(repository, dtype=target.dtype, device_map=device, **loading)
-        loaded[key].share_embedding(target)
-    return loaded[key]
+def generate_attached(drafter: str, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
+    """
+    Generates with a drafter that is attached to the target in the first call: what `gumiho attach` writes for targets
+    that are loaded by their folder.
+
+    Args:
+        drafter: The drafter's folder or its name on the Hub.
+        *args, **kwargs: The arguments of `generate()`.
+        model: The target.
+    """
+    if attached_drafter(model) is None:
+        load_drafter(model, drafter).attach(model)
+    # Not `model.generate`, which is this folder's own.
+    return type(model).generate(model, *args, **kwargs)
 
 
 def _repository() -> str:
@@ -60,4 +60,4 @@ def _repository() -> str:
     )
 
 
-__all__ = ["generate"]
+__all__ = ["generate", "generate_attached"]

@@ -33,6 +33,8 @@ from transformers.utils.output_capturing import capture_outputs
 # into them. The first checks a call, the second decodes.
 VALIDATION_STEP = "_validate_generation_mode"
 DECODING_STEP = "_assisted_decoding"
+# Decodes without an assistant.
+PLAIN_STEP = "_sample"
 
 # By what name models take and return a cache, and `generate()` hands it on: one for all since 5.24.
 CACHE_NAME = (
@@ -362,6 +364,7 @@ __all__ = [
     "CACHE_NAME",
     "DECODING_STEP",
     "OVERRIDDEN",
+    "PLAIN_STEP",
     "VALIDATION_STEP",
     "WeightRenaming",
     "adopt_attention_implementation",

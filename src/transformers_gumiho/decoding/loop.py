@@ -76,9 +76,9 @@ def decode_with_tree(
     settings = asked.as_chain() if is_chain else asked
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
-    _check_prompt(target, input_ids, model_kwargs, max_new_tokens)
+    check_inputs(target, input_ids, generation_config, model_kwargs, max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
-    shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes, len(input_ids))
+    shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes)
     if is_chain and asked.branching_factor > 1:
         _warn_of_chain(target)
     chooser = TokenChooser(
@@ -145,11 +145,30 @@ def _output(
     )
 
 
-def _check_prompt(
-    target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], max_new_tokens: int
+def check_inputs(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    max_new_tokens: int,
 ) -> None:
+    """
+    Raises [`Unsupported`] where drafts cannot be verified for these inputs. The target does not run, except for a
+    trial of a few tokens in the first call of a chain's class and config.
+
+    Args:
+        target: The target.
+        input_ids (`(B, T)`): The prompt.
+        generation_config: As prepared by `generate()`.
+        model_kwargs: As prepared by `generate()`, with the cache.
+        max_new_tokens: The most tokens that may follow the prompt.
+    """
     check_padding(target, model_kwargs)
     check_positions(target, prompt_positions(input_ids, model_kwargs), max_new_tokens)
+    if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
+        check_cache(target, model_kwargs.get(cache_argument(target)))
+    if verification_kind(target) == "chain":
+        check_continuation(target, model_kwargs.get("attention_mask"), len(input_ids))
 
 
 def _drafting_settings(
@@ -173,7 +192,6 @@ def _prepare_shapes(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     num_nodes: int,
-    batch_size: int,
 ) -> CycleShapes:
     """Returns what cycles run in, and sees to it that the prompt goes through an ordinary cache."""
     shapes = cycle_shapes(target, generation_config, model_kwargs, num_nodes)
@@ -184,7 +202,4 @@ def _prepare_shapes(
     elif model_kwargs.get(cache_argument(target)) is None:
         # `generate()` leaves a cache of the target's own class to the prompt's pass.
         model_kwargs[cache_argument(target)] = make_cache(target)
-    check_cache(target, model_kwargs.get(cache_argument(target)))
-    if verification_kind(target) == "chain":
-        check_continuation(target, model_kwargs.get("attention_mask"), batch_size)
     return shapes

@@ -36,11 +36,7 @@ class CommittedSequences:
         streamer: BaseStreamer | None = None,
     ):
         batch_size, self.prompt_length = input_ids.shape
-        # A criterion of the caller's takes the place of the one that `generate()` makes from its settings.
-        self.max_length: int = min(
-            (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria),
-            default=generation_config.max_length,
-        )
+        self.max_length = max_length_of(stopping_criteria, generation_config)
         self.pad_token_id = pad_token_id(generation_config) or 0
         self._buffer = input_ids.new_full((batch_size, self.prompt_length + 64), self.pad_token_id)
         self._buffer[:, : self.prompt_length] = input_ids
@@ -215,3 +211,9 @@ class CommittedSequences:
         for step in self._buffer[:, self._num_streamed : stop].cpu().unbind(dim=1):
             self.streamer.put(step)
         self._num_streamed = max(stop, self._num_streamed)
+
+
+def max_length_of(stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> int:
+    """Returns the most tokens of a text. A criterion of the caller's replaces the one that `generate()` makes."""
+    lengths = (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria)
+    return min(lengths, default=generation_config.max_length)

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
+from .attaching import AttachingMixin, unwrap_model
 from .checkpoint_conversion import (
     IGNORED_KEYS,
     check_fit,
@@ -35,7 +36,7 @@ from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unroll_serial_head
 
 
-class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
+class GumihoPreTrainedModel(AttachingMixin, SavingMixin, DecodingSettingsMixin, PreTrainedModel):
     config: GumihoConfig
     config_class = GumihoConfig
     base_model_prefix = "model"
@@ -366,10 +367,11 @@ class GumihoModel(GumihoPreTrainedModel):
 
 
 def unwrap_drafter(model: Any) -> GumihoModel | None:
-    """Returns the drafter that `model` is or holds (as a `PeftModel` does), `None` where it is none."""
-    if hasattr(model, "get_base_model"):
-        # Adapters are inside the layers of the base model.
-        model = model.get_base_model()
+    """
+    Returns the drafter that `model` is or holds, `None` where it is none. A `PeftModel`, a compiled module,
+    `DistributedDataParallel` and `DataParallel` hold one.
+    """
+    model = unwrap_model(model)
     return model if isinstance(model, GumihoModel) else None
 
 

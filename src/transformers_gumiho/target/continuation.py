@@ -15,6 +15,7 @@ from ..tree.verification import AcceptedPath
 from .chain_cache import ChainCache
 from .chain_layers import layers_of, own_states
 from .own_caches import as_cache, make_cache
+from .requirements import Unsupported
 
 
 NUM_PROMPT_TOKENS = 9
@@ -42,7 +43,7 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
         batch_size: Rows of the prompt: where there are several, several are tried.
     """
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(
+        raise Unsupported(
             f"{type(target).__name__} verifies chains by its own causal mask, so `attention_mask` must be (B, T), got "
             f"{tuple(attention_mask.shape)}."
         )
@@ -59,7 +60,7 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
         except torch.OutOfMemoryError:
             raise  # a smaller batch may do
         except (RuntimeError, TypeError, IndexError, AssertionError) as error:
-            raise ValueError(
+            raise Unsupported(
                 f"{type(target).__name__} cannot verify drafts{_in(rows)}: a trial of a few tokens behind its cache "
                 f"fails ({error}). Generate without `assistant_model`."
             ) from error
@@ -71,7 +72,7 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     # Not the other way round: nothing is less than not-a-number.
     if not difference <= tolerance:
         how = f"by {difference:.1e} of its size, and rounding explains {tolerance:.0e}"
-        raise ValueError(
+        raise Unsupported(
             f"{type(target).__name__} cannot verify drafts{_in(rows)}: what it computes for several tokens at once "
             f"behind its cache differs from one token after the other "
             f"{'in its shape' if math.isinf(difference) else how}. Generate without `assistant_model`."

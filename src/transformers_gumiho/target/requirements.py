@@ -18,6 +18,13 @@ from .own_caches import cache_class
 from .unmasked_attention import MASKED_IMPLEMENTATIONS, tree_attention_obstacle
 
 
+class Unsupported(ValueError):
+    """
+    A call of `generate()` that cannot be drafted. It is raised before any model runs. With an attached drafter such a
+    call decodes plainly instead.
+    """
+
+
 # Kinds of attention whose mask a tree can be written into.
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
@@ -37,35 +44,41 @@ def check_request(
     generation_config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> None:
-    """Raises `ValueError` where the target or the way of generating does not allow verifying a draft tree."""
+    """Raises [`Unsupported`] where the target or the way of generating does not allow verifying a draft tree."""
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
+        raise Unsupported(
             f"A Gumiho assistant works with greedy decoding and sampling, but these settings ask for "
             f"`{generation_mode.value}`. Set `num_beams=1` and leave `penalty_alpha`, `dola_layers` and constraints "
             f"unset, or generate without `assistant_model`."
         )
+    for name in ("dola_layers", "assistant_early_exit", "use_mtp"):
+        if getattr(generation_config, name, None):
+            raise Unsupported(
+                f"`{name}={getattr(generation_config, name)!r}` is another way of decoding, which a Gumiho assistant "
+                f"would ignore. Leave it unset, or generate without `assistant_model`."
+            )
     if generation_config.use_cache is False:
-        raise ValueError("A draft tree is verified against the key-value cache. Set `use_cache=True`.")
+        raise Unsupported("A draft tree is verified against the key-value cache. Set `use_cache=True`.")
     if generation_config.output_attentions:
-        raise ValueError(
+        raise Unsupported(
             "`output_attentions=True` is not available with a Gumiho assistant: the target attends to a whole draft "
             "tree at once. Generate without `assistant_model` to get attentions."
         )
     if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
-        raise ValueError(
+        raise Unsupported(
             f"`cache_implementation={generation_config.cache_implementation!r}` is not available with a Gumiho "
             f"assistant, which keeps a cache of its own. Leave it unset, or set it to 'static' for fixed shapes and "
             f"compilation."
         )
     if mode_kwargs.get("synced_gpus"):
-        raise ValueError(
+        raise Unsupported(
             "`synced_gpus` (ZeRO-3 or FSDP over several processes) is not available with a Gumiho assistant. Gather "
             "the parameters first, or generate without `assistant_model`."
         )
     check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
     check_target(target)
     if generation_config.cache_implementation == "static" and (obstacle := tree_obstacle(target)):
-        raise ValueError(
+        raise Unsupported(
             f"`cache_implementation='static'` is not available here: {type(target).__name__} {obstacle}, and chains "
             f"are verified against the target's own growing cache. Leave `cache_implementation` unset."
         )
@@ -80,7 +93,7 @@ def check_tokenizers(
     tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """
-    Raises `ValueError` where the assistant was given a tokenizer of its own. Where only the ids of special tokens
+    Raises [`Unsupported`] where the assistant was given a tokenizer of its own. Where only the ids of special tokens
     differ between the two configs, a pipeline passes the same tokenizer twice.
     """
     if assistant_tokenizer is None or assistant_tokenizer is tokenizer:
@@ -89,7 +102,7 @@ def check_tokenizers(
     if tokenizer is not None and tokenizer not in known and tokenizer.get_vocab() == assistant_tokenizer.get_vocab():
         known.add(tokenizer)
     if tokenizer not in known:
-        raise ValueError(
+        raise Unsupported(
             "A Gumiho assistant reads the target's tokens, and `assistant_tokenizer` is not known to be the target's "
             "tokenizer. Leave it out, or pass the target's as `tokenizer` and as `assistant_tokenizer`."
         )
@@ -127,28 +140,28 @@ def tree_obstacle(target: PreTrainedModel) -> str | None:
 
 
 def check_target(target: PreTrainedModel) -> None:
-    """Raises `ValueError` for a target that can verify neither draft trees nor chains."""
+    """Raises [`Unsupported`] for a target that can verify neither draft trees nor chains."""
     name = type(target).__name__
     if target.config.is_encoder_decoder:
-        raise ValueError(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
+        raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
     check_attention(target)
     if cache_class(target) is None:
-        raise ValueError(
+        raise Unsupported(
             f"{name} takes no cache that `generate()` goes on from (`{cache_argument(target)}`), behind which drafts "
             f"could be verified. Give its `forward` a parameter of that name, or generate without `assistant_model`."
         )
     if target.get_output_embeddings() is None:
-        raise ValueError(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
+        raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
 
 
 def check_attention(target: PreTrainedModel) -> None:
     """
-    Raises `ValueError` for a target that verifies trees, but not with the attention that it was loaded with. Any
+    Raises [`Unsupported`] for a target that verifies trees, but not with the attention that it was loaded with. Any
     attention verifies chains.
     """
     if verification_kind(target) == "tree" and (obstacle := tree_attention_obstacle(target)):
         implementation = attention_implementation(target.config.get_text_config(decoder=True))
-        raise ValueError(
+        raise Unsupported(
             f"{type(target).__name__} cannot verify draft trees with the attention {implementation!r}: {obstacle}. "
             f"{_LOAD_WITH_SDPA}"
         )
@@ -158,10 +171,10 @@ _LOAD_WITH_SDPA = "Load it with `attn_implementation='sdpa'`, or call `set_attn_
 
 
 def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    """Raises `ValueError` where the drafter cannot draft for the target."""
+    """Raises [`Unsupported`] where the drafter cannot draft for the target."""
     implementation = attention_implementation(drafter.config.get_text_config())
     if implementation not in MASKED_IMPLEMENTATIONS:
-        raise ValueError(
+        raise Unsupported(
             f"The drafter's attention {implementation!r} takes no tree mask ({' and '.join(MASKED_IMPLEMENTATIONS)} "
             f"do). {_LOAD_WITH_SDPA}"
         )
@@ -171,7 +184,7 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         ("hidden size", draft.hidden_size, state_width(config)),
     ):
         if ours != theirs:
-            raise ValueError(
+            raise Unsupported(
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
@@ -181,7 +194,7 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
 
 def check_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
     """
-    Raises `ValueError` where padding would be read differently in a pass over several tokens.
+    Raises [`Unsupported`] where padding would be read differently in a pass over several tokens.
 
     GIT widens a padding mask by the tokens of an image, also in a text that has none. MiniMax M3 chooses blocks of
     slots by the positions of tokens, which are not the slots of a padded row: it may choose padding alone, and what it
@@ -196,9 +209,9 @@ def check_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None
         return
     name, rest = type(target).__name__, "Generate them one by one, or without `assistant_model`."
     if target.config.model_type == "git" and model_kwargs.get("pixel_values") is None:
-        raise ValueError(f"{name} cannot verify drafts in a padded batch of texts without images. {rest}")
+        raise Unsupported(f"{name} cannot verify drafts in a padded batch of texts without images. {rest}")
     if BLOCK_INDEX_KIND in attention_types(target):
-        raise ValueError(
+        raise Unsupported(
             f"{name} cannot verify drafts in a padded batch: it chooses blocks of its cache as if no row had padding. "
             f"{rest}"
         )
@@ -206,7 +219,7 @@ def check_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None
 
 def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new_tokens: int) -> None:
     """
-    Raises `ValueError` where the rotary embedding depends on how far a pass reaches.
+    Raises [`Unsupported`] where the rotary embedding depends on how far a pass reaches.
 
     Such embeddings change with the largest position of a pass, and a tree reaches further than plain decoding does.
 
@@ -228,7 +241,7 @@ def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new
         start = int(position_ids.max()) + 1
         stop = start + max_new_tokens
         if stop > limit and (rope_type == "dynamic" or start <= limit):
-            raise ValueError(
+            raise Unsupported(
                 f"{type(target).__name__} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, and "
                 f"this generation may go from {start} to {stop}. Lower `max_new_tokens` or generate without "
                 f"`assistant_model`."
@@ -236,7 +249,7 @@ def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new
 
 
 def check_cache(target: PreTrainedModel, cache: Any) -> None:
-    """Raises `ValueError` for a cache that drafts of the target cannot be verified against."""
+    """Raises [`Unsupported`] for a cache that drafts of the target cannot be verified against."""
     if cache is None:
         return  # the first pass makes what holds states
     layers = getattr(cache, "layers", [])
@@ -247,13 +260,13 @@ def check_cache(target: PreTrainedModel, cache: Any) -> None:
     else:
         is_usable = is_convertible(cache)
     if is_usable and (unknown := sorted({type(layer).__name__ for layer in layers if not can_be_taken_back(layer)})):
-        raise ValueError(
+        raise Unsupported(
             f"{type(target).__name__} keeps {', '.join(unknown)} in its cache, of which it is not known how drafts "
             f"are taken back. Generate without `assistant_model`."
         )
     if not is_usable:
         made = "DynamicCache(config=target.config)" if kind is DynamicCache else f"{kind.__name__}(...)"
-        raise ValueError(
+        raise Unsupported(
             f"A Gumiho assistant needs an ordinary `{kind.__name__}` on the target's device, got "
             f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}"
             f"{' and offloading' if is_offloaded else ''}. "
