@@ -112,7 +112,7 @@ def attempt(model_type: str, max_new_tokens: int) -> dict[str, Any]:
 def compare(target: PreTrainedModel, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the verdict on a target that plain decoding works for."""
     drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
-    drafter.generation_config.num_assistant_tokens, drafter.generation_config.branching_factor = 15, 4
+    drafter.generation_config.update(num_assistant_tokens=15, branching_factor=4, break_even=1.0)
     kind, shares, num_tokens, refusal = verification_kind(target), [], [], ""
     for lengths in LENGTHS:
         prompt = prompts(lengths)

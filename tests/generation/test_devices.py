@@ -162,7 +162,7 @@ def demo_pair() -> tuple[PreTrainedModel, GumihoModel, Any]:
     target = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "target", dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", dtype=torch.float32)
     drafter.generation_config.update(
-        num_assistant_tokens=63, branching_factor=14, draft_vocabulary=None, cycle_costs=None
+        num_assistant_tokens=63, branching_factor=14, draft_vocabulary=None, break_even=1.0
     )
     tokenizer = AutoTokenizer.from_pretrained(DEMO_PAIR / "target", padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

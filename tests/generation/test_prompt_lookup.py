@@ -166,7 +166,7 @@ def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_muc
 
     assert max(sizes(branching_factor=1)) <= 9
     assert longest_rest(sizes(branching_factor=3)) > 2
-    monkeypatch.setattr(upcoming_trees, "_MOST_UNTOLD", 12)
+    monkeypatch.setattr(upcoming_trees, "_MAX_UNREAD_TOKENS", 12)
     assert longest_rest(sizes(branching_factor=3)) == 2, "behind 6 tokens, and behind 11 more"
 
 

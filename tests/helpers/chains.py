@@ -7,6 +7,7 @@ from typing import Any
 import partly_right_drafts as drafts
 import tiny_configs
 import torch
+from targets import LARGE_TREES
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -185,7 +186,7 @@ def make_chain_drafter(target: PreTrainedModel, **settings: object) -> GumihoMod
     drafter = GumihoModel.from_target(
         target, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48
     ).eval()
-    for name, value in settings.items():
+    for name, value in (LARGE_TREES | settings).items():
         setattr(drafter.generation_config, name, value)
     return drafter
 

@@ -26,6 +26,7 @@ from transformers_gumiho import GumihoModel
 
 
 VOCAB_SIZE = 8
+LARGE_TREES = {"num_assistant_tokens": 63, "branching_factor": 14, "break_even": 0.01}
 WINDOW = 6
 
 _COMMON = {
@@ -98,6 +99,7 @@ def make_drafter(
 ) -> GumihoModel:
     """
     Returns a random drafter. With a vocabulary this small its trees hold many of the target's tokens all the same.
+    Unless the settings say otherwise, its trees are large and it never pauses.
     """
     torch.manual_seed(seed)
     config = {"intermediate_size": 48, "transition_rank": transition_rank, "target_layer_ids": target_layer_ids}
@@ -106,7 +108,7 @@ def make_drafter(
         torch.nn.init.normal_(drafter.layer_fusion.weight, std=0.2)
     for parameter in [*drafter.mlp.parameters(), *(drafter.transition or torch.nn.Module()).parameters()]:
         torch.nn.init.normal_(parameter, std=0.3)
-    for name, value in settings.items():
+    for name, value in (LARGE_TREES | settings).items():
         setattr(drafter.generation_config, name, value)
     return drafter
 

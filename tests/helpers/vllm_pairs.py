@@ -56,7 +56,7 @@ def transformers_chains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[list[list[int]]]:
     """Returns, for each prompt, the chains that transformers drafts for it, cycle by cycle."""
-    gumiho.generation_config.update(branching_factor=1, num_assistant_tokens=num_tokens)
+    gumiho.generation_config.update(branching_factor=1, num_assistant_tokens=num_tokens, break_even=0.01)
     texts: list[list[list[int]]] = []
     draft_tree = GumihoCandidateGenerator.draft_tree
 

@@ -134,7 +134,7 @@ def test_auto_classes_load_the_drafter_with_its_settings(tmp_path: Path, auto_cl
     assert type(loaded) is GumihoModel
     settings = loaded.generation_config
     assert (settings.branching_factor, settings.draft_temperature) == (5, 0.5)
-    assert (settings.num_assistant_tokens, settings.tree_depth, settings.full_tree_attention) == (63, 7, True)
+    assert settings.num_assistant_tokens is settings.tree_depth is settings.full_tree_attention is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from targets import make_prompts, make_target
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
 from transformers_gumiho.model import released_configs
 
 
@@ -212,7 +212,8 @@ def test_first_heads_are_used_where_fewer_are_wanted(tmp_path: Path, caplog: pyt
     assert model.state_dict().keys() == kept
     assert all(torch.equal(model.state_dict()[name], weights[name].double()) for name in kept)
     assert any("holds 5 parallel heads; the first 3 are used" in message for message in caplog.messages)
-    assert model.generation_config.tree_depth == 5
+    settings = DraftingSettings.from_generation_config(model.generation_config, model.config, None)
+    assert settings.tree_depth == 5
     prompt = make_prompts([6])
     plain = target.generate(**prompt, max_new_tokens=16, do_sample=False)
     assert torch.equal(target.generate(**prompt, max_new_tokens=16, do_sample=False, assistant_model=model), plain)
@@ -253,7 +254,7 @@ def test_drafter_of_another_owner_is_none_of_the_released_ones(tmp_path: Path) -
     weights = {name: tensor for name, tensor in make_weights().items() if not name.startswith(("mlp.3.", "mlp.4."))}
     write_repository(tmp_path, weights, VLLM_FIELDS | {"num_parallel_heads": 3}, repo=theirs)
     drafter = GumihoModel.from_pretrained(theirs, cache_dir=tmp_path)
-    assert drafter.generation_config.tree_depth == 5
+    assert drafter.generation_config.tree_depth is None  # the settings of a released drafter would have 7
     write_repository(tmp_path / "bare", make_weights(), repo=theirs)
     note_missing(tmp_path / "bare", theirs, "config.json")
     with pytest.raises(OSError, match=r"has no config\.json.* Pass `config=`"):

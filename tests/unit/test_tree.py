@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformers_gumiho.tree.attention_masks import block_attention_mask
-from transformers_gumiho.tree.draft_tree import DraftTree, build_tree, extend_level, first_level, rescore
+from transformers_gumiho.tree.draft_tree import DraftTree, build_tree, extend_level, first_level
 from transformers_gumiho.tree.verification import ChildFinder, walk_tree
 
 
@@ -63,31 +63,6 @@ def test_tree_holds_the_best_nodes_of_all_recombinations(case: tuple[torch.Tenso
         assert [len(path) for path in paths] == tree.depths[row, 1:].tolist()
         # Of each path, every prefix is in the tree.
         assert all(path[:-1] == () or path[:-1] in paths for path in paths)
-
-
-@settings(max_examples=150, deadline=None)
-@given(candidates(), st.integers(0, 2**16))
-def test_a_tree_with_other_scores_holds_the_same_paths(
-    case: tuple[torch.Tensor, torch.Tensor, int], seed: int
-) -> None:
-    tokens, log_probs, num_nodes = case
-    tree = grow(tokens, log_probs, torch.arange(len(tokens)), num_nodes)
-    # Few distinct values, so that ties are common, and nodes above their parents.
-    scores = -torch.randint(0, 5, tree.scores.shape, generator=torch.Generator().manual_seed(seed)).float()
-    scores[:, 0] = 0.0
-    found = rescore(tree, scores)
-    assert torch.equal(found.tokens[:, 0], tree.tokens[:, 0])
-    assert found.max_depth == tree.max_depth
-    for row in range(len(tokens)):
-        given_scores = dict(zip(paths_of(tree, row), scores[row, 1:].tolist(), strict=True))
-        worst = {path: min(given_scores[path[:stop]] for stop in range(1, len(path) + 1)) for path in given_scores}
-        paths = paths_of(found, row)
-        assert [worst.pop(path) for path in paths] == found.scores[row, 1:].tolist()
-        assert not worst
-        assert found.scores[row].tolist() == sorted(found.scores[row].tolist(), reverse=True)
-        assert all(int(found.parents[row, node]) < node for node in range(1, len(paths) + 1))
-        assert found.depths[row, 1:].tolist() == list(map(len, paths))
-        assert found.ancestors[row].sum(dim=1).tolist() == [1, *(1 + len(path) for path in paths)]
 
 
 @settings(max_examples=100, deadline=None)

@@ -73,7 +73,8 @@ def set_surplus_heads_aside(
     surplus = [keys for keys in found.values() if len(keys) == tensors_per_head]
     if not surplus:
         return unexpected
-    generation_config.tree_depth = min(generation_config.tree_depth, config.max_draft_depth)
+    if generation_config.tree_depth is not None:
+        generation_config.tree_depth = min(generation_config.tree_depth, config.max_draft_depth)
     logger.warning(
         f"The checkpoint {str(name_or_path)!r} holds {config.num_parallel_heads + len(surplus)} parallel heads; the "
         f"first {config.num_parallel_heads} are used, as `num_parallel_heads` says. Drafts are at most "
