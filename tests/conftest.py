@@ -40,7 +40,10 @@ def _transformers_called_generate() -> bool:
     frame, is_inside = inspect.currentframe(), False
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if is_inside and not module.startswith(("torch.", "transformers.utils.")):  # whose decorators are around it
+        # Decorators around it, and this package's own step.
+        if is_inside and not module.startswith(
+            ("torch.", "transformers.utils.", "transformers_gumiho.decoding.dispatch")
+        ):
             return module.startswith("transformers.")
         is_inside = is_inside or (module == "transformers.generation.utils" and frame.f_code.co_name == "generate")
         frame = frame.f_back

@@ -23,6 +23,7 @@ usage: gumiho COMMAND ...
   demo        open a web page that answers questions with and without a drafter
   benchmark   benchmark against plain, prompt-lookup and assisted decoding
   tune        find the fastest settings for this machine and save them
+  attach      write a folder of a target that drafts wherever it is loaded by name
 
 `gumiho COMMAND --help` lists a command's options. `gumiho --version` prints the version.
 """
@@ -36,6 +37,7 @@ def main() -> None:
         "demo": run_demo_command,
         "benchmark": run_benchmark_command,
         "tune": run_tune_command,
+        "attach": run_attach_command,
     }
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "--version":
@@ -90,6 +92,13 @@ def run_tune_command(arguments: list[str]) -> None:
     result = describe(tune(args))
     how = "; copy its generation_config.json over the drafter's to use them" if args.output_dir else ""
     sys.stdout.write(f"\n{result}\nthe settings are in {args.output_dir or args.assistant}{how}\n")
+
+
+def run_attach_command(arguments: list[str]) -> None:
+    """`gumiho attach`."""
+    from .serving_folder import AttachArguments, write_served_target
+
+    sys.stdout.write(f"{write_served_target(_parse(AttachArguments, 'attach', write_served_target, arguments))}\n")
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):

@@ -1,0 +1,71 @@
+"""`gumiho attach`: a folder of a target that drafts wherever it is loaded by its name."""
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from .decoding.named_drafters import is_drafter
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_GENERATE = '''"""Generates with an attached Gumiho drafter. Load this folder with `trust_remote_code=True`."""
+
+from transformers_gumiho.custom_generation import generate_attached
+
+
+def generate(*args, **kwargs):
+    """As `generate()` of the target, with drafts where they are possible."""
+    return generate_attached({drafter!r}, *args, **kwargs)
+'''
+
+
+@dataclass
+class AttachArguments:
+    """The options of `gumiho attach`; [`write_served_target`] takes them, too."""
+
+    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
+    drafter: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
+    output_dir: str = field(metadata={"help": "The folder to write. It must be new or empty."})
+    copy_weights: bool = field(default=False, metadata={"help": "Copy the target's weights instead of linking them."})
+
+
+def write_served_target(args: AttachArguments) -> str:
+    """
+    Writes a folder of the target that drafts wherever it is loaded, for clients with no place for an assistant. It
+    holds the target's files and the code that attaches the drafter. Weights are linked unless asked to be copied.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        ValueError: The drafter is no Gumiho drafter, or the folder is not empty.
+        OSError: The target or the drafter cannot be found.
+    """
+    if not is_drafter(args.drafter):
+        raise ValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
+    folder = Path(args.output_dir)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
+    source = Path(args.target) if os.path.isdir(args.target) else Path(snapshot_download(args.target))
+    folder.mkdir(parents=True, exist_ok=True)
+    num_weights = 0
+    for path in sorted(path for path in source.iterdir() if path.is_file()):
+        is_weight = path.suffix in _WEIGHTS
+        num_weights += is_weight
+        if is_weight and not args.copy_weights:
+            (folder / path.name).symlink_to(path.resolve())
+        else:
+            shutil.copy(path, folder / path.name)
+    (folder / "custom_generate").mkdir()
+    drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
+    (folder / "custom_generate" / "generate.py").write_text(_GENERATE.format(drafter=drafter), encoding="utf-8")
+    done = "copied" if args.copy_weights else "linked"
+    return (
+        f"{args.output_dir} drafts with {drafter}: {num_weights} weight files {done}. Load it with trust_remote_code."
+    )
+
+
+__all__ = ["AttachArguments", "write_served_target"]

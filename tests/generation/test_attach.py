@@ -1,0 +1,189 @@
+"""`attach`: every call of a target's `generate()` drafts, and what cannot be drafted decodes plainly."""
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from targets import make_drafter, make_prompts, make_target, passes_of
+from torch import nn
+from training_data import DEMO_TARGET
+from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from transformers_gumiho import GumihoModel, cli
+from transformers_gumiho.internals import CACHE_NAME
+
+
+PROMPT = make_prompts([5])
+SETTINGS = {"max_new_tokens": 24, "do_sample": False}
+
+
+@pytest.fixture
+def pair() -> tuple[PreTrainedModel, GumihoModel]:
+    target = make_target()
+    return target, make_drafter(target)
+
+
+def decode(target: PreTrainedModel, **settings: Any) -> tuple[int, torch.Tensor]:
+    """Returns the passes of the target and the text."""
+    return passes_of(target, lambda: target.generate(**PROMPT, **SETTINGS | settings))
+
+
+def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    target, drafter = pair
+    num_plain, plain = decode(target)
+    drafter.attach(target)
+    num_drafted, drafted = decode(target)
+    assert torch.equal(drafted, plain)
+    assert num_drafted < num_plain == decode(target, assistant_model=None)[0]
+    other = make_drafter(target, seed=1, num_assistant_tokens=1)
+    assert decode(target, assistant_model=other)[0] > num_drafted
+    other.detach(target)  # is not the one that is attached
+    assert decode(target)[0] == num_drafted
+    drafter.detach(target)
+    assert decode(target)[0] == num_plain
+    with drafter.attached(target):
+        assert decode(target)[0] == num_drafted
+    assert decode(target)[0] == num_plain
+
+
+def test_copies_and_files_do_not_see_the_drafter(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
+    target, drafter = pair
+    names = set(target.state_dict())
+    drafter.attach(target)
+    assert set(target.state_dict()) == names == {name for name, _ in target.named_parameters(remove_duplicate=False)}
+    num_plain = decode(target, assistant_model=None)[0]
+    target.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    for other in (copy.deepcopy(target), pickle.loads(pickle.dumps(target)), loaded):
+        assert decode(other)[0] == num_plain
+
+
+class Seen(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+class Calls(LogitsProcessor):
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_beams": 2}, "ask for `beam_search`"),
+        ({"use_cache": False}, "Set `use_cache=True`"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "`output_attentions=True` is not available"),
+    ],
+)
+def test_what_cannot_be_drafted_decodes_plainly_with_one_warning(
+    settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = make_target(attn_implementation="eager")
+    drafter = make_drafter(target)
+    expected = target.generate(**PROMPT, **SETTINGS | settings)
+    drafter.attach(target)
+    for _ in range(2):
+        found = target.generate(**PROMPT, **SETTINGS | settings)
+        sequences = (getattr(output, "sequences", output) for output in (found, expected))
+        assert torch.equal(*sequences)
+    messages = [message for message in caplog.messages if "Decoding without the attached" in message]
+    assert len(messages) == 1
+    assert reason in messages[0]
+    with pytest.raises(ValueError, match=reason):
+        target.generate(**PROMPT, **SETTINGS | settings, assistant_model=drafter)
+
+
+def test_a_reason_in_the_inputs_runs_streamers_and_processors_once(
+    pair: tuple[PreTrainedModel, GumihoModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cache of the caller's that cannot hold drafts is only seen after `generate()` has begun."""
+    target, drafter = pair
+
+    def generate() -> tuple[list[int], list[int], torch.Tensor]:
+        streamer, processor = Seen(), Calls()
+        cache = StaticCache(config=target.config, max_cache_len=64)
+        given = {"streamer": streamer, "logits_processor": [processor], CACHE_NAME: cache}
+        return streamer.tokens, processor.lengths, target.generate(**PROMPT, **SETTINGS, **given)
+
+    expected = generate()
+    drafter.attach(target)
+    found = generate()
+    assert found[:2] == expected[:2]
+    assert torch.equal(found[2], expected[2])
+    assert any("got StaticCache" in message for message in caplog.messages)
+
+
+def test_wrapped_models_are_the_models_inside(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    target, drafter = pair
+    num_plain, plain = decode(target)
+    for wrapped in (torch.compile(drafter, backend="eager"), nn.DataParallel(drafter)):
+        num_drafted, drafted = decode(target, assistant_model=wrapped)
+        assert num_drafted < num_plain
+        assert torch.equal(drafted, plain)
+    for wrapped in (torch.compile(target, backend="eager"), nn.DataParallel(target)):
+        with drafter.attached(wrapped):
+            assert decode(target)[0] == num_drafted
+
+
+def test_a_drafter_is_attached_only_to_its_target(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    with pytest.raises(ValueError, match="has a vocabulary of 8, but LlamaForCausalLM has one of 12"):
+        pair[1].attach(make_target(vocab_size=12))
+
+
+def test_settings_that_are_other_ways_of_decoding_are_refused(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    target, drafter = pair
+    with pytest.raises(ValueError, match="`dola_layers='high'` is another way of decoding"):
+        target.generate(**PROMPT, **SETTINGS, dola_layers="high", assistant_model=drafter, trust_remote_code=True)
+
+
+def test_an_assistant_may_be_named(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path / "gumiho")
+    num_plain, plain = decode(target)
+    for name in (str(tmp_path / "gumiho"), tmp_path / "gumiho"):
+        num_drafted, drafted = decode(target, assistant_model=name)
+        assert num_drafted < num_plain
+        assert torch.equal(drafted, plain)
+    # What is no drafter goes to transformers as it is.
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        decode(target, assistant_model=str(tmp_path))
+
+
+def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = tmp_path / "served"
+    arguments = ["--target", DEMO_TARGET, "--drafter", DEMO_TARGET.parent / "gumiho", "--output_dir", served]
+    monkeypatch.setattr(sys, "argv", ["gumiho", "attach", *map(str, arguments)])
+    cli.main()
+    assert "(1 weight files linked)" in capsys.readouterr().out
+    assert (served / "model.safetensors").is_symlink()
+    target = AutoModelForCausalLM.from_pretrained(served, dtype=torch.float32, trust_remote_code=True)
+    inputs = {"input_ids": torch.arange(3, 9)[None], "max_new_tokens": 32, "do_sample": False}
+    num_drafted, drafted = passes_of(target, lambda: target.generate(**inputs))
+    num_plain, plain = passes_of(target, lambda: type(target).generate(target, **inputs, assistant_model=None))
+    assert num_drafted < num_plain
+    assert torch.equal(drafted, plain)
+    # Beams decode plainly.
+    assert target.generate(**inputs, num_beams=2).shape == plain.shape
+    with pytest.raises(SystemExit, match="is not empty"):
+        cli.main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:5], "no/drafter", "--output_dir", str(tmp_path / "other")])
+    with pytest.raises(SystemExit, match="'no/drafter' is not a Gumiho drafter"):
+        cli.main()
