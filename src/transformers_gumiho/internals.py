@@ -295,6 +295,11 @@ def num_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Returns the module that `torch.compile` was given, of a compiled one."""
+    return getattr(module, "_orig_mod", module)
+
+
 def has_placement_hook(module: nn.Module) -> bool:
     """Whether accelerate moves the module's inputs or weights when it runs."""
     return getattr(module, "_hf_hook", None) is not None
@@ -401,6 +406,7 @@ __all__ = [
     "run_prompt",
     "runs_as_defined",
     "supports_sdpa",
+    "uncompiled",
     "was_loaded",
     "without_layer",
     "would_compile",

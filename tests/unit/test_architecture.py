@@ -38,13 +38,14 @@ ROOMS: dict[str, set[str]] = {
     "pairs": set(),
     "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "pairs"},
     "vllm": {"model"},
-    "custom_generation": {"internals", "model", "target"},
+    "custom_generation": {"internals", "model", "decoding"},
+    "serving_folder": {"decoding"},
     "__init__": {"internals", "model", "drafting", "decoding"},
     "open_text": set(),
     "text_files": set(),
     "user_errors": set(),
     "resumable_file": set(),
-    "cli": {"__version__", "internals", "benchmarking", "presenting", "tuning", "user_errors"},
+    "cli": {"__version__", "internals", "benchmarking", "presenting", "serving_folder", "tuning", "user_errors"},
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..internals import uncompiled
+
 
 # Beside the models, so that copies, checkpoints, parameters and devices of a target never see its drafter.
 _drafters: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
@@ -68,7 +70,7 @@ def attached_drafter(target: nn.Module) -> Any:
 def unwrap_model(model: Any) -> Any:
     """Returns the model inside of a compiled module, of data parallelism, or of a `PeftModel`."""
     if isinstance(model, nn.Module):
-        model = getattr(model, "_orig_mod", model)
+        model = uncompiled(model)
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
     # Adapters are inside the layers of the base model.
