@@ -9,6 +9,7 @@ from torch import nn
 
 from ..tree.draft_tree import DraftTree, single_path
 from ..tree.merging import merge_branch, take_better_chain
+from ..uploads import upload
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class ContextBranch:
     ) -> "ContextBranch":
         """Returns the branch with these tokens and logarithms in each row, equally many."""
         return cls(
-            torch.tensor(tokens, device=device),
-            torch.tensor(log_probs, dtype=torch.float32, device=device),
+            upload(tokens, device),
+            upload(log_probs, device, torch.float32),
             np.array(log_probs).cumsum(axis=1),
             is_run,
         )
