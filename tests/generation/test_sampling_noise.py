@@ -177,12 +177,17 @@ def test_each_row_is_drawn_with_the_noise_of_its_own_steps(rows_that_step: list[
         noise.forget(min(steps))
 
 
-def test_what_is_no_distribution_is_refused_as_in_plain_decoding() -> None:
-    wrong = torch.tensor([[math.nan] * 5, [0.2] * 5])
+@pytest.mark.parametrize("lengths", [[5], [5, 2]])
+def test_what_is_no_distribution_is_refused_as_in_plain_decoding(lengths: list[int]) -> None:
+    def spoil(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores if input_ids.shape[1] < 12 else scores.index_fill(0, torch.tensor([len(scores) - 1]), math.nan)
+
+    target = make_target()
+    arguments = {**make_prompts(lengths), "max_new_tokens": 20, "do_sample": True, "logits_processor": [spoil]}
     with pytest.raises(RuntimeError) as of_plain:
-        torch.multinomial(wrong, 1)
+        target.generate(**arguments)
     with pytest.raises(RuntimeError) as refused:
-        noise_of(2, 5).draw(wrong, [0, 0])
+        target.generate(**arguments, assistant_model=make_drafter(target, num_assistant_tokens=16))
     assert str(refused.value) == str(of_plain.value)
 
 

@@ -24,6 +24,8 @@ _LEAST_KEPT = 16
 # Held where a token is drawn, as the state of a device's generator may be read and set there: threads that decode at
 # once then take different numbers.
 DRAWING = threading.Lock()
+# What is drawn where the probabilities of a row are none.
+NO_TOKEN = -1
 
 
 @lru_cache(maxsize=16)
@@ -178,14 +180,12 @@ class NoiseOfRows:
 
     def draw(self, probabilities: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """
-        Returns a token `(B, 1)` for each row, as `torch.multinomial` draws it in plain decoding.
+        Returns a token `(B, 1)` for each row, as `torch.multinomial` draws it in plain decoding; [`NO_TOKEN`] where
+        the probabilities of a row are none, which the host sees when it reads the tokens.
 
         Args:
             probabilities (`(B, V)`): Of the tokens, float32.
             steps: How many tokens each row has drawn before.
-
-        Raises:
-            RuntimeError: The probabilities of a row are none, as `torch.multinomial` says it.
         """
         with DRAWING:
             while self._num_forgotten + len(self._drawn) <= max(steps):
@@ -195,9 +195,7 @@ class NoiseOfRows:
         if any(other is not race for other in races):
             race = torch.stack([of_step[row] for row, of_step in enumerate(races)])
         tokens = (probabilities / race).argmax(dim=-1, keepdim=True)
-        if not bool((probabilities.gather(1, tokens) > 0).all()):
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        return tokens
+        return tokens.where(probabilities.gather(1, tokens) > 0, NO_TOKEN)
 
     def peek(self, num_draws: int, steps: Sequence[int], token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """

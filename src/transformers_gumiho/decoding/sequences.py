@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..internals import pad_token_id
 from ..tree.draft_tree import DraftTree
+from ..uploads import upload
 from .step_records import StepRecord
 
 
@@ -88,7 +89,7 @@ class CommittedSequences:
         if min(self.lengths) == max(self.lengths) and min(accepted_lengths) == width:
             return self._buffer[:, self.lengths[0] - width : self.lengths[0]]
         pairs = zip(self.lengths, accepted_lengths, strict=True)
-        starts = torch.tensor([length - number for length, number in pairs], device=self._buffer.device)
+        starts = upload([length - number for length, number in pairs], self._buffer.device)
         index = starts[:, None] + torch.arange(width, device=self._buffer.device)
         return self._buffer.gather(1, index.clamp_(max=self._buffer.shape[1] - 1))
 
@@ -114,7 +115,7 @@ class CommittedSequences:
         """
         if all(self.is_open(row) for row in range(len(self.lengths))):
             return tree
-        ended = torch.tensor([[not self.is_open(row)] for row in range(len(self.lengths))], device=tree.tokens.device)
+        ended = upload([[not self.is_open(row)] for row in range(len(self.lengths))], tree.tokens.device)
         tokens = tree.tokens.masked_fill(ended, self.pad_token_id)
         length = max(self.lengths)
         return replace(tree, tokens=tokens).with_root(self._buffer[:, length - 1])

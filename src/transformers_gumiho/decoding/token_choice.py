@@ -37,6 +37,7 @@ from transformers.generation import (
 from ..target.cycle_shapes import CycleShapes
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath, ChildFinder, Walk, pick, walk_tree
+from .sampling_noise import NO_TOKEN
 from .sequences import CommittedSequences
 from .step_records import StepRecord
 from .token_draws import TokenDraws
@@ -205,6 +206,9 @@ class TokenChooser:
             chosen.append(tokens)
             node, found = children.find(node, tokens)
             host = torch.cat((tokens, found), dim=1).tolist()
+            if any(row[0] == NO_TOKEN for row in host):
+                # As `torch.multinomial` says it.
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             counts = [int(is_walking) for is_walking in walking]
             self.logits.add(step_logits[:, None], counts)
             self.scores.add(scores[:, None], counts)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..uploads import upload
 from .sampling_noise import DRAWING, NoiseOfRows, ReservedNoise, UpcomingNoise, noise_is_told
 
 
@@ -35,7 +36,7 @@ class TokenDraws:
         """
         taking = [step for step in steps if step is not None]
         if len(taking) < len(steps):
-            idle = torch.tensor([[step is None] for step in steps], device=scores.device)
+            idle = upload([[step is None] for step in steps], scores.device)
             scores = scores.masked_fill(idle, 0.0)
         probabilities = scores.softmax(dim=-1)
         drawn_like = probabilities.shape, probabilities.device, probabilities.dtype

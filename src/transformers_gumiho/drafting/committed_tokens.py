@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..uploads import upload
+
 
 @dataclass(frozen=True)
 class CommittedTokens:
@@ -71,7 +73,7 @@ class CommittedTokens:
     def _pick(self, places: Sequence[list[int]], width: int) -> "CommittedTokens":
         """Returns the tokens at these places of each row, aligned left, then any tokens up to `width`."""
         rows = [[*row, *[0] * (width - len(row))] for row in places]
-        index = torch.tensor(rows, device=self.tokens.device)
+        index = upload(rows, self.tokens.device)
         states = index.to(self.drafter_input.device)[:, :, None].expand(-1, -1, self.drafter_input.shape[2])
         return CommittedTokens(
             self.tokens.gather(1, index),

@@ -7,6 +7,7 @@ import torch
 
 from ..tree.draft_tree import DraftTree, single_path
 from ..tree.merging import merge_branch, take_better_chain
+from ..uploads import upload
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class ContextBranch:
     ) -> "ContextBranch":
         """Returns the branch with these tokens and logarithms in each row, equally many."""
         return cls(
-            torch.tensor(tokens, device=device),
-            torch.tensor(log_probs, dtype=torch.float32, device=device),
+            upload(tokens, device),
+            upload(log_probs, device, torch.float32),
             is_run,
         )
 

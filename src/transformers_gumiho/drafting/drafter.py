@@ -14,6 +14,7 @@ from ..target.grouped_attention import groups_in_place
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..tree.recombination import Recombinations
+from ..uploads import upload
 from .committed_tokens import CommittedTokens
 from .settings import DraftingSettings
 from .transitions import DraftTransitions
@@ -398,4 +399,4 @@ def _inputs(committed: CommittedTokens) -> tuple[torch.Tensor, ...]:
 
 
 def _to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, device=device)
+    return upload(numbers, device)

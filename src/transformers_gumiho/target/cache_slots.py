@@ -7,6 +7,7 @@ import torch
 
 from ..tree.attention_masks import block_attention_mask, slot_attention_mask
 from ..tree.verification import AcceptedPath
+from ..uploads import upload
 from .cache_buffers import CacheBuffers, first_slots
 
 
@@ -135,7 +136,7 @@ class GrowingSlots(CacheSlots):
 
     def _starts_of_rows(self, device: torch.device) -> torch.Tensor:
         if device not in self._starts:
-            self._starts[device] = torch.tensor(self.lengths, device=device)[:, None]
+            self._starts[device] = upload(self.lengths, device)[:, None]
         return self._starts[device]
 
     def _index_of_new(self, num_heads: int, num_new: int, device: torch.device) -> torch.Tensor:
@@ -164,7 +165,7 @@ class FixedSlots(CacheSlots):
     def __init__(self, slots: CacheSlots, device: torch.device):
         buffers = slots.buffers
         super().__init__(buffers, slots.lengths, _extended(slots.context_mask, buffers.capacity))
-        self._starts = torch.tensor(slots.lengths, device=device)[:, None]
+        self._starts = upload(slots.lengths, device)[:, None]
         if buffers.memory is not None:
             self._starts = buffers.memory.copy(self._starts)
 
@@ -208,7 +209,7 @@ class FixedSlots(CacheSlots):
     def set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths
         self.num_pending = 0
-        self._starts.copy_(torch.tensor(lengths)[:, None])
+        self._starts.copy_(upload(lengths, self._starts.device)[:, None])
 
 
 def _extended(context_mask: torch.Tensor | None, num_slots: int) -> torch.Tensor | None:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..uploads import upload
+
 
 def block_attention_mask(
     visible: torch.Tensor,
@@ -34,7 +36,7 @@ def block_attention_mask(
     if context_mask is not None:
         context_mask = context_mask[:, :longest]
     if min(lengths) != longest:
-        starts = torch.tensor(lengths, device=device)[:, None]
+        starts = upload(lengths, device)[:, None]
         return slot_attention_mask(visible, depths, starts, longest + num_new, dtype, context_mask, window)
 
     hidden = torch.finfo(dtype).min
