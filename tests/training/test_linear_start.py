@@ -131,8 +131,10 @@ def test_adapters_are_refused(tmp_path: Path) -> None:
         GumihoTrainer(wrapped, make_args(tmp_path, linear_start=True), target=target, train_dataset=make_rows())
 
 
-def test_rows_without_answers_are_told_of(tmp_path: Path) -> None:
-    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 4
+def test_first_rows_without_answers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where later ones have some."""
+    monkeypatch.setattr(linear_start, "NUM_TOKENS", 4)
+    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 4 + [{"input_ids": [1, 2, 3]}]
     trainer = make_trainer(make_target("llama").float(), tmp_path, linear_start=True, train_dataset=rows)
     with pytest.raises(ValueError, match=r"no answers to begin with.*Train without `linear_start`"):
         trainer.train()
