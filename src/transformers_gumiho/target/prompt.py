@@ -69,8 +69,10 @@ def read_prompt(
         caller_cache.get_seq_length() if caller_cache is not None and verification_kind(model) == "tree" else 0
     )
     outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
-    if caller_cache is None:
-        caller_cache = outputs[cache_argument(model)]
+    written = outputs.get(cache_argument(model))
+    if caller_cache is None or (written is not None and written is not caller_cache):
+        # Phi-3 drops a cache of short positions once the text is long, and reads all of the text into a new one.
+        caller_cache, num_before = written, 0
     # A target split over devices moves its inputs itself; the parameters of an offloaded one are nowhere.
     device = states.last.device
     batch_size, num_read = states.last.shape[:2]
