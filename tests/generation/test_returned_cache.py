@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import CHAIN_FAMILIES, make_chain_target
 from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -112,7 +113,8 @@ def test_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
     config = AutoConfig.for_model(
         family, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, sliding_window=None,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.6,
-        original_max_position_embeddings=16, rope_parameters=rope, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        original_max_position_embeddings=16, rope_parameters=rope, pad_token_id=0, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
     target = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
     drafter = make_drafter(target, num_assistant_tokens=15)
@@ -132,3 +134,30 @@ def test_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
         assert turn[CACHE_NAME].get_seq_length() == turn.sequences.shape[1] - 1
         conversations.append(turn.sequences)
     assert all(torch.equal(conversation, conversations[0]) for conversation in conversations)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2_mixed", "llama4"])
+def test_cache_that_records_the_past(family: str) -> None:
+    """Tokens of a drafted turn can be taken back beyond a window, as those of a plain one."""
+    target = make_chain_target(family) if family in CHAIN_FAMILIES else make_target(family)
+    drafter = make_drafter(target, num_assistant_tokens=7)
+    for number, (num_removed, num_added) in enumerate(((1, 2), (3, 1), (8, 4))):
+        results = []
+        for turns in itertools.product((None, drafter), repeat=3):
+            cache = DynamicCache(config=target.config)
+            cache.activate_past_recording()
+            text = make_prompts([9], seed=number)["input_ids"]
+            words = torch.randint(4, VOCAB_SIZE, (3, num_added), generator=torch.Generator().manual_seed(number))
+            for turn, assistant in enumerate(turns):
+                kwargs = {CACHE_NAME: cache, "max_new_tokens": 14, "do_sample": False}
+                text = target.generate(text, **kwargs, assistant_model=assistant)
+                shapes = [layer.keys.shape for layer in cache.layers]
+                cache.crop(-num_removed)
+                text = torch.cat((text[:, : cache.get_seq_length()], words[turn : turn + 1]), dim=1)
+            results.append((text, shapes, [layer.keys for layer in cache.layers]))
+        expected = results[0]
+        for text, shapes, keys in results[1:]:
+            assert torch.equal(text, expected[0])
+            assert shapes == expected[1]
+            for ours, plain in zip(keys, expected[2], strict=True):
+                torch.testing.assert_close(ours, plain)
