@@ -8,7 +8,8 @@ import peft
 import pytest
 import torch
 from packaging.version import Version
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptLearningConfig, PromptTuningConfig, get_peft_model
+from refusals import refuses
 from targets import make_drafter, make_prompts, make_target
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
@@ -115,3 +116,14 @@ def test_one_adapter_for_each_row() -> None:
     plain = adapted.generate(**make_prompts([6, 6, 6]), **settings)
     assert len({tuple(row.tolist()) for row in plain[:, 6:]}) == 3
     assert torch.equal(adapted.generate(**make_prompts([6, 6, 6]), **settings, assistant_model=drafter), plain)
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_are_refused(config: type[PromptLearningConfig]) -> None:
+    target = make_target()
+    drafter = make_drafter(target, num_assistant_tokens=15)
+    base = equals_plain(target, drafter)
+    adapted = get_peft_model(target, config(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    refuses(adapted, f"{config.__name__} puts virtual tokens before the prompt", drafter)
+    with adapted.disable_adapter():
+        assert torch.equal(equals_plain(adapted, drafter), base)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from chains import CHAIN_FAMILIES, make_chain_target
 from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import CACHE_NAME
@@ -98,3 +99,65 @@ def test_every_row_holds_the_entries_of_all_its_tokens(
                 pair = (getattr(layer, name).transpose(1, 2)[held] for layer in (ours, theirs))
                 torch.testing.assert_close(*pair, atol=1e-9, rtol=1e-9)
     assert num_ended_before > 4
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "default"])
+@pytest.mark.parametrize("family", ["phi3", "phimoe"])
+def test_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
+    """Phi-3 reads a text beyond the switch of its rotary embedding into a cache of its own; so does a second turn."""
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0, "short_mscale": 1.0}
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0}
+    if rope_type == "longrope":
+        rope |= factors | {"long_mscale": 1.0, "original_max_position_embeddings": 16}
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, sliding_window=None,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.6,
+        original_max_position_embeddings=16, rope_parameters=rope, pad_token_id=0, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
+    drafter = make_drafter(target, num_assistant_tokens=15)
+    words = make_prompts([8, 8], seed=5)["input_ids"]
+    for lengths in ([20, 20], [24, 19]):
+        texts = []
+        for assistant in (None, drafter):
+            prompts = make_prompts(lengths)
+            texts.append(target.generate(**prompts, max_new_tokens=16, do_sample=False, assistant_model=assistant))
+        assert torch.equal(*texts)
+    conversations = []
+    for first, second in itertools.product((None, drafter), repeat=2):
+        settings = {"do_sample": False, "return_dict_in_generate": True}
+        turn = target.generate(**make_prompts([6, 6]), **settings, max_new_tokens=6, assistant_model=first)
+        text, cache = torch.cat((turn.sequences, words), dim=1), turn[CACHE_NAME]
+        turn = target.generate(text, **settings, max_new_tokens=12, assistant_model=second, **{CACHE_NAME: cache})
+        assert turn[CACHE_NAME].get_seq_length() == turn.sequences.shape[1] - 1
+        conversations.append(turn.sequences)
+    assert all(torch.equal(conversation, conversations[0]) for conversation in conversations)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2_mixed", "llama4"])
+def test_cache_that_records_the_past(family: str) -> None:
+    """Tokens of a drafted turn can be taken back beyond a window, as those of a plain one."""
+    target = make_chain_target(family) if family in CHAIN_FAMILIES else make_target(family)
+    drafter = make_drafter(target, num_assistant_tokens=7)
+    for number, (num_removed, num_added) in enumerate(((1, 2), (3, 1), (8, 4))):
+        results = []
+        for turns in itertools.product((None, drafter), repeat=3):
+            cache = DynamicCache(config=target.config)
+            cache.activate_past_recording()
+            text = make_prompts([9], seed=number)["input_ids"]
+            words = torch.randint(4, VOCAB_SIZE, (3, num_added), generator=torch.Generator().manual_seed(number))
+            for turn, assistant in enumerate(turns):
+                kwargs = {CACHE_NAME: cache, "max_new_tokens": 14, "do_sample": False}
+                text = target.generate(text, **kwargs, assistant_model=assistant)
+                shapes = [layer.keys.shape for layer in cache.layers]
+                cache.crop(-num_removed)
+                text = torch.cat((text[:, : cache.get_seq_length()], words[turn : turn + 1]), dim=1)
+            results.append((text, shapes, [layer.keys for layer in cache.layers]))
+        expected = results[0]
+        for text, shapes, keys in results[1:]:
+            assert torch.equal(text, expected[0])
+            assert shapes == expected[1]
+            for ours, plain in zip(keys, expected[2], strict=True):
+                torch.testing.assert_close(ours, plain)

@@ -44,22 +44,28 @@ def move_from(cache: DynamicCache, layers: Sequence[Any], buffers: CacheBuffers)
         moved = pairs[first : first + at_once]
         buffers.allocate([(new, old.keys, old.values) for new, old in moved])
         for new, old in moved:
-            new.keys[:, :, length - old.keys.shape[2] : length] = old.keys
-            new.values[:, :, length - old.values.shape[2] : length] = old.values
+            new.first_slot = length - old.keys.shape[2]
+            new.keys[:, :, new.first_slot : length] = old.keys
+            new.values[:, :, new.first_slot : length] = old.values
             old.keys = old.values = None
 
 
 def move_to(cache: DynamicCache, layers: Sequence[Any], buffers: CacheBuffers, lengths: Sequence[int]) -> None:
-    """Moves the first `lengths[b]` entries of each row to `cache`; shorter rows end in zeros."""
+    """
+    Moves the first `lengths[b]` entries of each row to `cache`; shorter rows end in zeros.
+
+    A sliding layer that records the past (`activate_past_recording`) also gets what it held before its window.
+    """
     length = max(lengths)
     buffers.clear_behind(lengths)
     for old, new in zip(cache.layers, layers, strict=True):
         if not new.is_initialized:
             continue
-        start = 0
+        start = new.first_slot
         if isinstance(old, DynamicSlidingWindowLayer):
-            start = max(length - old.sliding_window + 1, 0)
             old.cumulative_length = length
+            if not old.record_past:
+                start = max(length - old.sliding_window + 1, start)
         old.keys, old.values = new.keys[:, :, start:length], new.values[:, :, start:length]
         # A view keeps all of the buffer alive; where most of that is not in use, a copy costs less. Memory that the
         # next generation uses is none of the caller's.

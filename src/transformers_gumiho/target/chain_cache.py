@@ -38,9 +38,10 @@ class ChainCache(VerificationCache):
         self._pending: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None  # of the newest pass, until it is settled
         self._num_accepted = 0  # of these
+        # Those that record the past until they are cropped after a pass; others do so because the caller asked.
+        self._recording: list[DynamicSlidingWindowLayer] = []
         if self._is_croppable:
-            # A sliding layer then keeps what lies before its window until it is cropped.
-            self._record_past(True)
+            self._record_past()
 
     @property
     def lengths(self) -> list[int]:
@@ -91,8 +92,8 @@ class ChainCache(VerificationCache):
         """Leaves in the caller's cache what was committed and is not pending. The end of this cache."""
         self._settle()
         self._kept = self._pending = None
-        if self._is_croppable:
-            self._record_past(False)
+        for layer in self._recording:
+            layer.record_past = False
 
     def _settle(self) -> None:
         """Makes the cache hold what was accepted of the newest pass, or what it held before and the rest pending."""
@@ -102,7 +103,7 @@ class ChainCache(VerificationCache):
         if self._is_croppable:
             for layer, start in zip(layers_of(self._cache), self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
-                    crop_to(layer, start + self._num_accepted)
+                    crop_to(layer, start + self._num_accepted, keeps_past=layer not in self._recording)
             return
         if self._num_accepted == tokens.shape[1]:
             self._kept = self._pending = None
@@ -111,10 +112,12 @@ class ChainCache(VerificationCache):
             kept.put_back()
         self._pending = tokens[:, : self._num_accepted] if self._num_accepted else None
 
-    def _record_past(self, record_past: bool) -> None:
+    def _record_past(self) -> None:
+        """Makes sliding layers keep what lies before their windows until they are cropped."""
         for layer in layers_of(self._cache):
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.record_past = record_past
+            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
+                layer.record_past = True
+                self._recording.append(layer)
 
 
 def _mark_unused_layers(cache: Cache) -> None:

@@ -71,10 +71,11 @@ def num_entries(layer: Any) -> int:
     return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
 
 
-def crop_to(layer: Any, num_tokens: int) -> None:
+def crop_to(layer: Any, num_tokens: int, keeps_past: bool = False) -> None:
     """
     Makes a layer that can be cropped hold its first `num_tokens` tokens, also where a pass that was interrupted has
-    added its tokens to the keys and not to the index.
+    added its tokens to the keys and not to the index. With `keeps_past` a sliding layer keeps what it holds of the
+    tokens before its window.
     """
     num_removed = num_entries(layer) - num_tokens
     if has_block_index(layer):
@@ -87,6 +88,10 @@ def crop_to(layer: Any, num_tokens: int) -> None:
             layer.indexer_keys = layer.indexer_keys[:, :num_tokens]
         if getattr(layer, "indexer_position_ids", None) is not None:
             layer.indexer_position_ids = layer.indexer_position_ids[..., :num_tokens]
+    elif keeps_past and isinstance(layer, DynamicSlidingWindowLayer):
+        num_kept = layer.keys.shape[-2] - max(num_removed, 0)
+        layer.keys, layer.values = layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept]
+        layer.cumulative_length -= max(num_removed, 0)
     else:
         layer.crop(min(-num_removed, 0))
 

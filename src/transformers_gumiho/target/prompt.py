@@ -70,8 +70,8 @@ def read_prompt(
         caller_cache.get_seq_length() if caller_cache is not None and verification_kind(model) == "tree" else 0
     )
     outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
-    if caller_cache is None:
-        caller_cache = outputs[cache_argument(model)]
+    if caller_cache is None or _is_replaced(model, input_ids, model_kwargs, outputs):
+        caller_cache, num_before = outputs[cache_argument(model)], 0
     # A target split over devices moves its inputs itself; the parameters of an offloaded one are nowhere.
     device = states.last.device
     batch_size, num_read = states.last.shape[:2]
@@ -119,6 +119,19 @@ def _run_prompt(
         begin_capture()
         outputs = run_prompt(model, input_ids, generation_config, model_kwargs)
         return outputs, reader.collect(end_capture())
+
+
+def _is_replaced(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> bool:
+    """
+    Returns whether the target read the prompt into a cache of its own on purpose. Phi-3 hands on no cache of at most
+    as many tokens as its short rotary embedding has, once the text has more. A `forward` that loses what it is handed
+    is something else.
+    """
+    name = cache_argument(model)
+    written, given = outputs.get(name), model_kwargs.get(name)
+    if written is None or written is given:
+        return False
+    return model.prepare_inputs_for_generation(input_ids, **model_kwargs).get(name) is not given
 
 
 def _num_entries(model: PreTrainedModel, cache: Any, mask: torch.Tensor | None, num_read: int, num_before: int) -> int:

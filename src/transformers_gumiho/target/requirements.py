@@ -144,6 +144,7 @@ def check_target(target: PreTrainedModel) -> None:
     name = type(target).__name__
     if target.config.is_encoder_decoder:
         raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
+    check_adapter(target)
     check_attention(target)
     if cache_class(target) is None:
         raise Unsupported(
@@ -152,6 +153,19 @@ def check_target(target: PreTrainedModel) -> None:
         )
     if target.get_output_embeddings() is None:
         raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
+
+
+def check_adapter(target: PreTrainedModel) -> None:
+    """Raises [`Unsupported`] under an adapter of PEFT that puts virtual tokens before the prompt."""
+    # For the time of a call, PEFT replaces this method of the target by that of the model around it.
+    around = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    adapter = getattr(around, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise Unsupported(
+            f"{type(adapter).__name__} puts virtual tokens before the prompt, which a Gumiho assistant does not know. "
+            f"Call `generate()` within `disable_adapter()`, use an adapter of weights such as LoRA, or generate "
+            f"without `assistant_model`."
+        )
 
 
 def check_attention(target: PreTrainedModel) -> None:

@@ -17,9 +17,13 @@ from .verification_cache import VerificationCache
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer of a [`TreeCache`]: views of its buffers, `keys` and `values`, `(B, heads, capacity, head_dim)`."""
+    """
+    One layer of a [`TreeCache`]: views of its buffers, `keys` and `values`, `(B, heads, capacity, head_dim)`. Slots
+    before `first_slot` are empty.
+    """
 
     is_sliding = False
+    first_slot = 0
 
     def __init__(self, cache: "TreeCache"):
         super().__init__()
