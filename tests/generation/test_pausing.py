@@ -6,35 +6,21 @@ from typing import Any
 import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
+from origins import Origins
 from targets import make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding import upcoming_trees
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
-from transformers_gumiho.drafting.pause import DraftOrigin
 from transformers_gumiho.internals import compile_on_every_device
 
 
 GREEDY = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.9}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
-
-
-class Origins(GenerationObserver):
-    """Keeps where each tree comes from."""
-
-    def __init__(self) -> None:
-        self.seen: list[DraftOrigin] = []
-
-    def on_tree(self, origin: DraftOrigin) -> None:
-        self.seen.append(origin)
-
-    @property
-    def sources(self) -> list[str]:
-        return [origin.source for origin in self.seen]
 
 
 def make_pair(family: str = "llama", **settings: Any) -> tuple[PreTrainedModel, GumihoModel]:
