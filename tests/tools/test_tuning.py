@@ -291,7 +291,7 @@ def test_turns_decode_the_prompts_that_are_due(rows: int) -> None:
 def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> None:
     """In ordinary decoding it pauses, and a contest of pauses would say nothing about trees."""
     target = make_target("llama", vocab_size=64)
-    drafter, origins = make_drafter(target), Origins()
+    drafter, origins = make_drafter(target, break_even=None), Origins()
     prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (5, 6)]
     decode = TurnDecoder(target, drafter, 0, max_new_tokens=60)
     tree = Tree(12, 4, 7)
