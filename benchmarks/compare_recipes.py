@@ -39,6 +39,7 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.measuring.prompts import encode_turn, padded_batches, read_questions
 from transformers_gumiho.measuring.stages import stage_timer
+from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
@@ -186,7 +187,7 @@ def measure(
     lengths: dict[str, dict[str, list[list[int]]]] = {}
     for way, (names, changed, kwargs) in ways.items():
         for shape in names:
-            with decoding_settings(drafter, shapes[shape] | changed):
+            with decoding_settings(drafter, shapes[shape] | changed | {"break_even": NEVER_PAUSES}):
                 found = [accepted_lengths(args, target, drafter, batch, kwargs) for batch in batches]
             lengths.setdefault(way, {})[shape] = [of_prompt for of_batch in found for of_prompt in of_batch]
     return {"accepted_lengths": lengths}

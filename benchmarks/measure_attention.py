@@ -26,6 +26,7 @@ from transformers_gumiho.benchmarking.memory import peak_memory
 from transformers_gumiho.decoding.observers import GenerationObserver, Stage, observing
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.measuring.stages import synchronize
+from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.target.grouped_attention import copying_groups
 
 
@@ -77,7 +78,7 @@ def make_pair(args: AttentionArguments) -> tuple[PreTrainedModel, GumihoModel]:
     with torch.device(args.device):
         target = LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
         gumiho = GumihoModel.from_target(target).eval()
-    gumiho.generation_config.update(num_assistant_tokens=args.nodes, branching_factor=4)
+    gumiho.generation_config.update(num_assistant_tokens=args.nodes, branching_factor=4, break_even=NEVER_PAUSES)
     return target, gumiho
 
 

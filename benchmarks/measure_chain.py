@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import CACHE_NAME
+from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.target import chain_cache, chain_session
 from transformers_gumiho.target.chain_layers import KeptLayer
 
@@ -72,7 +73,7 @@ def make_pair(args: ChainArguments) -> tuple[PreTrainedModel, GumihoModel]:
     target = AutoModelForCausalLM.from_config(config).eval()
     target.generation_config.pad_token_id = 0
     drafter = GumihoModel.from_target(target, intermediate_size=256).eval()
-    drafter.generation_config.num_assistant_tokens = args.num_assistant_tokens
+    drafter.generation_config.update(num_assistant_tokens=args.num_assistant_tokens, break_even=NEVER_PAUSES)
     return target, drafter
 
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
 from transformers_gumiho.measuring.timing import time_drafted, time_plain
+from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 
 
 # The rounds: for each length, the milliseconds of a plain step, of a cycle, and of the target's pass in it.
@@ -54,6 +55,7 @@ def load(args: ContextArguments) -> tuple[PreTrainedModel, GumihoModel, torch.Te
     target = AutoModelForCausalLM.from_pretrained(args.demo_pair / "target", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
     gumiho = GumihoModel.from_pretrained(args.demo_pair / "gumiho", dtype=torch.float32)
+    gumiho.generation_config.break_even = NEVER_PAUSES
     lines = (args.demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     text = torch.tensor(tokenizer("\n".join(json.loads(line)["text"] for line in lines), verbose=False)["input_ids"])
     return target, gumiho, text.repeat(-(-max(args.lengths) // len(text)))

@@ -27,6 +27,7 @@ from transformers_gumiho.measuring.loading import load_pair
 from transformers_gumiho.measuring.prompts import encode_turn, read_questions
 from transformers_gumiho.measuring.stages import synchronize
 from transformers_gumiho.measuring.timing import time_plain
+from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 
 
 DEMO_PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
@@ -142,7 +143,7 @@ def main() -> None:
         prompts = [torch.tensor(encode_turn(tokenizer, question.turns[:1], [])) for question in questions]
         for depth in args.tree_depths:
             settings = {
-                "num_assistant_tokens": args.num_assistant_tokens, "tree_depth": depth, "break_even": 1.0,
+                "num_assistant_tokens": args.num_assistant_tokens, "tree_depth": depth, "break_even": NEVER_PAUSES,
                 "prompt_lookup_num_tokens": 0,
             }  # fmt: skip
             ms = measure(target, drafter, prompts, settings, args.max_new_tokens)

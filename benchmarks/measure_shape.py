@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Pr
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.measuring.timing import time_drafted, time_plain
+from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.target.grouped_attention import AVOID_CUDNN, copying_groups
 
 
@@ -56,7 +57,7 @@ def make_pair(args: ShapeArguments) -> tuple[PreTrainedModel, GumihoModel]:
     # Every run is to decode the same number of tokens.
     target.generation_config.eos_token_id = None
     target.generation_config.pad_token_id = 0
-    gumiho.generation_config.branching_factor = args.branching_factor
+    gumiho.generation_config.update(branching_factor=args.branching_factor, break_even=NEVER_PAUSES)
     if args.draft_vocabulary is not None:
         gumiho.generation_config.draft_vocabulary = list(range(args.draft_vocabulary))
     return target, gumiho

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.target.requirements import verification_kind
 
 
@@ -112,7 +113,7 @@ def attempt(model_type: str, max_new_tokens: int) -> dict[str, Any]:
 def compare(target: PreTrainedModel, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the verdict on a target that plain decoding works for."""
     drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
-    drafter.generation_config.update(num_assistant_tokens=15, branching_factor=4, break_even=1.0)
+    drafter.generation_config.update(num_assistant_tokens=15, branching_factor=4, break_even=NEVER_PAUSES)
     kind, shares, num_tokens, refusal = verification_kind(target), [], [], ""
     for lengths in LENGTHS:
         prompt = prompts(lengths)

@@ -6,35 +6,21 @@ from typing import Any
 import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
+from origins import Origins
 from targets import make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding import upcoming_trees
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
-from transformers_gumiho.drafting.pause import DraftOrigin
 from transformers_gumiho.internals import compile_on_every_device
 
 
 GREEDY = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.9}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
-
-
-class Origins(GenerationObserver):
-    """Keeps where each tree comes from."""
-
-    def __init__(self) -> None:
-        self.seen: list[DraftOrigin] = []
-
-    def on_tree(self, origin: DraftOrigin) -> None:
-        self.seen.append(origin)
-
-    @property
-    def sources(self) -> list[str]:
-        return [origin.source for origin in self.seen]
 
 
 def make_pair(family: str = "llama", **settings: Any) -> tuple[PreTrainedModel, GumihoModel]:
@@ -80,9 +66,12 @@ def test_a_chain_pauses_as_a_tree_does() -> None:
     assert {"drafter", "pause"} <= set(origins.sources)
 
 
+@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_drafter_that_does_not_fit_drafts_seldom_with_nothing_set(rows: int, sampling: dict[str, Any]) -> None:
+def test_a_drafter_that_does_not_fit_drafts_seldom_with_nothing_set(
+    rows: int, sampling: dict[str, Any], shapes: dict[str, Any]
+) -> None:
     target = make_target("llama", vocab_size=512, seed=3)
     torch.manual_seed(1)
     drafter = GumihoModel.from_target(target).to(target.dtype)
@@ -91,8 +80,9 @@ def test_a_drafter_that_does_not_fit_drafts_seldom_with_nothing_set(rows: int, s
     plain = target.generate(**prompts)
     torch.manual_seed(0)
     with observing(origins := Origins()):
-        assert torch.equal(target.generate(**prompts, assistant_model=drafter), plain)
+        assert torch.equal(target.generate(**prompts, assistant_model=drafter, **shapes), plain)
     assert origins.sources.count("drafter") < len(origins.seen) / 10
+    assert origins.sources.index("drafter", 40) > 64, "it drafts again after a long pause, having read what was missed"
     assert origins.sources[:4] != ["pause"] * 4
 
 
@@ -109,7 +99,7 @@ def test_a_pause_compiles_nothing(lookup: dict[str, int]) -> None:
     """Whatever a pause verifies has the shapes of every other cycle."""
     target, drafter = make_pair(break_even=1.0)
     static = {"cache_implementation": "static", "compile_config": compile_on_every_device(backend="eager")}
-    arguments = make_prompts([9]) | {"max_new_tokens": 60} | GREEDY | static | lookup | {"assistant_model": drafter}
+    arguments = make_prompts([9]) | {"max_new_tokens": 90} | GREEDY | static | lookup | {"assistant_model": drafter}
     torch.compiler.reset()
     with observing(before := Origins()):
         target.generate(**arguments)

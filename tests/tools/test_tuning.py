@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from origins import Origins
 from targets import make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.cli import main
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.drafting.pause import DraftOrigin
+from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting.settings import DraftingSettings
 from transformers_gumiho.measuring.decoding_settings import decoding_settings
 from transformers_gumiho.tuning import (
@@ -291,13 +291,13 @@ def test_turns_decode_the_prompts_that_are_due(rows: int) -> None:
 def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> None:
     """In ordinary decoding it pauses, and a contest of pauses would say nothing about trees."""
     target = make_target("llama", vocab_size=64)
-    drafter, origins = make_drafter(target), Origins()
+    drafter, origins = make_drafter(target, break_even=None), Origins()
     prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (5, 6)]
     decode = TurnDecoder(target, drafter, 0, max_new_tokens=60)
     tree = Tree(12, 4, 7)
     for rows in (1, 2):
         decode(Stage("trees", prompts, rows, 0.0), tree, 0)  # a warm-up, too
-        origins.sources.clear()
+        origins.seen.clear()
         with observing(origins):
             taken = decode(Stage("trees", prompts, rows, 0.0), tree, 0)
             assert origins.sources.count("drafter") in (taken.num_passes, taken.num_passes + 1)
@@ -305,14 +305,6 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
             with decoding_settings(drafter, tree.settings):
                 target.generate(torch.tensor(prompts[:1]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
             assert "pause" in origins.sources
-
-
-class Origins(GenerationObserver):
-    def __init__(self) -> None:
-        self.sources: list[str] = []
-
-    def on_tree(self, origin: DraftOrigin) -> None:
-        self.sources.append(origin.source)
 
 
 def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:

@@ -13,6 +13,7 @@ import torch
 from accelerate import cpu_offload
 from datasets import IterableDataset
 from huggingface_hub import HfApi
+from origins import Origins
 from safetensors import safe_open
 from targets import VOCAB_SIZE, make_drafter, make_target
 from trainers import losses_of, make_args, make_rows
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.internals import adopt_attention_implementation
 from transformers_gumiho.losses.eager import gumiho_loss
 from transformers_gumiho.training import GumihoDataCollator, GumihoTrainer, measure_acceptance
@@ -392,6 +394,16 @@ def test_tau_is_measured_while_training(target: PreTrainedModel, tmp_path: Path)
     assert len(losses_of(trainer)) == 5  # the losses of the same steps are logged all the same
     lengths = [length for row in measure_acceptance(target, trainer.drafter, prompts, 24) for length in row]
     assert logged[5] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_tau_is_that_of_cycles_that_draft(target: PreTrainedModel) -> None:
+    """A drafter in training would pause most of the time."""
+    drafter = GumihoModel.from_target(target)
+    drafter.generation_config.update(num_assistant_tokens=5, break_even=50.0)
+    with observing(origins := Origins()):
+        measure_acceptance(target, drafter, [torch.tensor([1, 2, 3])], 40)
+    assert set(origins.sources) == {"drafter"}
+    assert drafter.generation_config.break_even == 50.0
 
 
 def test_curves_go_to_tensorboard(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,16 @@
 from pathlib import Path
 
 import pytest
+import tiny_configs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
 from transformers_gumiho.drafting.break_even import estimate_break_even
 from transformers_gumiho.drafting.pause import DraftingPause
+from transformers_gumiho.model.decoding_settings import override_settings
 from transformers_gumiho.model.per_rows import value_for_rows
 
 
@@ -101,11 +103,41 @@ def test_unset_settings_are_saved_as_none(tmp_path: Path) -> None:
     assert GumihoModel.from_pretrained(tmp_path).generation_config.num_assistant_tokens == {"1": 12, "4": 4}
 
 
+def test_other_settings_remove_a_break_even_that_was_measured() -> None:
+    config = GenerationConfig(num_assistant_tokens={"1": 12, "4": 4}, break_even=1.9)
+    override_settings(config, num_assistant_tokens=None, branching_factor=None)
+    assert (config.num_assistant_tokens, config.break_even) == ({"1": 12, "4": 4}, 1.9)
+    override_settings(config, num_assistant_tokens=12, branching_factor=None)
+    assert (config.num_assistant_tokens, config.break_even) == (12, None)
+
+
 def small_target() -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
     return AutoModelForCausalLM.from_config(config)
+
+
+def test_embeddings_cost_no_time() -> None:
+    """Gemma 3n holds most of its parameters in a second embedding; GPT-2 has an embedding of positions."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = GPT2Config(**sizes, n_positions=8)
+    estimates = []
+    for config.n_positions in (8, 4096):
+        target = AutoModelForCausalLM.from_config(config)
+        drafter = GumihoModel.from_target(target, intermediate_size=24)
+        settings = read({"num_assistant_tokens": 7})
+        estimates.append(estimate_break_even(target, drafter, settings, 1))
+    assert estimates[0] == estimates[1]
+
+
+def test_a_decoder_that_is_not_where_its_class_says_counts_fully() -> None:
+    config = tiny_configs.small_config("modernbert-decoder")
+    target = AutoModelForCausalLM.from_config(config)
+    drafter = GumihoModel.from_target(target, intermediate_size=24)
+    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+    # Its output projection alone would make a drafter more than ten times as large as the target.
+    assert estimate_break_even(target, drafter, settings, 1) < 5
 
 
 def test_the_estimate_of_the_demo_pair() -> None:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..measuring.conditions import measuring_conditions
 from ..measuring.loading import load_pair
 from ..measuring.prompts import first_of_each_category, read_questions
+from ..model.decoding_settings import override_settings
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs.known import report_progress, resolve_pair
 from .modes import DecodingMode, choose_modes, decoding_modes
@@ -95,9 +96,11 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     folder.mkdir(parents=True, exist_ok=True)
     names = resolve_pair(args.pair, args.target, args.assistant, args.dtype, report_progress)
     target, tokenizer, drafter = load_pair(*names, args.device_map)
-    for name in ("num_assistant_tokens", "branching_factor"):
-        if getattr(args, name) is not None:
-            setattr(drafter.generation_config, name, getattr(args, name))
+    override_settings(
+        drafter.generation_config,
+        num_assistant_tokens=args.num_assistant_tokens,
+        branching_factor=args.branching_factor,
+    )
     draft_model = None
     if args.draft_model is not None:
         draft_model = AutoModelForCausalLM.from_pretrained(

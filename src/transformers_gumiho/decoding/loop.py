@@ -44,7 +44,8 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
             mean is the acceptance length tau. The first token comes from the prompt pass and counts in no cycle. A
             sampled row that is far ahead of the others takes one token of a cycle, whatever was drafted.
         tree_sizes (`list[int]`):
-            The drafted tokens that each cycle verified in every row; 0 where the drafter was paused.
+            The draft tokens that each cycle verified in every row. While the drafter is paused, these are the
+            prompt-lookup drafts, or 0 without any. With a static cache, every cycle has the nodes of a tree.
 
     In a batch, `scores`, `logits` and `hidden_states` are zero where a row has ended before the others: the target is
     not run on padding.

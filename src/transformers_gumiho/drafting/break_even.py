@@ -1,8 +1,10 @@
 """The tokens that a drafted cycle must commit to be as fast as plain decoding, estimated from parameter counts."""
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.modeling_gumiho import GumihoModel
+from ..target.feature_reader import find_decoder
 from .settings import DraftingSettings
 
 
@@ -46,10 +48,12 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
 
 
 def _target_parameters(target: PreTrainedModel, drafter: GumihoModel) -> int:
-    embedding = target.get_input_embeddings()
+    """Counts what a step reads: the layers and the output head. Of an embedding it reads a row per token."""
     text_config = drafter.config.get_text_config()
-    return _size(target.get_decoder()) - _size(embedding) + text_config.vocab_size * text_config.hidden_size
+    modules = (module for module in find_decoder(target).modules() if not isinstance(module, nn.Embedding))
+    layers = sum(parameter.numel() for module in modules for parameter in module.parameters(recurse=False))
+    return layers + text_config.vocab_size * text_config.hidden_size
 
 
-def _size(module: object) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())  # type: ignore[attr-defined]
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -20,8 +20,20 @@ DECODING_SETTINGS = (
     "draft_vocabulary",
     "break_even",
 )
+# A `break_even` under which no drafter pauses: every cycle commits a token.
+NEVER_PAUSES = 1.0
 # Of earlier releases; ignored.
 _DROPPED_SETTINGS = ("cycle_costs",)
+
+
+def override_settings(generation_config: GenerationConfig, **values: Any) -> None:
+    """
+    Sets the values that are not `None`. If there are any, the drafter's `break_even` is removed: it was measured with
+    other settings.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    if given:
+        generation_config.update(break_even=None, **given)
 
 
 class DecodingSettingsMixin:
@@ -71,4 +83,4 @@ class DecodingSettingsMixin:
         self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
 
 
-__all__ = ["DECODING_SETTINGS", "DecodingSettingsMixin"]
+__all__ = ["DECODING_SETTINGS", "NEVER_PAUSES", "DecodingSettingsMixin", "override_settings"]

@@ -160,7 +160,9 @@ def _decode_until(
     input_ids = torch.tensor([prompt], device=target.device)
     # The first token is chosen after the prompt, and a cycle commits at most a whole path and a bonus token. There is
     # room for one more, as paths near the end of a text are shorter.
-    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+    settings = DraftingSettings.from_generation_config(
+        drafter.generation_config, drafter.config, None, device_type=target.device.type
+    )
     if prompt_lookup_num_tokens is not None:
         settings = replace(settings, prompt_lookup_num_tokens=prompt_lookup_num_tokens)
     most = 1 + (step + 1) * (max(settings.longest_path, longest_run(settings.prompt_lookup_num_tokens)) + 1)

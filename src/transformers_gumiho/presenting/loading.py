@@ -4,6 +4,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafting.settings import DraftingSettings
 from ..measuring.loading import load_pair
+from ..model.decoding_settings import override_settings
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs.known import report_progress, resolve_pair
 from .arguments import PairArguments
@@ -20,9 +21,8 @@ def load(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase,
     """
     target, assistant, dtype = resolve_pair(args.pair, args.target, args.assistant, args.dtype, report_progress)
     loaded = load_pair(target, assistant, dtype, args.device_map)
-    for name in ("num_assistant_tokens", "branching_factor", "draft_temperature"):
-        if getattr(args, name) is not None:
-            setattr(loaded[2].generation_config, name, getattr(args, name))
+    names = ("num_assistant_tokens", "branching_factor", "draft_temperature")
+    override_settings(loaded[2].generation_config, **{name: getattr(args, name) for name in names})
     return loaded
 
 

@@ -8,6 +8,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from ..target.placement import drafter_device
 
@@ -21,7 +22,8 @@ def measure_acceptance(
     **generate_kwargs: Any,
 ) -> list[list[int]]:
     """
-    Generates from each prompt, greedily unless told otherwise, with the drafter's own decoding settings.
+    Generates from each prompt, greedily by default, with the drafter's own decoding settings, except that the drafter
+    never pauses.
 
     Args:
         target: The target.
@@ -33,8 +35,10 @@ def measure_acceptance(
     Returns:
         For each prompt, the tokens that each cycle committed. Tau is their mean.
     """
-    training = drafter.training
+    training, own_settings = drafter.training, drafter.generation_config
     drafter.eval()
+    break_even = getattr(own_settings, "break_even", None)
+    own_settings.break_even = NEVER_PAUSES
     # What is trained is the drafter, whatever the context would draft.
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "prompt_lookup_num_tokens": 0}
     settings["return_dict_in_generate"] = True
@@ -47,6 +51,7 @@ def measure_acceptance(
             )
             lengths.append(output.accepted_lengths[0])
     finally:
+        own_settings.break_even = break_even
         drafter.train(training)
     return lengths
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..measuring.decoding_settings import DRAFTER_ALONE
 from ..measuring.prompts import pad_left
 from ..measuring.timing import DecodingTime, time_drafted, time_plain
+from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from .contest import PLAIN, Measurement
 from .trees import Tree
@@ -84,7 +85,7 @@ class TurnDecoder:
         if tree is PLAIN:
             return time_plain(self._target, ids, mask, **options)
         # Every cycle commits a token, so at 1 drafting loses nothing and never pauses: cycles that draft are timed.
-        settings = tree.settings | {"break_even": 1.0} | (DRAFTER_ALONE if stage.drafter_alone else {})
+        settings = tree.settings | {"break_even": NEVER_PAUSES} | (DRAFTER_ALONE if stage.drafter_alone else {})
         if tree.vocabulary != "own":
             settings["draft_vocabulary"] = list(stage.counted) if tree.vocabulary == "counted" else None
         return time_drafted(self._target, self._drafter, ids, settings, attention_mask=mask, **options)

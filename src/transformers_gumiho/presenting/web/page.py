@@ -146,7 +146,9 @@ class Page:
 
     def _settings(self) -> list[gr.components.Component]:
         """Returns the settings of a question, in the order in which [`ask`] takes them."""
-        own = DraftingSettings.from_generation_config(self.drafter.generation_config, self.drafter.config, None)
+        own = DraftingSettings.from_generation_config(
+            self.drafter.generation_config, self.drafter.config, None, device_type=self.target.device.type
+        )
         length = min(128, self.max_new_tokens)
         with gr.Row():
             sampling = [

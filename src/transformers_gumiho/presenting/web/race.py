@@ -129,7 +129,7 @@ class Race:
         self.question = question
         self.plain, self.drafted = LiveAnswer(), LiveAnswer()
         self._target, self._tokenizer, self._lock = target, tokenizer, lock
-        self._drafter = _with_settings(drafter, question)
+        self._drafter = with_settings(drafter, question)
         self.prompt = _encode(target, tokenizer, question, max_question_tokens)
         self.wish_to_stop, self._is_over = threading.Event(), threading.Event()
 
@@ -228,12 +228,18 @@ class _LiveStreamer(PieceStreamer):
             self.answer.pieces.append((text, is_draft))
 
 
-def _with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:
+def with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:
     """Returns a drafter with the same weights and its own copy of the settings."""
     own = copy.copy(drafter)
     own.generation_config = copy.deepcopy(drafter.generation_config)
-    for name in ("num_assistant_tokens", "branching_factor", "full_tree_attention", "prompt_lookup_num_tokens"):
-        setattr(own.generation_config, name, getattr(question, name))
+    measured = DraftingSettings.from_generation_config(
+        own.generation_config, own.config, None, device_type=own.device.type
+    )
+    names = ("num_assistant_tokens", "branching_factor", "full_tree_attention", "prompt_lookup_num_tokens")
+    values = {name: getattr(question, name) for name in names}
+    if any(getattr(measured, name) != value for name, value in values.items()):
+        values["break_even"] = None
+    own.generation_config.update(**values)
     DraftingSettings.from_generation_config(own.generation_config, own.config, question.temperature or None)
     return own
 

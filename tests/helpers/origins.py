@@ -1,0 +1,18 @@
+"""Where the trees of a generation come from."""
+
+from transformers_gumiho.decoding.observers import GenerationObserver
+from transformers_gumiho.drafting.pause import DraftOrigin
+
+
+class Origins(GenerationObserver):
+    """Keeps where each tree comes from."""
+
+    def __init__(self) -> None:
+        self.seen: list[DraftOrigin] = []
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        self.seen.append(origin)
+
+    @property
+    def sources(self) -> list[str]:
+        return [origin.source for origin in self.seen]
