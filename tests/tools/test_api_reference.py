@@ -41,7 +41,7 @@ def test_every_public_name_has_its_place(script: ModuleType, folder: Path) -> No
 
 def test_options_have_their_help(folder: Path) -> None:
     html = (folder / "transformers_gumiho" / "presenting.html").read_text(encoding="utf-8")
-    assert "Which verification cycle to show, counted from 1." in html
+    assert "Verification cycle to show, counted from 1." in html
 
 
 def test_no_link_is_broken(folder: Path) -> None:
