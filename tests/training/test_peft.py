@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from targets import make_drafter, make_prompts, make_target
+from targets import LARGE_TREES, make_drafter, make_prompts, make_target
 from trainers import losses_of, make_args, make_rows
 from transformers import PreTrainedModel
 
@@ -46,6 +46,7 @@ def test_lora_drafter_trains_saves_loads_and_drafts(target: PreTrainedModel, tmp
     assert "adapter_model.safetensors" in saved
     assert "model.safetensors" not in saved
 
+    base.generation_config.break_even = LARGE_TREES["break_even"]  # which training removes: it never pauses here
     plain = target.generate(**make_prompts([6]), max_new_tokens=40, do_sample=False)
     sequences, accepted = texts(target, wrapped)
     assert torch.equal(sequences, plain)
