@@ -192,7 +192,7 @@ def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
         "4 rows, sampled", "8 rows, sampled",
     ]  # fmt: skip
     assert lines[-1] == "Leave `assistant_model` out in these cases."
-    assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67"] for line in lines)
+    assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67", "6"] for line in lines)
     assert describe(result).count("(the drafter had it)") == 1
 
 

@@ -54,10 +54,10 @@ def describe(result: TuningResult) -> str:
     lines = ["drafted  branching  depth  temperature    tau  cycle  speed-up  turns"]
     lines += [_tree_row(tree, standing, result.own) for tree, standing in result.trees.items()]
     if result.vocabularies:
-        lines += ["", "draft vocabulary    tau  cycle  speed-up"]
+        lines += ["", "draft vocabulary    tau  cycle  speed-up  turns"]
     lines += [f"{vocabularies[tree.vocabulary]:>16}  {_numbers(won)}" for tree, won in result.vocabularies.items()]
     lines += ["", "the fastest, on prompts that were not in the contests, without drafts from the context"]
-    lines += ["rows  decoding  drafted    tau  cycle  speed-up"]
+    lines += ["rows  decoding  drafted    tau  cycle  speed-up  turns"]
     for (kind, rows), standing in result.finals.items():
         size = result.chosen[rows].num_assistant_tokens
         lines.append(f"{rows:4d}  {kind:<8}  {size:7d}  {_numbers(standing)}")
@@ -74,9 +74,9 @@ def _tree_row(tree: Tree, standing: Standing, own: Tree) -> str:
     temperature = "by depth" if isinstance(given, tuple) else f"{given:.2f}"
     return (
         f"{tree.num_assistant_tokens:7d}  {tree.branching_factor:9d}  {tree.tree_depth:5d}  {temperature:>11}  "
-        f"{_numbers(standing)}  {standing.num_turns:5d}{'  (the drafter had it)' if tree == own else ''}"
+        f"{_numbers(standing)}{'  (the drafter had it)' if tree == own else ''}"
     )
 
 
 def _numbers(standing: Standing) -> str:
-    return f"{standing.tau:5.2f}  {standing.break_even:5.2f}  {standing.speedup:8.2f}"
+    return f"{standing.tau:5.2f}  {standing.break_even:5.2f}  {standing.speedup:8.2f}  {standing.num_turns:5d}"

@@ -66,10 +66,9 @@ class TurnDecoder:
 
     def __call__(self, stage: Stage, tree: Tree | None, turn: int) -> Measurement:
         """Decodes a turn. Only plain decoding's texts are kept: the drafter's are the same, up to rounding."""
-        warm = (tree, stage.rows, stage.temperature)
-        if warm not in self._warm:
+        if (way := (tree, stage.rows, stage.temperature)) not in self._warm:
             self._decode(stage, tree, turn)
-            self._warm.add(warm)
+            self._warm.add(way)
         taken = self._decode(stage, tree, turn)
         if tree is PLAIN:
             return Measurement(taken.seconds, taken.num_tokens, taken.num_tokens, taken.sequences.tolist())
@@ -84,7 +83,7 @@ class TurnDecoder:
         torch.manual_seed(turn)
         if tree is PLAIN:
             return time_plain(self._target, ids, mask, **options)
-        # Every cycle commits a token, so at 1 drafting loses nothing and never pauses: cycles that draft are timed.
+        # A paused drafter would be timed for cycles that do not draft.
         settings = tree.settings | {"break_even": NEVER_PAUSES} | (DRAFTER_ALONE if stage.drafter_alone else {})
         if tree.vocabulary != "own":
             settings["draft_vocabulary"] = list(stage.counted) if tree.vocabulary == "counted" else None
