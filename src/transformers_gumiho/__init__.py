@@ -8,6 +8,7 @@ import importlib
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from .decoding.attaching import attach, attached, detach
 from .decoding.dispatch import GumihoGenerationMixin, install
 from .decoding.loop import GumihoGenerateOutput
 from .drafting.candidate_generator import GumihoCandidateGenerator
@@ -38,4 +39,7 @@ __all__ = [
     "GumihoGenerationMixin",
     "GumihoModel",
     "GumihoOutput",
+    "attach",
+    "attached",
+    "detach",
 ]

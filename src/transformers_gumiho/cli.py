@@ -95,9 +95,11 @@ def run_tune_command(arguments: list[str]) -> None:
 
 
 def run_attach_command(arguments: list[str]) -> None:
-    """`gumiho attach`."""
+    """`gumiho attach TARGET DRAFTER --output_dir FOLDER`; both may also be given as options."""
     from .serving_folder import AttachArguments, write_served_target
 
+    if len(arguments) > 1 and not any(argument.startswith("-") for argument in arguments[:2]):
+        arguments = ["--target", arguments[0], "--drafter", *arguments[1:]]
     sys.stdout.write(f"{write_served_target(_parse(AttachArguments, 'attach', write_served_target, arguments))}\n")
 
 

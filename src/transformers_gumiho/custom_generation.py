@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .decoding.attaching import attach
 from .decoding.named_drafters import load_drafter
 from .internals import repository_of_call
 from .model.attaching import attached_drafter
@@ -44,7 +45,7 @@ def generate_attached(drafter: str, *args: Any, model: PreTrainedModel, **kwargs
         model: The target.
     """
     if attached_drafter(model) is None:
-        load_drafter(model, drafter).attach(model)
+        attach(model, drafter)
     # Not `model.generate`, which is this folder's own.
     return type(model).generate(model, *args, **kwargs)
 

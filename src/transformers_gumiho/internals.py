@@ -77,6 +77,35 @@ def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
     setattr(GenerationMixin, name, step)
 
 
+# Of `generate()`, in their order.
+_ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
+
+
+def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of `generate()` by their names."""
+    if len(args) > len(_ARGUMENTS_OF_GENERATE) or (twice := set(_ARGUMENTS_OF_GENERATE[: len(args)]) & set(kwargs)):
+        what = f"several values for {sorted(twice)}" if twice else f"{len(args)} positional arguments"
+        raise TypeError(f"`generate()` got {what}.")
+    return dict(zip(_ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
+
+
+def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
+    """
+    Returns what a call of `generate()` without an assistant asks for: the settings, and the arguments that choose how
+    it decodes. `generate()` prepares both itself, too late to choose another assistant.
+
+    Args:
+        target: The target.
+        given: The arguments of the call by their names.
+    """
+    settings = {name: value for name, value in given.items() if name not in _ARGUMENTS_OF_GENERATE}
+    settings.pop("trust_remote_code", None)
+    streamer, synced_gpus = given.get("streamer"), given.get("synced_gpus")
+    mode_kwargs = target._extract_generation_mode_kwargs(None, settings, synced_gpus, None, streamer)
+    config, _ = target._prepare_generation_config(given.get("generation_config"), **settings)
+    return config, mode_kwargs
+
+
 def repository_of_call() -> str | None:
     """
     Returns the `custom_generate` of the `generate()` that is running; `None` where none is, or it has no name there.
@@ -395,10 +424,12 @@ __all__ = [
     "keeps_dynamic_cache",
     "mark_static_address",
     "memory_efficient_attention",
+    "named_arguments",
     "num_compiled_graphs",
     "num_hooks",
     "packs_single_queries",
     "pad_token_id",
+    "prepared_request",
     "register_checkpoint_conversion_mapping",
     "replace_attention_function",
     "replace_generation_step",

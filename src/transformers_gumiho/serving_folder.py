@@ -10,7 +10,12 @@ from huggingface_hub import snapshot_download
 from .decoding.named_drafters import is_drafter
 
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_WEIGHTS = (".safetensors", ".bin")
+# Weights in other formats, which `from_pretrained` does not read from a folder.
+_OTHER_FORMATS = ["*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*", "onnx/*"]
+# Of a tokenizer.
+_TEMPLATES = "additional_chat_templates"
+_CODE = "custom_generate"
 _GENERATE = '''"""Generates with an attached Gumiho drafter. Load this folder with `trust_remote_code=True`."""
 
 from transformers_gumiho.custom_generation import generate_attached
@@ -26,7 +31,7 @@ def generate(*args, **kwargs):
 class AttachArguments:
     """The options of `gumiho attach`; [`write_served_target`] takes them, too."""
 
-    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
+    target: str = field(metadata={"help": "The target: a folder or a name on the Hub. It may come first without this option, then the drafter."})
     drafter: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
     output_dir: str = field(metadata={"help": "The folder to write. It must be new or empty."})
     copy_weights: bool = field(default=False, metadata={"help": "Copy the target's weights instead of linking them."})
@@ -41,7 +46,7 @@ def write_served_target(args: AttachArguments) -> str:
         What was done, for people.
 
     Raises:
-        ValueError: The drafter is no Gumiho drafter, or the folder is not empty.
+        ValueError: The drafter is no Gumiho drafter, the folder is not empty, or the target has a `custom_generate`.
         OSError: The target or the drafter cannot be found.
     """
     if not is_drafter(args.drafter):
@@ -49,7 +54,9 @@ def write_served_target(args: AttachArguments) -> str:
     folder = Path(args.output_dir)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
-    source = Path(args.target) if os.path.isdir(args.target) else Path(snapshot_download(args.target))
+    source = _find_target(args.target)
+    if (source / _CODE).exists():
+        raise ValueError(f"{args.target!r} already has a folder {_CODE!r}. Give a target without one.")
     folder.mkdir(parents=True, exist_ok=True)
     num_weights = 0
     for path in sorted(path for path in source.iterdir() if path.is_file()):
@@ -59,13 +66,26 @@ def write_served_target(args: AttachArguments) -> str:
             (folder / path.name).symlink_to(path.resolve())
         else:
             shutil.copy(path, folder / path.name)
-    (folder / "custom_generate").mkdir()
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
+    (folder / _CODE).mkdir()
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
-    (folder / "custom_generate" / "generate.py").write_text(_GENERATE.format(drafter=drafter), encoding="utf-8")
+    (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
+    (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter), encoding="utf-8")
     done = "copied" if args.copy_weights else "linked"
     return (
         f"{args.output_dir} drafts with {drafter}: {num_weights} weight files {done}. Load it with trust_remote_code."
     )
+
+
+def _find_target(name: str) -> Path:
+    """Returns the folder of a target, which is downloaded where there is none."""
+    if os.path.isdir(name):
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, ignore_patterns=_OTHER_FORMATS))
+    except OSError as error:
+        raise OSError(f"The target {name!r} is no folder and cannot be downloaded: {error}") from error
 
 
 __all__ = ["AttachArguments", "write_served_target"]

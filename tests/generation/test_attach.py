@@ -185,5 +185,5 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     with pytest.raises(SystemExit, match="is not empty"):
         cli.main()
     monkeypatch.setattr(sys, "argv", [*sys.argv[:5], "no/drafter", "--output_dir", str(tmp_path / "other")])
-    with pytest.raises(SystemExit, match="'no/drafter' is not a Gumiho drafter"):
+    with pytest.raises(SystemExit, match="No drafter can be read from 'no/drafter'"):
         cli.main()

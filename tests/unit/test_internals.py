@@ -42,6 +42,10 @@ SIGNATURES = {
         "self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, "
         "inputs_tensor, assistant_model, assistant_tokenizer, tokenizer"
     ),
+    "transformers.GenerationMixin._extract_generation_mode_kwargs": (
+        "self, custom_generate, kwargs, synced_gpus, assistant_model, streamer"
+    ),
+    "transformers.GenerationMixin._prepare_generation_config": "self, generation_config",
     "transformers.GenerationMixin._prefill": "self, input_ids, generation_config, model_kwargs",
     "transformers.GenerationMixin._valid_auto_compile_criteria": "self, model_kwargs, generation_config",
     "transformers.GenerationMixin._supports_default_dynamic_cache": "",

@@ -11,48 +11,59 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.utils import logging
 
-from ..internals import DECODING_STEP, PLAIN_STEP, VALIDATION_STEP, generation_step, replace_generation_step
+from ..internals import (
+    DECODING_STEP,
+    PLAIN_STEP,
+    VALIDATION_STEP,
+    generation_step,
+    named_arguments,
+    prepared_request,
+    replace_generation_step,
+)
 from ..model.attaching import ATTACHMENT_CHECKS, attached_drafter
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..target import grouped_attention
 from ..target.continuation import check_continuation
-from ..target.requirements import Unsupported, check_pair, check_request, check_target, verification_kind
+from ..target.prompt import check_prompt_pass
+from ..target.requirements import (
+    Unsupported,
+    check_pair,
+    check_request,
+    check_target,
+    reason_against,
+    verification_kind,
+)
 from .loop import check_inputs, decode_with_tree
-from .named_drafters import is_drafter, load_drafter
-from .sequences import max_length_of
+from .named_drafters import named_drafter
 
 
 logger = logging.get_logger(__name__)
 
 # The target whose attached drafter drafts in the call of `generate()` that is running.
 _attached_call: ContextVar[PreTrainedModel | None] = ContextVar("gumiho_attached_call", default=None)
-# Where `assistant_model` stands among the arguments of `generate()`, without `self`.
-_PLACE_OF_ASSISTANT = 6
-
-
-class _DecodePlainly(Exception):
-    """Ends a call of a target with an attached drafter before anything ran: it cannot be drafted, and why."""
 
 
 def _generate(plain: Callable[..., Any], target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Puts in the attached drafter, or the one that is named, where a call of `generate()` has no assistant."""
-    if "assistant_model" in kwargs or len(args) > _PLACE_OF_ASSISTANT:
-        name = kwargs.get("assistant_model")
-        if isinstance(name, (str, os.PathLike)) and is_drafter(name):
-            kwargs["assistant_model"] = load_drafter(target, name)
-        return plain(*args, **kwargs)
-    drafter = attached_drafter(target)
-    is_other = kwargs.get("custom_generate") is not None or kwargs.get("cache_implementation") == "paged"
-    if drafter is None or is_other:
-        return plain(*args, **kwargs)
-    token = _attached_call.set(target)
+    given = named_arguments(args, kwargs)
+    drafter = None
+    if "assistant_model" in given:
+        name = given["assistant_model"]
+        if isinstance(name, (str, os.PathLike)):
+            given["assistant_model"] = named_drafter(target, name) or name
+    elif given.get("custom_generate") is None and given.get("cache_implementation") != "paged":
+        drafter = attached_drafter(target)
+    if drafter is not None:
+        if reason := reason_against(check_request, target, drafter, *prepared_request(target, given)):
+            _warn_of_plain_decoding(reason)
+            drafter = None
+        else:
+            given["assistant_model"] = drafter
+    token = _attached_call.set(None if drafter is None else target)
     try:
-        return plain(*args, **kwargs, assistant_model=drafter)
-    except _DecodePlainly as reason:
-        _warn_of_plain_decoding(reason)
+        return plain(**given)
     finally:
         _attached_call.reset(token)
-    return plain(*args, **kwargs)
 
 
 def _generate_batch(plain: Callable[..., Any], target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +73,7 @@ def _generate_batch(plain: Callable[..., Any], target: PreTrainedModel, *args: A
     return plain(*args, **kwargs)
 
 
-def _warn_of_plain_decoding(reason: Exception) -> None:
+def _warn_of_plain_decoding(reason: str) -> None:
     logger.warning_once(f"Decoding without the attached Gumiho drafter: {reason}")
 
 
@@ -76,12 +87,8 @@ def _validate_generation_mode(
     """Checks a call of `generate()`; `plain` does so for every other assistant."""
     assistant = unwrap_drafter(generation_mode_kwargs.get("assistant_model"))
     if assistant is not None:
-        try:
-            check_request(target, assistant, generation_mode, generation_config, generation_mode_kwargs)
-        except Unsupported as error:
-            if _attached_call.get() is not target:
-                raise
-            raise _DecodePlainly(str(error)) from error
+        if _attached_call.get() is not target:  # its calls were checked before they began
+            check_request(target, assistant, generation_config, generation_mode_kwargs)
         # What is left to check is what the target would refuse without an assistant, too.
         generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         generation_mode_kwargs = {name: v for name, v in generation_mode_kwargs.items() if name != "assistant_model"}
@@ -99,40 +106,28 @@ def _assisted_decoding(
         assistant.share_embedding(target)
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
-    if _attached_call.get() is target and (reason := _obstacle(target, input_ids, **kwargs)):
-        _warn_of_plain_decoding(reason)
-        del kwargs["assistant_model"]
-        return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
-    return decode_with_tree(target, input_ids, *args, **kwargs | {"assistant_model": assistant})
-
-
-def _obstacle(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    *,
-    stopping_criteria: Any,
-    generation_config: GenerationConfig,
-    assistant_model: Any,
-    logits_processor: Any = None,
-    streamer: Any = None,
-    synced_gpus: bool = False,
-    **model_kwargs: Any,
-) -> Unsupported | None:
-    """Returns why these inputs cannot be drafted, `None` where they can."""
-    max_new_tokens = max_length_of(stopping_criteria, generation_config) - input_ids.shape[1]
-    try:
-        check_inputs(target, input_ids, generation_config, model_kwargs, max_new_tokens)
-    except Unsupported as error:
-        return error
-    return None
+    # What the prompt and its cache do not allow is known only now. Nothing has run yet.
+    reason = reason_against(check_inputs, target, input_ids, kwargs)
+    if reason is None:
+        return decode_with_tree(target, input_ids, *args, **kwargs | {"assistant_model": assistant})
+    if _attached_call.get() is not target:
+        raise Unsupported(reason)
+    _warn_of_plain_decoding(reason)
+    del kwargs["assistant_model"]
+    return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
 
 
 def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    """Raises `ValueError` for a target that a drafter cannot be attached to. A chain target runs a few tokens."""
+    """
+    Raises `ValueError` for a target that a drafter cannot be attached to. What only a pass can say is tried with a few
+    tokens: for chains, and for a `forward` that transformers does not bring.
+    """
     check_target(target)
     check_pair(target, drafter)
     if verification_kind(target) == "chain":
         check_continuation(target, None, batch_size=1)
+    elif not type(target).__module__.startswith("transformers."):
+        check_prompt_pass(target, drafter.config.target_layer_ids)
 
 
 # On a step that has been replaced.

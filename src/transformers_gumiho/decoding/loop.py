@@ -24,7 +24,7 @@ from ..target.prompt import prompt_positions, read_prompt
 from ..target.requirements import check_cache, check_padding, check_positions, tree_obstacle, verification_kind
 from ..tree.draft_tree import bare_root
 from .observers import GenerationEvents
-from .sequences import CommittedSequences
+from .sequences import CommittedSequences, max_length_of
 from .step_records import CycleRecords
 from .token_choice import TokenChooser
 from .upcoming_trees import UpcomingTrees
@@ -77,7 +77,6 @@ def decode_with_tree(
     settings = asked.as_chain() if is_chain else asked
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
-    check_inputs(target, input_ids, generation_config, model_kwargs, max_new_tokens)
     num_nodes = settings.num_assistant_tokens + 1
     shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes)
     if is_chain and asked.branching_factor > 1:
@@ -146,13 +145,7 @@ def _output(
     )
 
 
-def check_inputs(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    max_new_tokens: int,
-) -> None:
+def check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, arguments: dict[str, Any]) -> None:
     """
     Raises [`Unsupported`] where drafts cannot be verified for these inputs. The target does not run, except for a
     trial of a few tokens in the first call of a chain's class and config.
@@ -160,16 +153,16 @@ def check_inputs(
     Args:
         target: The target.
         input_ids (`(B, T)`): The prompt.
-        generation_config: As prepared by `generate()`.
-        model_kwargs: As prepared by `generate()`, with the cache.
-        max_new_tokens: The most tokens that may follow the prompt.
+        arguments: What `generate()` hands to its decoding loop, the cache among them.
     """
-    check_padding(target, model_kwargs)
-    check_positions(target, prompt_positions(input_ids, model_kwargs), max_new_tokens)
-    if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
-        check_cache(target, model_kwargs.get(cache_argument(target)))
+    config: GenerationConfig = arguments["generation_config"]
+    check_padding(target, arguments)
+    max_new_tokens = max_length_of(arguments["stopping_criteria"], config) - input_ids.shape[1]
+    check_positions(target, prompt_positions(input_ids, arguments), max_new_tokens)
+    if config.cache_implementation != "static":  # a static cache is replaced by one of ours
+        check_cache(target, arguments.get(cache_argument(target)))
     if verification_kind(target) == "chain":
-        check_continuation(target, model_kwargs.get("attention_mask"), len(input_ids))
+        check_continuation(target, arguments.get("attention_mask"), len(input_ids))
 
 
 def _drafting_settings(

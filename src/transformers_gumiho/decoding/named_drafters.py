@@ -18,14 +18,38 @@ _drafters: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, Any], GumihoModel]
 
 
 def is_drafter(name: str | os.PathLike) -> bool:
-    """Whether a folder or a name on the Hub is that of a Gumiho drafter, by its config. No code of it is run."""
+    """
+    Whether a folder or a name on the Hub is that of a Gumiho drafter, by its config. No code of it is run.
+
+    Raises:
+        ValueError: No config can be read there.
+    """
     if find_packaged_folder(str(name)):
         return True
     try:
         config, _ = PreTrainedConfig.get_config_dict(str(name))
-    except OSError:
-        return False
-    return config.get("model_type") == GumihoConfig.model_type
+    except OSError as error:
+        raise ValueError(
+            f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
+        ) from error
+    # As in `as_drafter_fields`, but for the reference's layout, which looks like a small Llama's.
+    return config.get("model_type", "gumiho" if "model" in config else None) == GumihoConfig.model_type
+
+
+def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoModel | None:
+    """
+    Returns the drafter that a call of `generate()` names; `None` where a folder or name is that of another model.
+
+    Raises:
+        ValueError: No config can be read there.
+    """
+    # A drafter that was loaded before needs no look at the Hub.
+    is_known = (_source(name), None) in _drafters.get(target, {})
+    return load_drafter(target, name) if is_known or is_drafter(name) else None
+
+
+def _source(name: str | os.PathLike) -> str:
+    return os.path.abspath(name) if os.path.isdir(name) else str(name)
 
 
 def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: Any) -> GumihoModel:
@@ -38,9 +62,8 @@ def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: An
         name: The folder or name.
         **loading: For `from_pretrained`.
     """
-    source = os.path.abspath(name) if os.path.isdir(name) else str(name)
     loaded = _drafters.setdefault(target, {})
-    key, device = (source, loading.get("revision")), drafter_device(target)
+    key, device = (_source(name), loading.get("revision")), drafter_device(target)
     if key not in loaded or (loaded[key].device, loaded[key].dtype) != (device, target.dtype):
         loaded[key] = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=device, **loading)
         loaded[key].share_embedding(target)

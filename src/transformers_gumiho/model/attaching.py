@@ -68,13 +68,16 @@ def attached_drafter(target: nn.Module) -> Any:
 
 
 def unwrap_model(model: Any) -> Any:
-    """Returns the model inside of a compiled module, of data parallelism, or of a `PeftModel`."""
-    if isinstance(model, nn.Module):
-        model = uncompiled(model)
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-    # Adapters are inside the layers of the base model.
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Returns the model inside of a compiled module, of data parallelism, or of a `PeftModel`, in any nesting."""
+    while True:
+        inner: Any = uncompiled(model) if isinstance(model, nn.Module) else model
+        if isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = inner.module
+        # Adapters are inside the layers of the base model.
+        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        if inner is model:
+            return model
+        model = inner
 
 
 __all__ = ["ATTACHMENT_CHECKS", "AttachingMixin", "attached_drafter", "unwrap_model"]

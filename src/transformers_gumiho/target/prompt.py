@@ -11,6 +11,7 @@ from .chain_cache import ChainCache
 from .chain_session import ChainSession
 from .cycle_shapes import CycleShapes
 from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
+from .own_caches import make_cache
 from .requirements import verification_kind
 from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
 from .static_memory import StaticMemory
@@ -119,6 +120,23 @@ def _run_prompt(
         begin_capture()
         outputs = run_prompt(model, input_ids, generation_config, model_kwargs)
         return outputs, reader.collect(end_capture())
+
+
+@torch.no_grad()
+def check_prompt_pass(target: PreTrainedModel, layer_ids: Sequence[int] | None) -> None:
+    """
+    Runs the target on two tokens.
+
+    Raises:
+        ValueError: The pass leaves nothing in the cache that the target is given.
+        RuntimeError: The states that the drafter reads cannot be read.
+    """
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=target.device)
+    cache = make_cache(target)
+    model_kwargs = {cache_argument(target): cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
+    model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
+    _run_prompt(target, FeatureReader(target, layer_ids), tokens, GenerationConfig(), model_kwargs)
+    _num_entries(target, cache, None, 2, 0)
 
 
 def _is_replaced(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], outputs: Any) -> bool:

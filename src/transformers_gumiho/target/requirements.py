@@ -1,6 +1,7 @@
 """What decoding with a draft tree refuses, before any model runs: each with its cause and the way out."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,8 +26,22 @@ class Unsupported(ValueError):
     """
 
 
+# Settings that replace the loop or the rule by which drafts are accepted.
+_OTHER_WAYS = ("dola_layers", "assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
+# Prompt lookup, without the assistant, is assisted generation, too.
+_DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+
 # Kinds of attention whose mask a tree can be written into.
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
+
+
+def reason_against(check: Callable[..., None], *args: Any) -> str | None:
+    """Returns why one of these checks refuses a call; `None` where the call can be drafted."""
+    try:
+        check(*args)
+    except Unsupported as reason:
+        return str(reason)
+    return None
 
 
 def attention_types(target: PreTrainedModel) -> set[str]:
@@ -40,23 +55,30 @@ def attention_types(target: PreTrainedModel) -> set[str]:
 def check_request(
     target: PreTrainedModel,
     drafter: GumihoModel,
-    generation_mode: GenerationMode,
     generation_config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> None:
-    """Raises [`Unsupported`] where the target or the way of generating does not allow verifying a draft tree."""
-    if generation_mode != GenerationMode.ASSISTED_GENERATION:
-        raise Unsupported(
-            f"A Gumiho assistant works with greedy decoding and sampling, but these settings ask for "
-            f"`{generation_mode.value}`. Set `num_beams=1` and leave `penalty_alpha`, `dola_layers` and constraints "
-            f"unset, or generate without `assistant_model`."
-        )
-    for name in ("dola_layers", "assistant_early_exit", "use_mtp"):
-        if getattr(generation_config, name, None):
+    """
+    Raises [`Unsupported`] where the target or the way of generating does not allow verifying a draft tree.
+
+    Args:
+        target: The target.
+        drafter: The drafter.
+        generation_config: As prepared by `generate()`.
+        mode_kwargs: The arguments of `generate()` that choose how it decodes, such as `tokenizer`.
+    """
+    for name in _OTHER_WAYS:
+        if (value := getattr(generation_config, name, None)) not in (None, False):
             raise Unsupported(
-                f"`{name}={getattr(generation_config, name)!r}` is another way of decoding, which a Gumiho assistant "
-                f"would ignore. Leave it unset, or generate without `assistant_model`."
+                f"`{name}={value!r}` is another way of decoding, which a Gumiho assistant would ignore. Leave it "
+                f"unset, or generate without `assistant_model`."
             )
+    if (mode := generation_config.get_generation_mode()) not in _DRAFTED_MODES:
+        raise Unsupported(
+            f"A Gumiho assistant works with greedy decoding and sampling, but these settings ask for `{mode.value}`. "
+            f"Set `num_beams=1` and leave `penalty_alpha` and constraints unset, or generate without "
+            f"`assistant_model`."
+        )
     if generation_config.use_cache is False:
         raise Unsupported("A draft tree is verified against the key-value cache. Set `use_cache=True`.")
     if generation_config.output_attentions:

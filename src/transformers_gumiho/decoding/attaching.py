@@ -1,0 +1,66 @@
+"""`transformers_gumiho.attach`: as the methods of a drafter, for drafters that are named or wrapped, too."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ..model.attaching import attached_drafter, unwrap_model
+from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from .named_drafters import named_drafter
+
+
+def attach(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoModel:
+    """
+    Makes `target.generate(...)` draft, for callers with no place for an assistant. See [`GumihoModel.attach`].
+
+    Args:
+        target: The target. A `PeftModel`, a compiled model or one in data parallelism stands for the model inside.
+        drafter: The drafter, or its folder or name on the Hub: then it is loaded to the target's device and dtype.
+
+    Returns:
+        The drafter.
+
+    Raises:
+        ValueError: This is no Gumiho drafter, it does not fit the target, or the target cannot verify drafts.
+
+    Example:
+
+        >>> import transformers_gumiho
+        >>> transformers_gumiho.attach(target, "amd/Gumiho-llama3-8b")  # doctest: +SKIP
+        >>> target.generate(**inputs)  # doctest: +SKIP
+    """
+    found = _find_drafter(target, drafter)
+    found.attach(target)
+    return found
+
+
+def detach(target: nn.Module) -> None:
+    """Undoes [`attach`]. A `target` without a drafter stays as it is."""
+    if (drafter := attached_drafter(target)) is not None:
+        drafter.detach(target)
+
+
+@contextmanager
+def attached(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> Iterator[GumihoModel]:
+    """
+    Attaches a drafter to `target` within a `with` block; what was attached before is attached again afterwards. See
+    [`attach`] for the arguments.
+    """
+    found = _find_drafter(target, drafter)
+    with found.attached(target):
+        yield found
+
+
+def _find_drafter(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoModel:
+    if isinstance(drafter, (str, os.PathLike)):
+        found, what = named_drafter(unwrap_model(target), drafter), repr(str(drafter))
+    else:
+        found, what = unwrap_drafter(drafter), f"a {type(unwrap_model(drafter)).__name__}"
+    if found is None:
+        raise ValueError(f"No Gumiho drafter: {what}. Pass a `GumihoModel`, or its folder or name.")
+    return found
+
+
+__all__ = ["attach", "attached", "detach"]
