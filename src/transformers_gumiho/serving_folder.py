@@ -31,7 +31,9 @@ def generate(*args, **kwargs):
 class AttachArguments:
     """The options of `gumiho attach`; [`write_served_target`] takes them, too."""
 
-    target: str = field(metadata={"help": "The target: a folder or a name on the Hub. It may come first without this option, then the drafter."})
+    target: str = field(
+        metadata={"help": "The target: a folder or a name on the Hub. Or give target and drafter first."}
+    )
     drafter: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
     output_dir: str = field(metadata={"help": "The folder to write. It must be new or empty."})
     copy_weights: bool = field(default=False, metadata={"help": "Copy the target's weights instead of linking them."})

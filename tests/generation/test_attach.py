@@ -11,9 +11,19 @@ import torch
 from targets import make_drafter, make_prompts, make_target, passes_of
 from torch import nn
 from training_data import DEMO_TARGET
-from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 from transformers.generation.streamers import BaseStreamer
 
+import transformers_gumiho
 from transformers_gumiho import GumihoModel, cli
 from transformers_gumiho.internals import CACHE_NAME
 
@@ -49,6 +59,26 @@ def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: tuple[PreT
     with drafter.attached(target):
         assert decode(target)[0] == num_drafted
     assert decode(target)[0] == num_plain
+
+
+def test_functions_take_a_drafter_or_its_name(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path)
+    num_plain, plain = decode(target)
+    for given in (drafter, nn.DataParallel(drafter), tmp_path, str(tmp_path)):
+        found = transformers_gumiho.attach(target, given)
+        num_drafted, drafted = decode(target)
+        assert num_drafted < num_plain
+        assert torch.equal(drafted, plain)
+        with transformers_gumiho.attached(target, make_drafter(target, seed=1, num_assistant_tokens=1)) as other:
+            assert other is not found
+            assert decode(target)[0] > num_drafted
+        assert decode(target)[0] == num_drafted
+        transformers_gumiho.detach(target)
+        assert decode(target)[0] == num_plain
+    transformers_gumiho.detach(target)
+    with pytest.raises(ValueError, match="No Gumiho drafter: a LlamaForCausalLM"):
+        transformers_gumiho.attach(target, make_target())
 
 
 def test_copies_and_files_do_not_see_the_drafter(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
@@ -102,9 +132,10 @@ def test_what_cannot_be_drafted_decodes_plainly_with_one_warning(
         found = target.generate(**PROMPT, **SETTINGS | settings)
         sequences = (getattr(output, "sequences", output) for output in (found, expected))
         assert torch.equal(*sequences)
-    messages = [message for message in caplog.messages if "Decoding without the attached" in message]
-    assert len(messages) == 1
-    assert reason in messages[0]
+    # Neither does transformers say that it would ignore settings.
+    (message,) = caplog.messages
+    assert message.startswith("Decoding without the attached Gumiho drafter: ")
+    assert reason in message
     with pytest.raises(ValueError, match=reason):
         target.generate(**PROMPT, **SETTINGS | settings, assistant_model=drafter)
 
@@ -129,6 +160,38 @@ def test_a_reason_in_the_inputs_runs_streamers_and_processors_once(
     assert any("got StaticCache" in message for message in caplog.messages)
 
 
+def test_a_rope_switch_in_reach_decodes_plainly(caplog: pytest.LogCaptureFixture) -> None:
+    rope = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}
+    target = make_target()
+    target = LlamaForCausalLM(LlamaConfig(**target.config.to_diff_dict() | {"rope_parameters": rope})).double().eval()
+    target.config.max_position_embeddings = 16
+    num_plain, plain = decode(target)
+    make_drafter(target).attach(target)
+    num_passes, found = decode(target)
+    assert torch.equal(found, plain)
+    assert num_passes == num_plain
+    assert any("which changes at 16 tokens" in message for message in caplog.messages)
+    assert decode(target, max_new_tokens=10)[0] < 10
+
+
+def test_an_explicit_call_within_an_attached_one_is_still_refused(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    target, drafter = pair
+    drafter.attach(target)
+    refused: list[str] = []
+
+    class Calling(Calls):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if not self.lengths:
+                with pytest.raises(ValueError, match="ask for `beam_search`"):
+                    target.generate(**PROMPT, **SETTINGS, num_beams=2, assistant_model=drafter)
+                refused.append("once")
+            return super().__call__(input_ids, scores)
+
+    num_passes = decode(target, logits_processor=[Calling()])[0]
+    assert refused == ["once"]
+    assert num_passes < 24
+
+
 def test_wrapped_models_are_the_models_inside(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
     target, drafter = pair
     num_plain, plain = decode(target)
@@ -136,9 +199,42 @@ def test_wrapped_models_are_the_models_inside(pair: tuple[PreTrainedModel, Gumih
         num_drafted, drafted = decode(target, assistant_model=wrapped)
         assert num_drafted < num_plain
         assert torch.equal(drafted, plain)
-    for wrapped in (torch.compile(target, backend="eager"), nn.DataParallel(target)):
+    compiled = torch.compile(target, backend="eager")
+    for wrapped in (compiled, nn.DataParallel(target), nn.DataParallel(compiled)):
         with drafter.attached(wrapped):
             assert decode(target)[0] == num_drafted
+
+
+def test_adapters_draft_or_decode_plainly(caplog: pytest.LogCaptureFixture) -> None:
+    from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    prompt = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
+    for adapter, is_drafted in ((lora, True), (prompt, False)):
+        target = make_target()
+        drafter, around = make_drafter(target), get_peft_model(target, adapter).double().eval()
+        num_plain, plain = passes_of(target, lambda around=around: around.generate(**PROMPT, **SETTINGS))
+        drafter.attach(around)
+        num_passes, found = passes_of(target, lambda around=around: around.generate(**PROMPT, **SETTINGS))
+        assert torch.equal(found, plain)
+        assert (num_passes < num_plain) == is_drafted
+    assert any("PromptTuningConfig puts virtual tokens" in message for message in caplog.messages)
+
+
+class LosesCache(LlamaForCausalLM):
+    def forward(
+        self, input_ids: Any, position_ids: Any = None, cache: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+def test_what_only_a_pass_can_say_is_said_when_attaching(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    target, drafter = pair
+    with pytest.raises(ValueError, match="added nothing to the cache"):
+        drafter.attach(LosesCache(target.config).double().eval())
+    as_it_is = type("OwnLlama", (LlamaForCausalLM,), {"__module__": "somewhere"})(target.config).double().eval()
+    drafter.attach(as_it_is)
+    assert decode(as_it_is)[0] < 24
 
 
 def test_a_drafter_is_attached_only_to_its_target(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
@@ -152,7 +248,9 @@ def test_settings_that_are_other_ways_of_decoding_are_refused(pair: tuple[PreTra
         target.generate(**PROMPT, **SETTINGS, dola_layers="high", assistant_model=drafter, trust_remote_code=True)
 
 
-def test_an_assistant_may_be_named(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
+def test_an_assistant_may_be_named(
+    pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter = pair
     drafter.save_pretrained(tmp_path / "gumiho")
     num_plain, plain = decode(target)
@@ -160,9 +258,39 @@ def test_an_assistant_may_be_named(pair: tuple[PreTrainedModel, GumihoModel], tm
         num_drafted, drafted = decode(target, assistant_model=name)
         assert num_drafted < num_plain
         assert torch.equal(drafted, plain)
-    # What is no drafter goes to transformers as it is.
-    with pytest.raises((AttributeError, TypeError, ValueError)):
+    # By position, and without a look at the files again.
+    monkeypatch.setattr(GumihoModel, "from_pretrained", None)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", None)
+    settings = GenerationConfig(**SETTINGS)
+    call = (PROMPT["input_ids"], settings, None, None, None, None, tmp_path / "gumiho")
+    assert passes_of(target, lambda: target.generate(*call))[0] == num_drafted
+
+
+def test_names_of_other_models_go_to_transformers(
+    pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = pair
+    target.save_pretrained(tmp_path)
+
+    class Seen(Exception):
+        pass
+
+    def stop(custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any) -> None:
+        raise Seen(assistant_model)
+
+    with pytest.raises(ValueError, match="No drafter can be read from 'some/folder'"):
+        decode(target, assistant_model="some/folder")
+    monkeypatch.setattr(target, "_extract_generation_mode_kwargs", stop)
+    with pytest.raises(Seen, match=str(tmp_path)):
         decode(target, assistant_model=str(tmp_path))
+
+
+def test_continuous_batching_warns_that_it_takes_no_drafter(
+    pair: tuple[PreTrainedModel, GumihoModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, drafter = pair
+    assert target.generate_batch([], assistant_model=drafter) == {}
+    assert caplog.messages == ["`generate_batch` takes no `assistant_model`: it decodes without a drafter."]
 
 
 def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
@@ -184,6 +312,15 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     assert target.generate(**inputs, num_beams=2).shape == plain.shape
     with pytest.raises(SystemExit, match="is not empty"):
         cli.main()
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:5], "no/drafter", "--output_dir", str(tmp_path / "other")])
-    with pytest.raises(SystemExit, match="No drafter can be read from 'no/drafter'"):
-        cli.main()
+    for positional, message in (
+        ((served, DEMO_TARGET.parent / "gumiho"), "already has a folder 'custom_generate'"),
+        ((DEMO_TARGET, DEMO_TARGET), "is not a Gumiho drafter"),
+        ((DEMO_TARGET, "no/drafter"), "No drafter can be read from 'no/drafter'"),
+        (("no/target", DEMO_TARGET.parent / "gumiho"), "The target 'no/target' is no folder and cannot be downloaded"),
+    ):
+        monkeypatch.setattr(
+            sys, "argv", ["gumiho", "attach", *map(str, positional), "--output_dir", str(tmp_path / "other")]
+        )
+        with pytest.raises(SystemExit, match=message):
+            cli.main()
+        assert not (tmp_path / "other").exists()
