@@ -1,4 +1,4 @@
-.PHONY: style quality test test-fast test-vllm test-vllm-slow docs
+.PHONY: style quality test test-fast test-clients test-vllm test-vllm-slow docs
 
 style:
 	ruff check --fix .
@@ -35,3 +35,17 @@ test-vllm: $(VLLM_ENV)/installed
 
 test-vllm-slow: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest -m slow tests/serving
+
+# The newest releases of programs that call `generate()`, in an environment of their own: their bounds on other packages
+# are not ours.
+CLIENTS_ENV ?= build/clients
+
+$(CLIENTS_ENV)/installed: Makefile pyproject.toml
+	python3 -m venv $(CLIENTS_ENV)
+	$(CLIENTS_ENV)/bin/pip install --quiet torch==2.13.0
+	$(CLIENTS_ENV)/bin/pip install --quiet --editable . "lm-eval[hf]" "transformers[serving]" \
+	    langchain-huggingface openai outlines peft pytest smolagents trl xgrammar
+	touch $@
+
+test-clients: $(CLIENTS_ENV)/installed
+	$(CLIENTS_ENV)/bin/python -m pytest tests/clients

@@ -98,11 +98,15 @@ def tokenizer(chat_target: Path) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def compare(target: PreTrainedModel, count: Callable[[Callable[[], Any]], Run]) -> Callable[[Client], Any]:
-    """Runs a client with the plain target and with an attached drafter, and returns what both gave."""
+    """
+    Runs a client with the plain target and with an attached drafter, which may have other settings, and returns what
+    both gave.
+    """
 
-    def run(client: Client) -> Any:
+    def run(client: Client, **settings: Any) -> Any:
         plain = count(lambda: client(target))
-        with transformers_gumiho.attached(target, DRAFTER):
+        with transformers_gumiho.attached(target, DRAFTER) as drafter:
+            drafter.generation_config.update(**settings)
             drafted = count(lambda: client(target))
         assert drafted.result == plain.result
         assert drafted.num_passes < plain.num_passes

@@ -17,7 +17,7 @@ def test_smolagents(count: Callable[..., Any], chat_target: Path, served: Path) 
     def answer(folder: Path) -> list[str]:
         model = TransformersModel(str(folder), torch_dtype="float32", trust_remote_code=True, max_new_tokens=48)
         message = model.generate(MESSAGES)
-        stopped = model.generate(MESSAGES, stop_sequences=["self"])
+        stopped = model.generate(MESSAGES, stop_sequences=["#\n#"])
         streamed = "".join(delta.content for delta in model.generate_stream(MESSAGES) if delta.content)
         return [message.content, stopped.content, streamed]
 

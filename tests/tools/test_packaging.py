@@ -134,6 +134,8 @@ def test_every_import_is_a_declared_dependency() -> None:
     # Pictures in files need matplotlib, and the page Gradio.
     assert imported_by(rooms["presenting"]) <= declared("benchmark", "demo")
     assert imported_by(package) <= declared("train", "benchmark", "demo")
-    # vLLM and its Triton are in an environment of their own, for the tests in `tests/serving`.
+    # These are in environments of their own, for the tests in `tests/serving` and in `tests/clients`.
+    elsewhere = {"triton", "vllm", "langchain-core", "langchain-huggingface", "lm-eval", "outlines", "smolagents"}
+    elsewhere |= {"trl", "xgrammar"}
     others = imported_by(ROOT / "tests", ROOT / "docs", ROOT / "examples", ROOT / "benchmarks")
-    assert others - {"triton", "vllm"} <= declared("dev")
+    assert others - elsewhere <= declared("dev")
