@@ -83,9 +83,12 @@ _ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parame
 
 def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call of `generate()` by their names."""
-    if len(args) > len(_ARGUMENTS_OF_GENERATE) or (twice := set(_ARGUMENTS_OF_GENERATE[: len(args)]) & set(kwargs)):
-        what = f"several values for {sorted(twice)}" if twice else f"{len(args)} positional arguments"
-        raise TypeError(f"`generate()` got {what}.")
+    if len(args) > len(_ARGUMENTS_OF_GENERATE):
+        raise TypeError(
+            f"`generate()` takes {len(_ARGUMENTS_OF_GENERATE)} positional arguments at most, got {len(args)}."
+        )
+    if twice := set(_ARGUMENTS_OF_GENERATE[: len(args)]) & set(kwargs):
+        raise TypeError(f"`generate()` got several values for {', '.join(sorted(twice))}.")
     return dict(zip(_ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
 
 
