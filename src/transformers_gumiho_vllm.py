@@ -12,7 +12,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
@@ -20,9 +19,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-
-# The releases of vLLM that the tests have run with. What is replaced here is not part of its interface.
-TESTED_RELEASES = ("0.31", "0.32")
 
 ARCHITECTURE = "EagleGumihoModel"
 _MODEL = "transformers_gumiho.vllm.model:GumihoForCausalLM"
@@ -42,44 +38,39 @@ def register() -> None:
     """
     Makes vLLM draft with the Gumiho drafters that it is given; calling this again changes nothing.
 
-    With a vLLM that brings Gumiho itself, nothing is done. With one that was not tested, only the refusal of Gumiho
-    drafters is; whatever else vLLM is used for goes on as without this package.
+    With a vLLM that brings Gumiho itself, nothing is done. With one that lacks what the plug-in needs, Gumiho drafters
+    are refused. Whatever else vLLM is used for stays as it is without this package.
     """
     try:
-        reason = _reason_to_step_aside()
-        if reason is None:
-            _register_model()
+        registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+        if any("Gumiho" in name and name != ARCHITECTURE for name in registry.models):
+            _say_once("This vLLM has Gumiho itself, so the Gumiho plug-in does nothing.")
+            return
+        refusal, caution = _check_contract()
+        if not refusal:
+            if ARCHITECTURE not in registry.models:
+                registry.register_model(ARCHITECTURE, _MODEL)
             for module, names in _DRAFTING_CLASSES.items():
                 _after_import(module, functools.partial(_choose_by_drafter, *names))
-        else:
-            _say_once(f"{reason} The Gumiho plug-in steps aside.")
-        if not _has_own_gumiho():
-            _read_configs_of_drafters(reason)
+        _read_configs_of_drafters(refusal, caution)
     except Exception as error:
         _say_what_does_not_fit(error)
 
 
-def _reason_to_step_aside() -> str | None:
-    if _has_own_gumiho():
-        return "This vLLM has Gumiho itself."
-    version = str(importlib.import_module("vllm").__version__)
-    if re.sub(r"^(\d+\.\d+).*", r"\1", version) not in TESTED_RELEASES:
-        return (
-            f"This is vLLM {version}, and transformers-gumiho has been tested with "
-            f"{', '.join(f'{release}.*' for release in TESTED_RELEASES)}."
-        )
-    return None
-
-
-def _has_own_gumiho() -> bool:
-    registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
-    return any("Gumiho" in name and name != ARCHITECTURE for name in registry.models)
-
-
-def _register_model() -> None:
-    registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
-    if ARCHITECTURE not in registry.models:
-        registry.register_model(ARCHITECTURE, _MODEL)
+def _check_contract() -> tuple[str, str]:
+    """Returns why Gumiho cannot be used with this vLLM, and what is unsure of it; empty texts for nothing."""
+    # Loaded by its file: the package takes long to import.
+    package = importlib.util.find_spec("transformers_gumiho")
+    assert package is not None
+    file = Path(str(package.origin)).parent / "vllm" / "contract.py"
+    spec = importlib.util.spec_from_file_location("transformers_gumiho_vllm_contract", file)
+    assert spec is not None
+    assert spec.loader is not None
+    contract = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(contract)
+    root = Path(importlib.import_module("vllm").__path__[0]).parent
+    hooks, version = list(contract.read_hooks(root)), contract.read_version(root)
+    return contract.refusal(hooks, version), contract.caution(hooks, version)
 
 
 def _say_once(message: str) -> None:
@@ -96,8 +87,9 @@ def _say_what_does_not_fit(error: Exception) -> None:
 # Which configs are read by us.
 
 
-def _read_configs_of_drafters(refusal: str | None) -> None:
-    """Makes vLLM read the configs of Gumiho drafters by this package, or refuse them for the reason given."""
+def _read_configs_of_drafters(refusal: str, caution: str) -> None:
+    """Makes vLLM read the configs of Gumiho drafters by this package, with a warning, or refuse them with a reason."""
+    warn = functools.cache(_say_once)
     # Where it is called, not where it is defined: vLLM imports the function by its name.
     module: Any = importlib.import_module("vllm.config.model")
     plain = module.get_config
@@ -121,8 +113,10 @@ def _read_configs_of_drafters(refusal: str | None) -> None:
                 # Where the package is imported, transformers knows its type.
                 if getattr(config, "model_type", None) != "gumiho":
                     return config
-        if refusal is not None:
+        if refusal:
             raise ValueError(f"{str(model)!r} is a Gumiho drafter, which cannot be used here. {refusal}")
+        if caution:
+            warn(caution)
         configuration = importlib.import_module("transformers_gumiho.vllm.configuration")
         return configuration.read_drafter(model, revision=revision, token=token)
 
@@ -208,4 +202,4 @@ class _ChangingFinder(MetaPathFinder):
         return spec
 
 
-__all__ = ["ARCHITECTURE", "TESTED_RELEASES", "is_drafter", "register"]
+__all__ = ["ARCHITECTURE", "is_drafter", "register"]

@@ -18,6 +18,7 @@ from checkpoints import LLAMA_FIELDS, VLLM_FIELDS
 from hub_cache import write_to_hub_cache
 from targets import make_drafter, make_target
 from vllm_reader import expected_shapes, read_config, read_names
+from vllm_sources import write_sources
 
 import transformers_gumiho
 import transformers_gumiho_vllm as plugin
@@ -46,7 +47,7 @@ class Registry:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """As much of vLLM as the plug-in touches before a drafter is asked for."""
     modules = {name: ModuleType(name) for name in (
         "vllm", "vllm.config", "vllm.config.model", "vllm.model_executor", "vllm.model_executor.models",
@@ -55,7 +56,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name, module in modules.items():
         module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
-    modules["vllm"].__version__ = f"{plugin.TESTED_RELEASES[0]}.0+cpu"
+    root = write_sources(tmp_path_factory.mktemp("vllm"))
+    modules["vllm"].__path__ = [str(root / "vllm")]
     modules["vllm.config.model"].get_config = lambda model, *args, **kwargs: f"vllm's config of {model}"
     registry = Registry()
     modules["vllm.model_executor.models.registry"].ModelRegistry = registry
@@ -66,9 +68,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     modules["vllm.v1.spec_decode.eagle"].EagleProposer = EagleProposer
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    return SimpleNamespace(
-        top=modules["vllm"], config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer
-    )
+    return SimpleNamespace(root=root, config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer)
 
 
 def with_drafter(architecture: str) -> Any:
@@ -204,20 +204,36 @@ def test_a_drafter_on_the_hub_by_any_name(
     assert vllm.config.get_config("some/name", False, "v1", token="secret") == ("some/name", "v1", "secret")
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.320.0", "1.0.0", "dev"])
-def test_of_another_release_only_drafters_are_refused(
-    version: str, vllm: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_where_something_is_missing_only_drafters_are_refused(
+    vllm: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vllm.top.__version__ = version
+    write_sources(vllm.root, "0.40.0", without="EagleSpeculator.capture")
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert [record.getMessage().count(f"This is vLLM {version}, ") for record in caplog.records] == [1]
+        assert vllm.config.get_config("other/model", False) == "vllm's config of other/model"
+    assert caplog.records == []
     assert plugin.ARCHITECTURE not in vllm.registry.models
     assert "__new__" not in vars(vllm.eagle)
-    assert vllm.config.get_config("other/model", False) == "vllm's config of other/model"
     drafter = write_config(tmp_path, {"model_type": "gumiho"})
-    with pytest.raises(ValueError, match=rf"is a Gumiho drafter, which cannot be used here. This is vLLM {version}"):
+    message = r"cannot be used here. The plug-in does not fit vLLM 0.40.0: `EagleSpeculator.capture` is not in vllm.v1"
+    with pytest.raises(ValueError, match=message):
         vllm.config.get_config(drafter, False)
+
+
+def test_that_a_release_was_not_tested_is_said_once_to_those_who_draft(
+    vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = ModuleType("transformers_gumiho.vllm.configuration")
+    ours.read_drafter = lambda model, **options: "ours"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, ours.__name__, ours)
+    write_sources(vllm.root, "0.40.0")
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+        vllm.config.get_config("other/model", False)
+        assert caplog.records == []
+        for _ in range(2):
+            assert vllm.config.get_config(write_config(tmp_path, {"model_type": "gumiho"}), False) == "ours"
+    assert ["has not been tested with vLLM 0.40.0" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_vllm_with_gumiho_of_its_own_is_left_alone(
