@@ -43,6 +43,9 @@ CACHE_NAME = (
     else "past_key_values"
 )
 
+# Where a function keeps the one that `torch.compile` has made it of.
+_COMPILED_FROM = "_torchdynamo_orig_callable"
+
 _CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
 
 # Names that subclasses in this package give a value or a body to, for transformers to find: there is no other place
@@ -332,6 +335,37 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module runs a graph, which takes no notice of hooks that are registered later."""
+    return module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), _COMPILED_FROM)
+
+
+def uncompiled_copy(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+    """
+    Returns a copy of a module that runs no graph. It shares the module's weights, and has hooks of its own. The module
+    itself stays as it is, as it may be running in another thread.
+
+    Args:
+        module: The module.
+        replaced: Of its submodules those in whose place the copy has others.
+    """
+    copied = copy.copy(module)  # without what `compile()` has made
+    if (forward := vars(copied).pop("forward", None)) is not None and has_own_forward(module):
+        vars(copied)["forward"] = getattr(forward, _COMPILED_FROM, forward)
+    copied._modules = module._modules | {
+        name: replaced[child] for name, child in module.named_children() if child in replaced
+    }
+    copied._forward_hooks = copied._forward_hooks.copy()
+    return copied
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether another `forward` than that of its class was put on the module, and not one that is compiled from it."""
+    forward = vars(module).get("forward")
+    original = getattr(forward, _COMPILED_FROM, forward)
+    return forward is not None and getattr(original, "__func__", original) is not type(module).forward
+
+
 def has_placement_hook(module: nn.Module) -> bool:
     """Whether accelerate moves the module's inputs or weights when it runs."""
     return getattr(module, "_hf_hook", None) is not None
@@ -421,7 +455,9 @@ __all__ = [
     "finds_registered_attention",
     "forward_parameters",
     "generation_step",
+    "has_own_forward",
     "has_placement_hook",
+    "is_compiled",
     "is_own_sdpa_attention",
     "is_stateful",
     "keeps_dynamic_cache",
@@ -441,6 +477,7 @@ __all__ = [
     "runs_as_defined",
     "supports_sdpa",
     "uncompiled",
+    "uncompiled_copy",
     "was_loaded",
     "without_layer",
     "would_compile",

@@ -195,6 +195,24 @@ def test_rotary_embeddings_that_change_on_the_way() -> None:
             target.generate(inputs_embeds=embeds, max_new_tokens=14, assistant_model=make_drafter(target))
 
 
+def test_doge_beyond_the_tokens_that_it_keeps() -> None:
+    config = small_config("doge")
+    config.keep_window_size, config.initializer_range, config.eos_token_id = 12, 0.6, None
+    doge = AutoModelForCausalLM.from_config(config).double().eval()
+    drafter = make_drafter(doge)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
+    # With padding the cache holds more than it keeps, of which it can see 12.
+    prompts = make_prompts([4, 2])
+    drafted = doge.generate(**prompts, **settings, assistant_model=drafter)
+    assert torch.equal(drafted, doge.generate(**prompts, **settings))
+    refuses(doge, "attends to 12 tokens at most .*may go from 4 to 14", drafter, max_new_tokens=10)
+    drafter.attach(doge)
+    settings["max_new_tokens"] = 10
+    assert torch.equal(
+        doge.generate(**prompts, **settings), doge.generate(**prompts, **settings, assistant_model=None)
+    )
+
+
 def test_drafter_of_another_target(target: PreTrainedModel) -> None:
     larger = LlamaConfig(vocab_size=9, hidden_size=32, num_attention_heads=4, intermediate_size=48)
     drafter = GumihoModel(GumihoConfig.from_target(larger))

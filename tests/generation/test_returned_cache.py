@@ -119,11 +119,11 @@ def test_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
     target = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
     drafter = make_drafter(target, num_assistant_tokens=15)
     words = make_prompts([8, 8], seed=5)["input_ids"]
-    for lengths in ([20, 20], [24, 19]):
+    for lengths, chunk_size in itertools.product(([20, 20], [24, 19]), (None, 10, 17)):
         texts = []
         for assistant in (None, drafter):
-            prompts = make_prompts(lengths)
-            texts.append(target.generate(**prompts, max_new_tokens=16, do_sample=False, assistant_model=assistant))
+            settings = {"max_new_tokens": 16, "do_sample": False, "prefill_chunk_size": chunk_size}
+            texts.append(target.generate(**make_prompts(lengths), **settings, assistant_model=assistant))
         assert torch.equal(*texts)
     conversations = []
     for first, second in itertools.product((None, drafter), repeat=2):

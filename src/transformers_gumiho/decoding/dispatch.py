@@ -33,6 +33,7 @@ from ..target.requirements import (
     reason_against,
     verification_kind,
 )
+from ..target.without_graphs import without_graphs
 from .loop import check_inputs, decode_with_tree
 from .named_drafters import named_drafter
 
@@ -107,9 +108,10 @@ def _assisted_decoding(
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
-    reason = reason_against(check_inputs, target, input_ids, kwargs)
+    verifier = without_graphs(target, assistant.config.target_layer_ids)
+    reason = reason_against(check_inputs, verifier, input_ids, kwargs)
     if reason is None:
-        return decode_with_tree(target, input_ids, *args, **kwargs | {"assistant_model": assistant})
+        return decode_with_tree(verifier, input_ids, *args, **kwargs | {"assistant_model": assistant})
     if _attached_call.get() is not target:
         raise Unsupported(reason)
     _warn_of_plain_decoding(reason)
@@ -124,10 +126,11 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
     """
     check_target(target)
     check_pair(target, drafter)
+    verifier = without_graphs(target, drafter.config.target_layer_ids)
     if verification_kind(target) == "chain":
-        check_continuation(target, None, batch_size=1)
+        check_continuation(verifier, None, batch_size=1)
     elif not type(target).__module__.startswith("transformers."):
-        check_prompt_pass(target, drafter.config.target_layer_ids)
+        check_prompt_pass(verifier, drafter.config.target_layer_ids)
 
 
 # On a step that has been replaced.

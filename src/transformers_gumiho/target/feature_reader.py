@@ -145,7 +145,7 @@ class FeatureReader:
         if not captured:
             raise RuntimeError(
                 f"{type(self.target).__name__} did not run its decoder as a module, so its last hidden states could "
-                f"not be read. If its forward pass is compiled, pass the model that is not."
+                f"not be read. Make its `forward` call the decoder instead of a part of it."
             )
         last = projected_states(self.target, _joined([last for last, _ in captured]))
         if self.layer_ids is None:

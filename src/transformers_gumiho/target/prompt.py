@@ -71,7 +71,9 @@ def read_prompt(
         caller_cache.get_seq_length() if caller_cache is not None and verification_kind(model) == "tree" else 0
     )
     outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
-    if caller_cache is None or _is_replaced(model, input_ids, model_kwargs, outputs):
+    # A prompt that is read in chunks puts the cache of the first chunk into the arguments.
+    given = model_kwargs | {cache_argument(model): caller_cache}
+    if caller_cache is None or _is_replaced(model, input_ids, given, outputs):
         caller_cache, num_before = outputs[cache_argument(model)], 0
     # A target split over devices moves its inputs itself; the parameters of an offloaded one are nowhere.
     device = states.last.device

@@ -255,15 +255,26 @@ def check_padding(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> None
 
 def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new_tokens: int) -> None:
     """
-    Raises [`Unsupported`] where the rotary embedding depends on how far a pass reaches.
+    Raises [`Unsupported`] where what a token sees depends on how far a pass reaches.
 
-    Such embeddings change with the largest position of a pass, and a tree reaches further than plain decoding does.
+    Some rotary embeddings change with the largest position of a pass, and a tree reaches further than plain decoding
+    does. Doge attends to `keep_window_size` tokens at most and chooses them by a score. Equal tokens have equal scores
+    in its first layer, and which of them it keeps is chance.
 
     Args:
         position_ids: Those of the prompt.
         max_new_tokens: The most tokens that may follow it.
     """
     config = target.config.get_text_config(decoder=True)
+    start = int(position_ids.max()) + 1
+    stop = start + max_new_tokens
+    kept = getattr(config, "keep_window_size", None)
+    if kept is not None and stop - 1 > kept:  # plain decoding does not run the last token
+        raise Unsupported(
+            f"{type(target).__name__} attends to {kept} tokens at most (`keep_window_size`), and which of equal ones "
+            f"it drops is chance. This generation may go from {start} to {stop}. Lower `max_new_tokens` or generate "
+            f"without `assistant_model`."
+        )
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     # Models with two kinds of attention nest one set of parameters per kind.
     nested = [value for value in parameters.values() if isinstance(value, dict) and "rope_type" in value]
@@ -274,8 +285,6 @@ def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new
         limit: int = config.max_position_embeddings
         if rope_type == "longrope":
             limit = rope.get("original_max_position_embeddings", limit)
-        start = int(position_ids.max()) + 1
-        stop = start + max_new_tokens
         if stop > limit and (rope_type == "dynamic" or start <= limit):
             raise Unsupported(
                 f"{type(target).__name__} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, and "

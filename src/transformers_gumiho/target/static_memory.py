@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..internals import mark_static_address
@@ -12,7 +13,8 @@ from ..internals import mark_static_address
 # Kinds of generations (by rows and capacity) whose tensors are kept for a target; the oldest go first.
 MAX_KEPT = 2
 
-_kept: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, int], "StaticMemory"]] = WeakKeyDictionary()
+# By the target's embedding: of a compiled target each generation runs another copy, which shares that.
+_kept: WeakKeyDictionary[nn.Module, dict[tuple[int, int], "StaticMemory"]] = WeakKeyDictionary()
 
 
 class StaticMemory:
@@ -33,7 +35,7 @@ class StaticMemory:
     @classmethod
     def take(cls, target: PreTrainedModel, batch_size: int, capacity: int) -> "StaticMemory":
         """Returns the memory of an earlier generation of this kind that no other one uses now, or a new one."""
-        kept = _kept.get(target, {}).pop((batch_size, capacity), None)
+        kept = _kept.get(target.get_input_embeddings(), {}).pop((batch_size, capacity), None)
         return cls(batch_size, capacity) if kept is None else kept
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -57,7 +59,7 @@ class StaticMemory:
         """Leaves the tensors to the target's next generation of this kind."""
         del self._tensors[self._num_used :]
         self._num_used = 0
-        kept = _kept.setdefault(target, {})
+        kept = _kept.setdefault(target.get_input_embeddings(), {})
         kept[self._kind] = self
         while len(kept) > MAX_KEPT:
             kept.pop(next(iter(kept)), None)
