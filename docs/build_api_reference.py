@@ -24,7 +24,7 @@ import transformers_gumiho
 
 PUBLIC = ("", ".training", ".tuning", ".benchmarking", ".presenting", ".metrics")
 METHOD = (
-    ".tree.draft_tree", ".tree.recombination", ".tree.verification", ".drafting.drafter", ".model.parallel_heads",
+    ".tree.draft_tree", ".tree.verification", ".drafting.drafter", ".model.parallel_heads",
     ".decoding.sampling_noise", ".losses.terms", ".target.verification_cache", ".target.tree_cache",
     ".target.feature_reader",
 )  # fmt: skip

@@ -25,7 +25,6 @@ from transformers_gumiho import DraftingSettings, GumihoModel
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.target.output_head import output_head
-from transformers_gumiho.tree import recombination
 from transformers_gumiho.tree.draft_tree import DraftTree
 
 
@@ -186,37 +185,6 @@ def test_branching_factor_one_drafts_a_chain_of_arg_maxes() -> None:
     path += target.lm_head(drafter.mlp(torch.cat(fused, dim=-1))[0, :, 0]).argmax(dim=-1).tolist()
     assert logits is None
     assert candidates.tolist() == [ids[0].tolist() + path]
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize(("num_assistant_tokens", "branching_factor"), [(3, 2), (4, 1), (12, 2), (20, 6), (24, 3)])
-def test_enumerating_finds_the_trees_that_searching_finds(
-    num_assistant_tokens: int, branching_factor: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = make_target()
-    drafter = make_drafter(
-        target, num_assistant_tokens=num_assistant_tokens, branching_factor=branching_factor, draft_temperature=0.3
-    )
-    ids = make_prompts([6] * batch_size)["input_ids"]
-    noise = -(-torch.rand(batch_size, min(7, num_assistant_tokens), target.config.vocab_size).log()).log()
-    for noise_of_case in (None, noise):
-        trees = []
-        for limit in (10_000, 0):
-            monkeypatch.setattr(recombination, "MAX_RECOMBINATIONS", limit)
-            generator = make_generator(target, drafter, batch_size, noise_of_case)
-            assert (generator.drafter._recombinations is None) == (limit == 0)  # noqa: SLF001
-            positions = torch.arange(5).expand(batch_size, -1)
-            states = states_of(target, ids)[:, :-1]
-            trees.append(generator.draft_tree(CommittedTokens(ids[:, 1:], states, positions, [5] * batch_size)))
-        assert torch.equal(trees[0].scores, trees[1].scores)
-        assert trees[0].max_depth == trees[1].max_depth
-        for row, scores in enumerate(trees[0].scores[:, 1:].tolist()):
-            # Equal scores may come in any order, and the last ones may be out.
-            enumerated, searched = (
-                {path for path, score in zip(paths_of(tree, row), scores, strict=True) if score > scores[-1]}
-                for tree in trees
-            )
-            assert enumerated == searched
 
 
 def test_what_is_too_deep_for_the_tree_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from ..target.cycle_shapes import CycleShapes
 from ..target.grouped_attention import groups_in_place
 from ..target.tree_cache import TreeCache
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
-from ..tree.recombination import Recombinations
 from ..uploads import upload
 from .committed_tokens import CommittedTokens
 from .settings import DraftingSettings
@@ -69,7 +68,6 @@ class GumihoDrafter:
             with torch.no_grad():
                 self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids, cache.buffers.memory)
         self._committed = [(causal[:, :n, :n], offsets[:, :n]) for n in range(self._num_committed + 1)]
-        self._recombinations = self._find_recombinations(len(cache.lengths))
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
         self._heads_temperatures = temperatures[model.config.num_serial_tokens :, None, None]
@@ -82,28 +80,6 @@ class GumihoDrafter:
             for tensor in [tensor for pair in self._head_weights or [] for tensor in pair]:
                 mark_static_address(tensor)
         self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
-
-    def _find_recombinations(self, batch_size: int) -> Recombinations | None:
-        settings, config = self.settings, self.model.config
-        num_heads = settings.tree_depth - config.num_serial_tokens
-        if not settings.recombines or num_heads < 1 or self._transitions is not None:
-            return None
-        vocab_size = config.get_text_config().vocab_size if self.token_ids is None else len(self.token_ids)
-        # As wide as the serial levels will be.
-        num_above = num_paths = 1
-        for _ in range(config.num_serial_tokens):
-            num_extensions = num_paths * min(settings.branching_factor, vocab_size)
-            num_above = min(num_extensions, settings.num_assistant_tokens)
-            num_paths = min(num_above, settings.branching_factor)
-        return Recombinations.find(
-            settings.num_assistant_tokens,
-            serial_depth=config.num_serial_tokens,
-            num_above=num_above,
-            num_paths=num_paths,
-            num_heads=num_heads,
-            num_candidates=min(settings.extension[1], vocab_size),
-            batch_size=batch_size,
-        )
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -132,7 +108,7 @@ class GumihoDrafter:
         accepted_lengths = committed.accepted_lengths
         features = self._read_committed(tokens, states, position_ids)
         self.cache.advance(accepted_lengths)
-        root, feature, position = (_last_of_rows(t, accepted_lengths) for t in (tokens, features, position_ids))
+        root, feature, position = (last_of_rows(t, accepted_lengths) for t in (tokens, features, position_ids))
         return self._grow_tree(root, feature, position, noise)
 
     def _upcoming_noise(self) -> torch.Tensor | None:
@@ -149,7 +125,7 @@ class GumihoDrafter:
         self.cache.advance(prompt.accepted_lengths)
         if self.has_fixed_shapes:
             self.cache.fix_shapes(tokens.device)
-        root, feature, position = (_last_of_rows(t, prompt.accepted_lengths) for t in (tokens, features, position_ids))
+        root, feature, position = (last_of_rows(t, prompt.accepted_lengths) for t in (tokens, features, position_ids))
         return self._grow_tree(root, feature, position, noise)
 
     def _draft_in_fixed_shapes(
@@ -260,8 +236,6 @@ class GumihoDrafter:
         if self._transitions is not None:
             return self._search_recombinations(last_level, features, temperatures, heads_noise)
         tokens, log_probs = self._best_tokens(features, settings.extension[1], temperatures, heads_noise)
-        if self._recombinations is not None:
-            return [self._recombinations.grow(last_level, tokens, log_probs)]
         return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
 
     def _search_recombinations(
@@ -376,7 +350,7 @@ def _append_candidates(
     return torch.cat((gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
 
 
-def _last_of_rows(tensor: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def last_of_rows(tensor: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Picks place `lengths[b] - 1` (place 0 for a length of 0) of each row of `(B, n, ...)`; returns `(B, 1, ...)`."""
     places = [max(length - 1, 0) for length in lengths]
     if min(places) == max(places):

@@ -13,14 +13,12 @@ import torch
 @dataclass(frozen=True)
 class DraftLevel:
     """
-    The candidate nodes of one depth, best first. The last level may hold the nodes of several depths, each behind its
-    parent.
+    The candidate nodes of one depth, best first.
 
     Attributes:
         tokens (`(B, n)`): Drafted token ids.
         scores (`(B, n)`): Summed draft log-probabilities (nats) of the paths that end here.
-        parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root). Behind the
-            nodes of that level, those of this one count on.
+        parents (`(B, n)`): Index of each node's parent in the level above (0 in the first level: the root).
     """
 
     tokens: torch.Tensor
