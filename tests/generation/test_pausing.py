@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding import upcoming_trees
 from transformers_gumiho.decoding.observers import observing
+from transformers_gumiho.drafting import candidate_generator
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.internals import compile_on_every_device
 
@@ -124,7 +124,7 @@ def test_what_is_unread_in_a_pause_is_bounded(monkeypatch: pytest.MonkeyPatch) -
         widths.append(sum(part.tokens.shape[1] for part in parts))
         return join(parts)
 
-    monkeypatch.setattr(upcoming_trees.CommittedTokens, "join", listen)
+    monkeypatch.setattr(candidate_generator.CommittedTokens, "join", listen)
     arguments = make_prompts([9]) | {"max_new_tokens": 1500} | GREEDY
     assert torch.equal(target.generate(**arguments, assistant_model=drafter), target.generate(**arguments))
     assert 256 < max(widths) <= 256 + 64 + 65 * 17

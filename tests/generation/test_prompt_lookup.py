@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from transformers import LogitsProcessor, StoppingCriteria
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding import upcoming_trees
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting import candidate_generator
 from transformers_gumiho.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
@@ -166,7 +166,7 @@ def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_muc
 
     assert max(sizes(branching_factor=1)) <= 9
     assert longest_rest(sizes(branching_factor=3)) > 2
-    monkeypatch.setattr(upcoming_trees, "_MAX_UNREAD_TOKENS", 12)
+    monkeypatch.setattr(candidate_generator, "_MAX_UNREAD_TOKENS", 12)
     assert longest_rest(sizes(branching_factor=3)) == 2, "behind 6 tokens, and behind 11 more"
 
 

@@ -23,11 +23,11 @@ from ..target.own_caches import make_cache
 from ..target.prompt import prompt_positions, read_prompt
 from ..target.requirements import check_cache, check_padding, check_positions, tree_obstacle, verification_kind
 from ..tree.draft_tree import bare_root
+from .drafts import committed_path, committed_prompt, make_generator
 from .observers import GenerationEvents
 from .sequences import CommittedSequences, max_length_of
 from .step_records import CycleRecords
 from .token_choice import TokenChooser
-from .upcoming_trees import UpcomingTrees
 
 
 logger = logging.get_logger(__name__)
@@ -107,9 +107,13 @@ def decode_with_tree(
         chooser.commit(tree, output.logits)
         sequences.stream()
         if not sequences.finished:
-            trees = UpcomingTrees(session, assistant_model, settings, chooser, output, events)
-            tree = trees.after_prompt(output)
+            drafts = make_generator(session, assistant_model, settings, chooser, output.states, events)
+            vocab_size = assistant_model.config.get_text_config().vocab_size
+            committed = committed_prompt(sequences, session, output, vocab_size)
         while not sequences.finished:
+            with events.stage("draft"):
+                tree = drafts.draft_tree(committed, sequences.max_length - max(sequences.lengths))
+            events.tree(drafts.origin)
             with events.stage("verify"):
                 output = session.run_tree(sequences.pad_ended_rows(tree) if is_chain else tree)
             path = chooser.commit(tree, output.logits)
@@ -117,8 +121,7 @@ def decode_with_tree(
             sequences.stream()
             session.commit(path)
             records.add(tree, path, output.hidden_states)
-            if not sequences.finished:
-                tree = trees.after(path, output)
+            committed = committed_path(sequences, session, output, path)
         session.finish(sequences.num_run_by_plain(), sequences.last_tokens(), tree)
 
     if streamer is not None:

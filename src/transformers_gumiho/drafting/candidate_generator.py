@@ -1,8 +1,9 @@
-"""The drafter behind transformers' interface for candidate generators."""
+"""The draft trees of a generation: the drafter's, the context's, and when the drafter pauses."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,16 +18,28 @@ from ..target.placement import drafter_device
 from ..target.prediction_head import projected_states
 from ..target.requirements import check_pair
 from ..target.tree_cache import TreeCache
-from ..tree.draft_tree import DraftTree
+from ..tree.draft_tree import DraftTree, bare_root, padded_root
 from .committed_tokens import CommittedTokens
-from .drafter import GumihoDrafter
+from .context_branch import ContextBranch
+from .context_drafts import ContextDrafts
+from .drafter import GumihoDrafter, last_of_rows
+from .pause import DraftingPause, DraftOrigin
 from .settings import DraftingSettings
+
+
+# Committed tokens that the drafter has not read, above which runs of the context end: it reads them all at once, which
+# takes memory. A pause may add those of its cycles.
+_MAX_UNREAD_TOKENS = 256
 
 
 class GumihoCandidateGenerator(CandidateGenerator):
     """
-    Generates the candidates of a Gumiho drafter: a [`DraftTree`] per cycle ([`draft_tree`], which this package's own
-    loop verifies), or its best path ([`get_candidates`], which transformers' loop of assisted decoding verifies).
+    Makes the draft trees of a generation, one for each cycle ([`draft_tree`]), or the best path of each
+    ([`get_candidates`], for transformers' own loop of assisted decoding).
+
+    The drafter pauses while it gains less than it costs ([`DraftingPause`]), and reads afterwards what was committed
+    meanwhile. Prompt lookup adds a branch to its trees. Where a text repeats itself, prompt lookup alone drafts longer
+    and longer runs.
 
     Args:
         assistant_model ([`GumihoModel`]): The drafter, on any device.
@@ -38,7 +51,13 @@ class GumihoCandidateGenerator(CandidateGenerator):
         eos_token_ids: Tokens that end a text; no candidate goes beyond the first of them that was drafted.
         read_last: What the target does between its last hidden states `(1, T, ...)` and its output projection, where
             that is anything: `get_candidates` drafts from what the projection reads.
+        context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
+        break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
+            decoding. By default the drafter never pauses.
         **drafter_kwargs: Further arguments of [`GumihoDrafter`].
+
+    Attributes:
+        origin ([`DraftOrigin`]): Where the newest tree comes from.
     """
 
     requires_model_outputs = True
@@ -52,6 +71,8 @@ class GumihoCandidateGenerator(CandidateGenerator):
         max_length: int | None = None,
         eos_token_ids: Collection[int] = (),
         read_last: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        context: ContextDrafts | None = None,
+        break_even: float | None = None,
         **drafter_kwargs: Any,
     ):
         self.assistant_model = assistant_model
@@ -67,6 +88,11 @@ class GumihoCandidateGenerator(CandidateGenerator):
         self.eos_token_ids = frozenset(eos_token_ids)
         self._read_last = read_last
         self._has_read_prompt = False
+        self._context = context
+        self._pause = None if break_even is None else DraftingPause(break_even)
+        self._unread: list[CommittedTokens] = []  # committed since the drafter drafted last
+        self._num_drafted = 0  # nodes of the drafter's newest tree, root not included
+        self.origin = DraftOrigin("drafter")
 
     @classmethod
     def for_assisted_decoding(
@@ -109,9 +135,71 @@ class GumihoCandidateGenerator(CandidateGenerator):
             token_ids=token_ids,
         )
 
-    def draft_tree(self, committed: CommittedTokens) -> DraftTree:
-        """Drafts a tree after newly committed tokens on any device; the tree is on the device of these tokens."""
-        return self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
+    def draft_tree(self, committed: CommittedTokens, num_missing: int = 0) -> DraftTree:
+        """
+        Returns the tree of the next cycle.
+
+        Args:
+            committed: What was committed since the last call: the prompt at first, then what a cycle has committed. On
+                any device; the tree is on the device of these tokens.
+            num_missing: The most tokens that may follow. Only a run of the context needs to know it.
+        """
+        # Before drafting: reading the text, and moving what was found, waits for all that the device was given before.
+        branch = None
+        if self._context is not None:
+            branch = self._context.draft(committed.tokens.device, self._run_lengths(num_missing))
+        is_run = branch is not None and branch.is_run
+        is_paused = self._is_paused(committed, is_run)
+        # The drafter compiles one width. What it reads of several cycles is cut to that width later.
+        is_narrow = is_run or is_paused or bool(self._unread)
+        self._unread.append(committed.narrow() if is_narrow else committed)
+        if is_run or is_paused:
+            return self._make_undrafted(branch)
+        committed, self._unread = CommittedTokens.join(self._unread), []
+        tree = self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
+        self._num_drafted = tree.tokens.shape[1] - 1
+        return self._add_branch(tree, branch)
+
+    def _is_paused(self, committed: CommittedTokens, is_run: bool) -> bool:
+        """Counts the gain of the last cycle, and decides where the next tree comes from."""
+        pause = self._pause
+        if pause is not None and self._num_drafted and self.origin.source == "drafter":
+            is_open = [length > 0 for length in committed.accepted_lengths]
+            right = [0] * len(is_open) if self._context is None else self._context.num_right
+            num_open = max(sum(is_open), 1)
+            pause.observe(sum(committed.accepted_lengths) / num_open, sum(compress(right, is_open)) / num_open)
+        is_paused = pause is not None and not is_run and pause.take_cycle()
+        if is_run:
+            self.origin = DraftOrigin("context")
+        else:
+            self.origin = DraftOrigin("pause", pause.num_left) if pause and is_paused else DraftOrigin("drafter")
+        return is_paused
+
+    def _run_lengths(self, num_missing: int) -> range:
+        """
+        Returns the possible lengths of a run: more tokens than a tree has, and fewer than are missing, as the target
+        chooses the last one itself. None in fixed shapes, in chains, whose targets may have to run again what was
+        wrong, and where the drafter has much to read.
+        """
+        settings, num_unread = self.drafter.settings, sum(part.tokens.shape[1] for part in self._unread)
+        if self.drafter.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
+            return range(0)
+        return range(settings.num_assistant_tokens + 1, num_missing)
+
+    def _make_undrafted(self, branch: ContextBranch | None) -> DraftTree:
+        """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""
+        newest = self._unread[-1]
+        root = last_of_rows(newest.tokens, newest.accepted_lengths).squeeze(1)
+        if self.drafter.has_fixed_shapes:
+            return self._add_branch(padded_root(root, self._num_drafted, self.drafter.settings.longest_path), branch)
+        return bare_root(root) if branch is None else branch.alone(root)
+
+    def _add_branch(self, tree: DraftTree, branch: ContextBranch | None) -> DraftTree:
+        settings = self.drafter.settings
+        if branch is not None:
+            tree = branch.added_to(tree, settings.branching_factor == 1)
+        # With or without a branch, trees of fixed shapes are equally deep.
+        return tree if self._context is None else replace(tree, max_depth=settings.longest_path)
 
     def get_candidates(
         self,

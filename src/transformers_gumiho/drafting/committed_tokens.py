@@ -37,6 +37,17 @@ class CommittedTokens:
             self.attention_mask.to(device) if self.attention_mask is not None else None,
         )
 
+    def narrow(self) -> "CommittedTokens":
+        """Returns the tokens without columns that are real in no row."""
+        width = max(self.accepted_lengths)
+        return CommittedTokens(
+            self.tokens[:, :width],
+            self.drafter_input[:, :width],
+            self.position_ids[:, :width],
+            self.accepted_lengths,
+            self.attention_mask[:, :width] if self.attention_mask is not None else None,
+        )
+
     @classmethod
     def join(cls, parts: Sequence["CommittedTokens"]) -> "CommittedTokens":
         """Returns what several cycles in a row committed, none of them the prompt, as if it had been one."""

@@ -56,8 +56,8 @@ class RowDrafts:
         max_ngram_size: The longest n-grams that are looked up.
 
     Attributes:
-        run_length: Tokens to draft where all of the newest drafts were right, and the text went on behind them as it
-            did before, too: twice as many as these, at most [`longest_run`]. Else 0.
+        run_length: Twice as many tokens as the newest drafts, where all of these were right, at most [`longest_run`].
+            Else 0.
     """
 
     def __init__(self, num_tokens: int, max_ngram_size: int):
@@ -66,7 +66,6 @@ class RowDrafts:
         self.estimates = MatchEstimates()
         self._index = NgramIndex(max_ngram_size)
         self._drafted: list[int] = []
-        self._follower = 0  # what followed behind the drafts
         self._match_length = 0
 
     def extend(self, tokens: list[int]) -> int:
@@ -82,10 +81,8 @@ class RowDrafts:
             if token != drafted:
                 break
             num_right += 1
-        # The token that was chosen behind them, as far as there is one.
-        goes_on = tokens[num_right : num_right + 1] in ([], [self._follower])
-        is_run = 0 < len(self._drafted) == num_right and goes_on
-        self.run_length = min(2 * num_right, longest_run(self.num_tokens)) if is_run else 0
+        are_all_right = 0 < len(self._drafted) == num_right
+        self.run_length = min(2 * num_right, longest_run(self.num_tokens)) if are_all_right else 0
         self._index.extend(tokens)
         self._drafted = []
         return num_right
@@ -100,7 +97,7 @@ class RowDrafts:
         if match is None:
             return [], []
         self._match_length = match.length
-        *self._drafted, self._follower = self._index.continuation(match, num_tokens + 1)
+        self._drafted = self._index.continuation(match, num_tokens)
         # A token that is accepted makes the match longer by one.
         lengths = range(match.length, match.length + num_tokens)
         return self._drafted, [self.estimates.probability(length) for length in lengths]

@@ -1,0 +1,115 @@
+"""What the loop gives the candidate generator: its parts, and what the drafter reads of each cycle."""
+
+from contextlib import nullcontext
+
+from ..drafting.break_even import estimate_break_even
+from ..drafting.candidate_generator import GumihoCandidateGenerator
+from ..drafting.committed_tokens import CommittedTokens
+from ..drafting.context_drafts import ContextDrafts
+from ..drafting.settings import DraftingSettings
+from ..model.modeling_gumiho import GumihoModel
+from ..target.feature_reader import TargetStates
+from ..target.output_head import head_for_drafting
+from ..target.session import TargetOutput, TargetSession
+from ..target.tree_cache import TreeCache
+from ..tree.verification import AcceptedPath, pick
+from .observers import GenerationEvents
+from .sequences import CommittedSequences
+from .token_choice import TokenChooser
+
+
+def make_generator(
+    session: TargetSession,
+    drafter: GumihoModel,
+    settings: DraftingSettings,
+    chooser: TokenChooser,
+    states: TargetStates,
+    events: GenerationEvents,
+) -> GumihoCandidateGenerator:
+    """
+    Returns what makes the draft trees of a generation.
+
+    Args:
+        session: Of the target, which has read the prompt.
+        drafter: The drafter.
+        settings: Its settings for the batch.
+        chooser: Of the target's tokens.
+        states: Of the prompt.
+        events: Receives the stages of drafting.
+    """
+    # Not the states themselves: the drafter would keep those of all of the prompt.
+    device, dtype = states.last.device, states.last.dtype
+    # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
+    num_new = max(settings.longest_path + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
+    memory = session.memory
+    head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype, memory)
+    break_even = settings.break_even
+    if break_even is None:
+        break_even = estimate_break_even(session.model, drafter, settings, chooser.batch_size)
+    return GumihoCandidateGenerator(
+        drafter,
+        lm_head=head,
+        settings=settings,
+        cache=TreeCache(len(states.last), states.last.shape[1] + session.prompt.num_reserved + num_new, memory),
+        context=_context_drafts(session, settings, chooser.sequences),
+        break_even=break_even,
+        shapes=session.shapes,
+        token_ids=token_ids,
+        peek_noise=chooser.peek_noise,
+        # A compiled function cannot call observers.
+        around_pass=nullcontext if session.shapes.are_compiled else events.each("drafter_pass"),
+    )
+
+
+def _context_drafts(
+    session: TargetSession, settings: DraftingSettings, sequences: CommittedSequences
+) -> ContextDrafts | None:
+    """Returns the drafts from the context, `None` where none are asked for."""
+    if not settings.prompt_lookup_num_tokens:
+        return None
+    mask, starts = session.prompt.mask, [0] * len(sequences.lengths)
+    # A prompt given as `inputs_embeds` has a mask, but no tokens.
+    if mask is not None and sequences.prompt_length == mask.shape[1]:
+        starts = mask.long().argmax(dim=1).tolist()
+    return ContextDrafts(
+        sequences.tokens_from,
+        starts,
+        # A path that is longer has no place in any tree.
+        min(settings.prompt_lookup_num_tokens, settings.longest_path),
+        settings.max_matching_ngram_size,
+        session.model.config.get_text_config(decoder=True).vocab_size,
+    )
+
+
+def committed_prompt(
+    sequences: CommittedSequences, session: TargetSession, output: TargetOutput, vocab_size: int
+) -> CommittedTokens:
+    """Returns what the drafter reads of the prompt: with a cache of the caller's, the tokens that were run."""
+    states, mask = output.states.drafter_input, session.prompt.mask
+    # With `inputs_embeds` the tokens of the prompt are not known, and only the generated ones are.
+    num_known = min(states.shape[1], sequences.lengths[0])
+    accepted_lengths = [num_known] * len(sequences.lengths)
+    return CommittedTokens(
+        # A multimodal prompt may mark its images by ids outside the vocabulary.
+        sequences.newest(accepted_lengths).clamp(0, vocab_size - 1),
+        states[:, -num_known:],
+        output.position_ids[:, -num_known:],
+        accepted_lengths,
+        mask[:, -num_known:] if mask is not None else None,
+    )
+
+
+def committed_path(
+    sequences: CommittedSequences, session: TargetSession, output: TargetOutput, path: AcceptedPath
+) -> CommittedTokens:
+    """
+    Returns what the drafter reads of a cycle: the accepted nodes' states, and the tokens chosen from them. In fixed
+    shapes it is as wide in every cycle.
+    """
+    nodes = path.nodes if session.shapes.are_fixed else path.nodes[:, : max(path.accepted_lengths)]
+    return CommittedTokens(
+        sequences.newest(path.accepted_lengths, nodes.shape[1]),
+        pick(output.states.drafter_input, nodes),
+        output.position_ids.gather(1, nodes.to(output.position_ids.device)),
+        path.accepted_lengths,
+    )
