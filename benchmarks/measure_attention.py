@@ -25,7 +25,7 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
 from transformers_gumiho.decoding.observers import GenerationObserver, Stage, observing
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.measuring.stages import synchronize
+from transformers_gumiho.measuring.timing import synchronize
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.target.grouped_attention import copying_groups
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from training_data import DEMO_TARGET
 
 from transformers_gumiho import cli, presenting
-from transformers_gumiho.measuring.decoding_settings import decoding_settings
-from transformers_gumiho.measuring.loading import load_pair
+from transformers_gumiho.measuring.timing import temporary_settings
+from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.presenting import DemoArguments, make_page
 from transformers_gumiho.presenting.web import command
 from transformers_gumiho.presenting.web import race as race_module
@@ -33,7 +32,7 @@ SMALL = {"max_new_tokens": 16, "num_assistant_tokens": 12, "branching_factor": 4
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return load_pair(str(DEMO_TARGET), str(DEMO_TARGET.parent / "gumiho"), "float32")
+    return load_pair(PairArguments(pair="demo", dtype="float32"))
 
 
 def make_race(pair: Pair, lock: ModelLock, text: str, **settings: Any) -> Race:
@@ -94,7 +93,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
     from transformers_gumiho.presenting.web.page import Page
 
     for lookup in (None, 7):
-        with decoding_settings(pair[2], {"prompt_lookup_num_tokens": lookup}):
+        with temporary_settings(pair[2], {"prompt_lookup_num_tokens": lookup}):
             shown = Page(*pair, max_new_tokens=20, max_question_tokens=100).build(max_visitors=1)
         (slider,) = [b for b in shown.blocks.values() if getattr(b, "label", "") == "Prompt-lookup drafts"]
         assert slider.value == (lookup or 0)
@@ -102,7 +101,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
 
 def test_the_page_keeps_a_break_even_for_the_tree_that_it_was_measured_with(pair: Pair) -> None:
     measured = {"num_assistant_tokens": {"1": 12, "4": 4}, "branching_factor": 4, "break_even": 1.9}
-    with decoding_settings(pair[2], measured | {"prompt_lookup_num_tokens": 0, "full_tree_attention": None}):
+    with temporary_settings(pair[2], measured | {"prompt_lookup_num_tokens": 0, "full_tree_attention": None}):
         same = race_module.with_settings(pair[2], Question(text="", **SMALL))
         larger = race_module.with_settings(pair[2], Question(text="", **SMALL | {"num_assistant_tokens": 30}))
         assert pair[2].generation_config.break_even == 1.9
@@ -295,8 +294,8 @@ def page_with_gate() -> Iterator[tuple[str, Gate]]:
         return pair
 
     with pytest.MonkeyPatch.context() as patch:
-        load_before = command.load
-        patch.setattr(command, "load", load)
+        load_before = command.load_pair
+        patch.setattr(command, "load_pair", load)
         page = make_page(DemoArguments(pair="demo", num_assistant_tokens=12, branching_factor=4))
     _, url, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False)
     yield url, gate

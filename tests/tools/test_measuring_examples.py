@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.measuring.timing import DecodingTime
+from transformers_gumiho.measuring.timing import DecodingTime, StageSeconds
 from transformers_gumiho.target import session
 
 
@@ -35,18 +36,19 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("measure_context", monkeypatch)
 
-    def plain(_: Any, ids: torch.Tensor, **__: Any) -> DecodingTime:
-        return DecodingTime(num_tokens=50, seconds=0.001 * ids.shape[1])
+    def plain(_: Any, inputs: dict[str, torch.Tensor], **__: Any) -> DecodingTime:
+        return DecodingTime(seconds=0.001 * inputs["input_ids"].shape[1], num_tokens=50, num_passes=50)
 
-    def drafted(_: Any, __: Any, ids: torch.Tensor, *___: Any, **____: Any) -> DecodingTime:
-        return DecodingTime(
-            num_tokens=50, seconds=9.0, num_cycles=10, cycle_seconds=0.002 * ids.shape[1], verify_seconds=0.03
-        )
+    taken = StageSeconds(prompt=5.0, verify=0.3, num_cycles=10)
+
+    def generate(input_ids: torch.Tensor, **_: Any) -> None:
+        taken.total = 5.0 + 0.02 * input_ids.shape[1]
 
     monkeypatch.setattr(script, "time_plain", plain)
-    monkeypatch.setattr(script, "time_drafted", drafted)
+    monkeypatch.setattr(script, "stage_timer", lambda _: nullcontext(taken))
     args = script.ContextArguments(lengths=[16, 48], rounds=2)
-    times = script.measure_times(None, None, torch.arange(99), args)
+    target: Any = SimpleNamespace(generate=generate, device=None)
+    times = script.measure_times(target, None, torch.arange(99), args)
     assert torch.tensor(times).allclose(torch.tensor([[[0.32, 32.0, 30.0], [0.96, 96.0, 30.0]]] * 2))
     # A machine that takes three times as long in one of three rounds.
     monkeypatch.setattr(script, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
@@ -184,7 +186,7 @@ def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPa
         expected.append((tokens[:stop], [0] * length + [1] * (stop - length - 1) + [0]))
     args = script.AgreementArguments(str(folder), [], "", max_new_tokens=12, batch_size=2)
     questions = [script.Question(str(i), "all", (text,)) for i, text in enumerate(texts)]
-    rows = script.answer(args, target, questions)
+    rows = script.answer(args, target, tokenizer, questions)
     assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected
     assert len({len(tokens) - length for (length, _), (tokens, _) in zip(alone, expected, strict=True)}) > 1
 

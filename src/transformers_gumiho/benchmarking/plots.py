@@ -7,7 +7,6 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from .modes import tree_size
 from .summary import OVERALL, SummaryRow
 
 
@@ -30,26 +29,7 @@ def plot_summary(rows: Sequence[SummaryRow], folder: Path) -> list[Path]:
             path = folder / f"{name}-{suffix}.png"
             draw(chosen, path)
             written.append(path)
-        if any(tree_size(row.mode) for row in chosen):
-            written.append(folder / f"trees-{suffix}.png")
-            plot_tree_sizes(chosen, written[-1])
     return written
-
-
-def plot_tree_sizes(rows: Sequence[SummaryRow], path: Path) -> None:
-    """Draws tau and the speed-up against the number of drafted tokens."""
-    chosen = [(tree_size(row.mode), row.tau_micro, row.speedup) for row in rows if row.category == OVERALL]
-    points = np.array(sorted(point for point in chosen if None not in point), dtype=float)
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot(points[:, 0], points[:, 1], marker="o", label="tau")
-    axes.plot(points[:, 0], points[:, 2], marker="s", label="speed-up")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(points[:, 0], [f"{size:g}" for size in points[:, 0]])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("drafted tokens per cycle")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    _save(figure, path)
 
 
 def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:

@@ -1,5 +1,7 @@
 """Running a benchmark: every mode decodes every prompt, in turns, so that a machine that drifts hurts all alike."""
 
+import hashlib
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,12 +14,17 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import num_compiled_graphs
+from ..measuring.journal import Journal
 from ..measuring.prompts import Question, encode_turn, pad_left
-from ..measuring.stages import stage_timer, synchronize
+from ..measuring.timing import stage_timer, synchronize
+from ..target.placement import drafter_device
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
 from .sample import Sample
-from .sample_file import SampleFile, conversation_key
+
+
+# In one batch of so many, plain decoding runs once more: how much its times differ shows whether the machine is idle.
+_BATCHES_PER_REPEAT = 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ def run_benchmark(
     questions: Sequence[Question],
     modes: Sequence[DecodingMode],
     settings: BenchmarkSettings,
-    output_file: SampleFile | None = None,
+    journal: Journal | None = None,
 ) -> list[Sample]:
     """
     Decodes every question in every mode.
@@ -65,13 +72,12 @@ def run_benchmark(
         questions: What to answer.
         modes: Ways of decoding, the first of them plain.
         settings: See [`BenchmarkSettings`].
-        output_file: Receives each sample as soon as it is measured, so that a run that is stopped keeps what it has.
-            What it holds already is not measured again.
+        journal: Keeps each sample as soon as it is measured. What it holds already is not measured again.
 
     Returns:
         The samples.
     """
-    runner = _Runner(target, tokenizer, modes, settings, output_file)
+    runner = _Runner(target, tokenizer, modes, settings, journal)
     samples: list[Sample] = []
     total = len(settings.temperatures) * sum(
         -(-len(group) // size) * max(len(q.turns) for q in group)
@@ -92,7 +98,7 @@ class _Runner:
         tokenizer: PreTrainedTokenizerBase,
         modes: Sequence[DecodingMode],
         settings: BenchmarkSettings,
-        file: SampleFile | None,
+        journal: Journal | None,
     ):
         if not modes or modes[0].name != PLAIN:
             raise ValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
@@ -100,7 +106,8 @@ class _Runner:
         self.tokenizer = tokenizer
         self.modes = modes
         self.settings = settings
-        self.file = file
+        self.journal = journal
+        self.device = drafter_device(target)
         self.num_batches = 0
 
     def run(self, questions: Sequence[Question]) -> Iterator[list[Sample]]:
@@ -122,7 +129,13 @@ class _Runner:
                 yield from self._run_conversations(chosen, temperature, batch_size)
 
     def _find(self, questions: list[Question], temperature: float, batch_size: int) -> list[list[Sample]]:
-        return self.file.find(conversation_key(temperature, batch_size, questions)) if self.file is not None else []
+        """Returns the samples of each turn of a conversation, none unless all were measured: turns need answers."""
+        if self.journal is None:
+            return []
+        turns = defaultdict(list)
+        for row in self.journal.find(conversation_key(temperature, batch_size, questions)):
+            turns[row["turn"]].append(Sample(**row))
+        return list(turns.values())
 
     def _warm_up(self, questions: Sequence[Question], temperature: float, batch_size: int) -> None:
         """Decodes the longest of the first turns in every mode: what is compiled for them has room for the others."""
@@ -142,9 +155,9 @@ class _Runner:
             prompts = [encode_turn(self.tokenizer, questions[i].turns[: turn + 1], answers[i]) for i in asked]
             batch = _Batch(temperature, batch_size, [questions[i] for i in asked], self._pad(prompts), turn)
             samples, texts = self._compare(batch)
-            if self.file is not None:
+            if self.journal is not None:
                 key = conversation_key(temperature, batch_size, questions)
-                self.file.append(key, samples, num_turns * len(samples))
+                self.journal.append(key, list(map(asdict, samples)), num_turns * len(samples))
             yield samples
             for index, text in zip(asked, texts, strict=True):
                 answers[index].append(text)
@@ -153,10 +166,11 @@ class _Runner:
         """Decodes a batch in every mode; returns the samples and plain decoding's answers."""
         modes = self._modes_for(batch.batch_size)
         # Each mode comes first in its turn: whoever follows a long pause or a hot processor is not always the same.
-        shift = self.num_batches % len(modes)
+        shift, is_repeated = self.num_batches % len(modes), self.num_batches % _BATCHES_PER_REPEAT == 0
         self.num_batches += 1
         results = {mode.name: self._measure(mode, batch) for mode in [*modes[shift:], *modes[:shift]]}
         plain = results[PLAIN][0]
+        repeat_seconds = self._measure(modes[0], batch)[1] if is_repeated else None
         samples = []
         for mode in modes:
             output, seconds, peak, num_compiled, stages = results[mode.name]
@@ -175,7 +189,7 @@ class _Runner:
                     accepted_lengths=getattr(output, "accepted_lengths", None),
                     stages=stages or self._profile(mode, batch),
                     num_compiled=num_compiled,
-                    tree_sizes=getattr(output, "tree_sizes", None),
+                    repeat_seconds=repeat_seconds if mode is modes[0] else None,
                 )
             )
         return samples, self.tokenizer.batch_decode(self._answers(plain, batch), skip_special_tokens=True)
@@ -183,7 +197,7 @@ class _Runner:
     def _measure(
         self, mode: DecodingMode, batch: _Batch
     ) -> tuple[Any, float, int | None, int, dict[str, float] | None]:
-        device = self.target.device
+        device = self.device
         num_graphs = num_compiled_graphs()
         # Where nobody has to wait for a device, the stages of this run can be told without holding it up.
         timed = device.type == "cpu" and mode.drafter is not None
@@ -200,7 +214,7 @@ class _Runner:
         """Returns the seconds of the stages, of a run of its own."""
         if mode.drafter is None:
             return None
-        with stage_timer(self.target.device) as seconds:
+        with stage_timer(self.device) as seconds:
             self._decode(mode, batch)
         return asdict(seconds) | {"rest": seconds.rest}
 
@@ -223,8 +237,7 @@ class _Runner:
         return [mode for mode, limit in limits if limit is None or batch_size <= limit]
 
     def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-        padded = pad_left(prompts, self.tokenizer.pad_token_id)
-        return {name: tensor.to(self.target.device) for name, tensor in padded.items()}
+        return pad_left(prompts, self.tokenizer.pad_token_id, self.device)
 
     def _answers(self, output: Any, batch: _Batch) -> list[list[int]]:
         """Returns the new tokens of each row, up to its end."""
@@ -242,3 +255,9 @@ def _by_category(questions: Sequence[Question]) -> list[list[Question]]:
     for question in questions:
         groups[question.category].append(question)
     return list(groups.values())
+
+
+def conversation_key(temperature: float, batch_size: int, questions: Sequence[Question]) -> str:
+    """Returns what stands for questions that are asked together in a way of decoding."""
+    asked = [(question.category, question.name, question.turns) for question in questions]
+    return hashlib.sha256(json.dumps([temperature, batch_size, asked]).encode()).hexdigest()[:16]

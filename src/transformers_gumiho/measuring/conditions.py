@@ -10,6 +10,7 @@ from transformers import __version__ as transformers_version
 from ..model.modeling_gumiho import GumihoModel
 from ..target.fingerprint import model_fingerprint
 from ..target.machine import machine_name
+from ..target.placement import drafter_device
 
 
 def environment() -> dict[str, str]:
@@ -29,7 +30,7 @@ def environment() -> dict[str, str]:
 def measuring_conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]:
     """Returns what a run that continues another one must share with it, in what JSON holds."""
     return {
-        "machine": machine_name(target.device),
+        "machine": machine_name(drafter_device(target)),
         "environment": environment(),
         "target": model_fingerprint(target),
         "assistant": model_fingerprint(drafter),

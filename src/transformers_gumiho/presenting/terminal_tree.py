@@ -1,9 +1,9 @@
 """A draft tree as lines of text."""
 
 from ..drafting.pause import DraftOrigin
-from .colors import colored
 from .cycles import Cycle
 from .labels import CycleLabels
+from .streaming import colored
 
 
 _LEGEND = """\

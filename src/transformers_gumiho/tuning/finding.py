@@ -1,24 +1,16 @@
 """The order of contests, from some sixteen trees to the settings that are written."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from tqdm import tqdm
 
+from ..measuring.journal import Journal
+from ..measuring.timing import DecodingTime
 from .arguments import TuningArguments
-from .contest import (
-    PLAIN,
-    ROUNDS,
-    Measure,
-    Measurement,
-    Standing,
-    compare,
-    decode_in_turns,
-    find_fastest,
-    num_measured,
-)
-from .journal import Journal
+from .contest import PLAIN, ROUNDS, Measure, Standing, compare, decode_in_turns, find_fastest, num_measured
 from .result import TuningResult
 from .trees import NUM_SIZES, Tree, list_sizes
 from .turns import Decode, Stage
@@ -53,10 +45,13 @@ def find_settings(
     with tqdm(total=total, initial=len(journal), desc="decoding in turns", unit="batch") as bar:
 
         def recorded(stage: Stage) -> Measure:
-            def measure(tree: Tree | None, turn: int) -> Measurement:
-                num_known = len(journal)
-                taken = journal.look_up_or(_key(stage, tree, turn), lambda: decode(stage, tree, turn))
-                bar.update(len(journal) - num_known)
+            def measure(tree: Tree | None, turn: int) -> DecodingTime:
+                key = _key(stage, tree, turn)
+                if known := journal.find(key):
+                    return DecodingTime(**known[0])
+                taken = decode(stage, tree, turn)
+                journal.append(key, [asdict(taken)], num_rows=1)
+                bar.update()
                 return taken
 
             return measure
@@ -105,10 +100,9 @@ def _choose_vocabulary(
     return standings, count_tokens(texts.values(), vocab_size)
 
 
-def _key(stage: Stage, tree: Tree | None, turn: int) -> dict[str, object]:
+def _key(stage: Stage, tree: Tree | None, turn: int) -> str:
     """Returns what a measurement is known by. What is counted follows from what was measured before it."""
-    way = None if tree is PLAIN else tree.settings | {"vocabulary": tree.vocabulary}
-    return {"stage": stage.name, "rows": stage.rows, "temperature": stage.temperature, "turn": turn, "tree": way}
+    return json.dumps([stage.name, stage.rows, stage.temperature, turn, None if tree is PLAIN else asdict(tree)])
 
 
 def _split(prompts: Prompts) -> tuple[Prompts, Prompts]:

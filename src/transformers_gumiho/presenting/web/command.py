@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from transformers import logging
 
+from ...pairs import load_pair
 from ..arguments import DemoArguments
-from ..loading import load
 
 
 if TYPE_CHECKING:
@@ -51,4 +51,4 @@ def _load_page(args: DemoArguments) -> "Page":
     from .page import Page
 
     logging.disable_progress_bar()
-    return Page(*load(args), args.max_new_tokens, args.max_question_tokens)
+    return Page(*load_pair(args), args.max_new_tokens, args.max_question_tokens)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...drafting.settings import DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
+from ...target.placement import drafter_device
 from .lock import ModelLock
 from .markup import answer_html, tree_html, verdict_html
 from .race import Question, Race
@@ -54,7 +55,7 @@ class Page:
     ):
         self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
         self.max_new_tokens, self.max_question_tokens = max_new_tokens, max_question_tokens
-        self.lock = ModelLock(target.device)
+        self.lock = ModelLock(drafter_device(target))
 
     def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
         """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
@@ -147,7 +148,7 @@ class Page:
     def _settings(self) -> list[gr.components.Component]:
         """Returns the settings of a question, in the order in which [`ask`] takes them."""
         own = DraftingSettings.from_generation_config(
-            self.drafter.generation_config, self.drafter.config, None, device_type=self.target.device.type
+            self.drafter.generation_config, self.drafter.config, None, device_type=self.drafter.device.type
         )
         length = min(128, self.max_new_tokens)
         with gr.Row():

@@ -2,31 +2,23 @@
 
 import copy
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...decoding.observers import GenerationObserver, Stage, observing
 from ...drafting.settings import DraftingSettings
 from ...measuring.prompts import encode_turn
 from ...model.modeling_gumiho import GumihoModel
-from ..answering import sampling_settings
-from ..cycles import Cycle, watch_cycles
-from ..streaming import PieceStreamer
-from .lock import Hold, ModelLock
+from ..answering import Answer, stream_answer
+from .lock import ModelLock
 
 
 logger = logging.get_logger(__name__)
 
 # More than nearly any text has; to count the tokens of a longer one would take long already.
 _CHARACTERS_PER_TOKEN = 16
-
-Progress = Literal["queued", "generating", "done", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,43 +49,6 @@ class Question:
 
 class Stopped(Exception):
     """Ends a generation whose visitor has left or stopped it."""
-
-
-class LiveAnswer:
-    """
-    An answer as it is written; one thread writes it, and others read it.
-
-    Attributes:
-        pieces: Its text in pieces of complete characters, each with whether it holds accepted drafts alone.
-        tokens: Its tokens so far.
-        cycles: The verification cycles so far; none in plain decoding.
-        progress: Its state.
-        problem: Why it failed, as the page shows it.
-    """
-
-    def __init__(self) -> None:
-        self.pieces: list[tuple[str, bool]] = []
-        self.tokens: list[int] = []
-        self.cycles: list[Cycle] = []
-        self.progress: Progress = "queued"
-        self.problem: str | None = None
-        self.hold: Hold | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more comes."""
-        return self.progress in ("done", "stopped", "failed")
-
-    @property
-    def seconds(self) -> float:
-        """How long the models have worked on it."""
-        return self.hold.seconds if self.hold is not None else 0.0
-
-    @property
-    def tau(self) -> float | None:
-        """Tokens per verification cycle; `None` before the first one ends."""
-        cycles = list(self.cycles)
-        return sum(len(cycle.committed) for cycle in cycles) / len(cycles) if cycles else None
 
 
 class Race:
@@ -127,7 +82,7 @@ class Race:
         max_question_tokens: int = 1024,
     ):
         self.question = question
-        self.plain, self.drafted = LiveAnswer(), LiveAnswer()
+        self.plain, self.drafted = Answer(), Answer()
         self._target, self._tokenizer, self._lock = target, tokenizer, lock
         self._drafter = with_settings(drafter, question)
         self.prompt = _encode(target, tokenizer, question, max_question_tokens)
@@ -151,17 +106,21 @@ class Race:
         """Whether it has ended, for whatever reason."""
         return self.plain.is_over and self.drafted.is_over
 
-    def first_difference(self) -> int | None:
-        """Returns the number of the first token that differs, from 0, among those that both have; `None` for none."""
-        pairs = zip(list(self.plain.tokens), list(self.drafted.tokens), strict=False)
-        return next((index for index, (plain, drafted) in enumerate(pairs) if plain != drafted), None)
-
-    def _run(self, answer: LiveAnswer, drafter: GumihoModel | None) -> None:
+    def _run(self, answer: Answer, drafter: GumihoModel | None) -> None:
         try:
-            with self._lock.hold(self.question.seed) as answer.hold:
-                answer.progress = "generating"
-                self._generate(answer, answer.hold, drafter)
-            answer.progress = "done"
+            with self._lock.hold(self.question.seed) as hold:
+                self._check_wanted()
+
+                def hand_over() -> None:
+                    self._check_wanted()
+                    hold.hand_over()
+                    self._check_wanted()
+
+                stream_answer(
+                    self._target, self._tokenizer, drafter, self.prompt, answer, on_step=hand_over,
+                    max_new_tokens=self.question.max_new_tokens, temperature=self.question.temperature,
+                    clock=lambda: hold.seconds,
+                )  # fmt: skip
         except Stopped:
             answer.progress = "stopped"
         except Exception as error:  # whatever it is, a visitor waits for the answer
@@ -171,61 +130,9 @@ class Race:
             if self.is_over:
                 self._is_over.set()
 
-    def _generate(self, answer: LiveAnswer, hold: Hold, drafter: GumihoModel | None) -> None:
-        def pause() -> None:
-            """Is called between two tokens, or two cycles."""
-            self._check_wanted()
-            hold.hand_over()
-            self._check_wanted()
-
-        def on_cycle(cycle: Cycle) -> None:
-            answer.cycles.append(cycle)
-            streamer.expect(cycle)
-
-        self._check_wanted()
-        streamer = _LiveStreamer(self._tokenizer, answer, pause if drafter is None else None)
-        answer.tokens = streamer.tokens
-        ids = torch.tensor([self.prompt], device=self._target.device)
-        with ExitStack() as watching:
-            if drafter is not None:
-                watching.enter_context(watch_cycles(on_cycle))
-                watching.enter_context(observing(_Pauses(pause)))
-            self._target.generate(
-                ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, streamer=streamer,
-                max_new_tokens=self.question.max_new_tokens, **sampling_settings(self.question.temperature),
-            )  # fmt: skip
-
     def _check_wanted(self) -> None:
         if self.wish_to_stop.is_set() or self._lock.is_closed:
             raise Stopped
-
-
-class _Pauses(GenerationObserver):
-    """Pauses before a new tree is drafted, when the streamer has all tokens of the previous cycle."""
-
-    def __init__(self, pause: Callable[[], None]):
-        self.pause = pause
-
-    def on_stage_begin(self, stage: Stage) -> None:
-        if stage == "draft":
-            self.pause()
-
-
-class _LiveStreamer(PieceStreamer):
-    """Adds pieces to an answer; in plain decoding, which has no cycles, it pauses after each token."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, answer: LiveAnswer, pause: Callable[[], None] | None):
-        super().__init__(tokenizer, self._add, has_cycles=pause is None)
-        self.answer, self.pause = answer, pause
-
-    def put(self, value: torch.Tensor) -> None:
-        super().put(value)
-        if self.pause is not None and self.tokens:
-            self.pause()
-
-    def _add(self, text: str, is_draft: bool) -> None:
-        if text:
-            self.answer.pieces.append((text, is_draft))
 
 
 def with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:

@@ -1,0 +1,79 @@
+"""Loading the models that a command's options name."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..model.decoding_settings import override_settings
+from ..model.modeling_gumiho import GumihoModel
+from ..target.placement import drafter_device
+from ..target.requirements import check_pair
+from .arguments import DraftingArguments, PairArguments
+
+
+def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
+    """
+    Loads the target, its tokenizer and the drafter that options name. The drafter goes next to the target, in the
+    target's precision, with the settings that the options give. Progress is written to standard error.
+
+    Raises:
+        ImportError: A library that the pair needs is not installed.
+        OSError: A model is missing and cannot be downloaded.
+        ValueError: The options do not name both models, there is no such precision or device, or the two are no pair.
+    """
+    args = args.resolved()
+    _check_folder(str(args.assistant))
+    target, tokenizer = load_target(str(args.target), args.dtype, args.device_map)
+    drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
+    check_pair(target, drafter)
+    drafter.share_embedding(target)
+    if isinstance(args, DraftingArguments):
+        given = {name: getattr(args, name) for name in DraftingArguments.__annotations__}
+        # Drafts from the context have no part in what `break_even` was measured with.
+        if (lookup := given.pop("prompt_lookup_num_tokens")) is not None:
+            drafter.generation_config.update(prompt_lookup_num_tokens=lookup)
+        override_settings(drafter.generation_config, **given)
+    return target, tokenizer, drafter
+
+
+def load_target(
+    name: str, dtype: str = "auto", device_map: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    Loads a target and its tokenizer, on the machine's accelerator if there is one.
+
+    Args:
+        name: A folder or a name on the Hub.
+        dtype: The precision, `"auto"` for that of the files.
+        device_map: Where the target goes, instead of one device.
+
+    Raises:
+        OSError: The name looks like a folder, and there is none; or it cannot be downloaded.
+        ValueError: There is no such precision or device, or the model is a drafter.
+    """
+    _check_folder(name)
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
+    if device_map is not None and device_map.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"There is no device {device_map!r} here. Leave the device map out, or give 'cpu'.")
+    place: Any = device_map
+    if place is None:
+        place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
+    if isinstance(target, GumihoModel):
+        raise ValueError(
+            f"{name!r} is a drafter, and no target. Give the model that it was trained for as the target."
+        )
+    return target, AutoTokenizer.from_pretrained(name)
+
+
+def _check_folder(name: str) -> None:
+    """Raises `FileNotFoundError` for what can only be a folder: names on the Hub have one slash at the most."""
+    is_folder = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
+    if is_folder and not Path(name).is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
+            f"'amd/Gumiho-llama3-8b'."
+        )
