@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -31,6 +32,7 @@ from transformers_gumiho.benchmarking import (
 from transformers_gumiho.benchmarking.report import markdown
 from transformers_gumiho.benchmarking.runner import conversation_key
 from transformers_gumiho.benchmarking.summary import Comparison, bootstrap_interval
+from transformers_gumiho.measuring import prompts
 from transformers_gumiho.measuring.journal import Journal
 from transformers_gumiho.measuring.prompts import encode_turn
 from transformers_gumiho.measuring.timing import temporary_settings
@@ -270,6 +272,36 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         read_questions(write_jsonl(tmp_path / "none.jsonl", [""]))
     with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.jsonl' to read prompts from"):
         read_questions(str(tmp_path / "missing.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["qualitative/test-00000-of-00001.parquet", "qualitative", ":qualitative"])
+def test_speed_bench_is_read_as_it_is_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of it, a folder, and a config of the dataset. Texts that it may not pass on are placeholders in it."""
+    placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    texts = {"c1": ["Write.", "Shorten."], "m1": [placeholder], "c2": ["Sort."], "m2": ["Add."]}
+    rows = [
+        {"question_id": name, "category": {"c": "coding", "m": "math"}[name[0]], "turns": turns, "sub_category": None}
+        for name, turns in texts.items()
+    ]
+    for config, chosen in (("qualitative", rows), ("throughput_1k", rows[:1])):
+        (tmp_path / config).mkdir()
+        datasets.Dataset.from_list(chosen).to_parquet(tmp_path / config / "test-00000-of-00001.parquet")
+    configs = [
+        {"config_name": config, "data_files": [{"split": "test", "path": f"{config}/test-*"}]}
+        for config in ("qualitative", "throughput_1k")
+    ]
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
+    warnings: list[str] = []
+    monkeypatch.setattr(prompts.logger, "warning", warnings.append)
+    path = f"{tmp_path}{name}" if name.startswith(":") else str(tmp_path / name)
+    expected = [
+        Question("c1", "coding", ("Write.", "Shorten.")), Question("c2", "coding", ("Sort.",)),
+        Question("m2", "math", ("Add.",)),
+    ]  # fmt: skip
+    assert read_questions(path) == expected
+    assert read_questions(path, num_questions=2) == expected[:2]
+    assert read_questions(path, per_category=1) == [expected[0], expected[2]]
+    assert f"Left out 1 rows of {path!r}, which hold a placeholder" in warnings[0]
 
 
 def test_later_turns_follow_the_answers() -> None:

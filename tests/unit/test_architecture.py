@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "decoding": {"internals", "uploads", "tree", "model", "target", "drafting"},
     "training": {"internals", "model", "target", "losses", "open_text", "resumable_file", "text_files"},
     "metrics": set(),
-    "pairs": {"model", "target"},
+    "pairs": {"model", "target", "drafting"},
     "measuring": {"model", "target", "decoding", "open_text", "resumable_file", "text_files"},
     "benchmarking": {"internals", "model", "target", "measuring", "metrics", "pairs"},
     "tuning": {"model", "target", "drafting", "measuring", "pairs"},

@@ -19,9 +19,9 @@ def test_no_text_becomes_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     answer.pieces = [("<script>", True), ("&<b>", False)]
     answer.problem, answer.cycles = "<img onerror=1>", [cycle]
     monkeypatch.setattr(markup, "label_cycle", lambda *_: labels)
-    race: Any = SimpleNamespace(prompt=[1], drafted=answer)
+    race: Any = SimpleNamespace(prompt=[1], drafted=answer, host=SimpleNamespace(tokenizer=None))
 
-    answer_html, tree_html = markup.answer_html(answer), markup.tree_html(race, None)  # type: ignore[arg-type]
+    answer_html, tree_html = markup.answer_html(answer), markup.tree_html(race)
     for tag in ("<script", "&<b>", "<img", "<i>"):
         assert tag not in answer_html + tree_html + tree_svg(cycle, labels)
     for text in ("&lt;script&gt;", "&amp;&lt;b&gt;", "&lt;img onerror=1&gt;"):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..drafting.settings import DraftingSettings
 from ..model.decoding_settings import override_settings
 from ..model.modeling_gumiho import GumihoModel
 from ..target.placement import drafter_device
@@ -30,12 +31,31 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
     check_pair(target, drafter)
     drafter.share_embedding(target)
     if isinstance(args, DraftingArguments):
-        given = {name: getattr(args, name) for name in DraftingArguments.__annotations__}
-        # Drafts from the context have no part in what `break_even` was measured with.
-        if (lookup := given.pop("prompt_lookup_num_tokens")) is not None:
-            drafter.generation_config.update(prompt_lookup_num_tokens=lookup)
-        override_settings(drafter.generation_config, **given)
+        use_options(drafter, args)
     return target, tokenizer, drafter
+
+
+def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
+    """
+    Gives a drafter the settings that options name. Its `break_even` is dropped where they are another tree than it was
+    measured with; drafts from the context had no part in that.
+
+    Raises:
+        ValueError: A setting is out of range.
+    """
+    config, before = drafter.generation_config, _settings(drafter)
+    names = [name for name in DraftingArguments.__annotations__ if getattr(args, name) is not None]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(before, name)}
+    if (lookup := given.pop("prompt_lookup_num_tokens", None)) is not None:
+        config.update(prompt_lookup_num_tokens=lookup)
+    override_settings(config, **given)
+    _settings(drafter)
+
+
+def _settings(drafter: GumihoModel) -> DraftingSettings:
+    return DraftingSettings.from_generation_config(
+        drafter.generation_config, drafter.config, None, device_type=drafter.device.type
+    )
 
 
 def load_target(

@@ -46,6 +46,10 @@ class Answer:
         cycles = list(self.cycles)
         return sum(len(cycle.committed) for cycle in cycles) / len(cycles) if cycles else None
 
+    def tokens_before(self, index: int) -> list[int]:
+        """Returns the tokens before the cycle of this index."""
+        return self.tokens[: 1 + sum(len(cycle.committed) for cycle in self.cycles[:index])]
+
     @property
     def speed(self) -> float:
         """Tokens per second."""

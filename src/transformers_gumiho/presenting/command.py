@@ -1,28 +1,32 @@
-"""`gumiho generate` and `gumiho show`."""
+"""`gumiho generate`, `gumiho show` and `gumiho demo`."""
 
 import io
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 from ..drafting.settings import DraftingSettings
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
-from ..target.placement import drafter_device
-from .answering import Answer, describe_answer, describe_comparison, logit_gap, sampling_settings, stream_answer
-from .arguments import GenerateArguments, ShowArguments
-from .cycles import Cycle, watch_cycles
+from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
+from .arguments import DemoArguments, GenerateArguments, ShowArguments
+from .cycles import Cycle
 from .labels import label_cycle
 from .streaming import colored_writer, wants_colors
 from .terminal_tree import draw_in_terminal
 from .tree_svg import tree_svg
 
+
+if TYPE_CHECKING:
+    import gradio
+
+    from .web.page import Page
 
 # Of each way of decoding before the two are compared: what only first calls do counts for neither.
 _WARM_UP_TOKENS = 8
@@ -73,8 +77,9 @@ def show(args: ShowArguments) -> Cycle:
         raise SystemExit(f"Cycles are counted from 1, got --step {args.step}.")
     target, tokenizer, drafter = load_pair(args)
     prompt = _encode(tokenizer, [args.prompt], [])
-    committed, cycle = _decode_until(target, drafter, prompt, args.step)
-    labels = label_cycle(tokenizer, committed, cycle)
+    answer = _decode_until(target, tokenizer, drafter, prompt, args.step)
+    cycle = answer.cycles[-1]
+    labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
     temperatures = _describe_temperatures(drafter)
     colors = wants_colors(args.color, sys.stdout)
     sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colors=colors) + "\n")
@@ -82,6 +87,39 @@ def show(args: ShowArguments) -> Cycle:
         Path(args.output).write_text(tree_svg(cycle, labels, temperatures) + "\n", encoding="utf-8")
         sys.stdout.write(f"\ndrawn into {args.output}\n")
     return cycle
+
+
+def demo(args: DemoArguments) -> None:
+    """
+    Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
+    drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
+
+    Raises:
+        ImportError: Gradio is not installed.
+        OSError: The pair cannot be downloaded, or the port is taken.
+        ValueError: The options do not name a pair, or a limit is below 1.
+    """
+    page = _load_page(args)
+    try:
+        page.build(args.max_visitors).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+    finally:
+        page.lock.is_closed = True
+
+
+def make_page(args: DemoArguments) -> "gradio.Blocks":
+    """Returns the page of [`demo`], for a Space or a program of yours; its `launch()` opens it."""
+    return _load_page(args).build(args.max_visitors)
+
+
+def _load_page(args: DemoArguments) -> "Page":
+    for name in ("max_new_tokens", "max_question_tokens", "max_visitors"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
+    # Only the page needs Gradio; whoever lacks it should not wait for the models first.
+    from .web.page import Page
+
+    logging.disable_progress_bar()
+    return Page(*load_pair(args), args.max_new_tokens, args.max_question_tokens)
 
 
 def _answer(
@@ -147,30 +185,25 @@ class _IsReached(Exception):
 
 
 def _decode_until(
-    target: PreTrainedModel, drafter: GumihoModel, prompt: list[int], step: int
-) -> tuple[list[int], Cycle]:
-    """Returns the text before the cycle with number `step`, and the cycle, after which nothing is decoded."""
-    cycles: list[Cycle] = []
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, prompt: list[int], step: int
+) -> Answer:
+    """Returns the greedy text up to the cycle with number `step`, after which nothing is decoded."""
+    answer = Answer()
 
-    def on_cycle(cycle: Cycle) -> None:
-        cycles.append(cycle)
-        if len(cycles) == step:
+    def stop() -> None:
+        if len(answer.cycles) == step:
             raise _IsReached
 
-    input_ids = torch.tensor([prompt], device=drafter_device(target))
     # There is room for one more cycle, as paths near the end of a text are shorter.
     most = (step + 1) * max(_MOST_COMMITTED, drafter.config.max_draft_depth + 1)
-    with watch_cycles(on_cycle), suppress(_IsReached):
-        target.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, max_new_tokens=most,
-            **sampling_settings(0.0),
-        )  # fmt: skip
-    if not cycles:
+    with suppress(_IsReached):
+        stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
+    if not answer.cycles:
         raise SystemExit("The text ends before anything is drafted. Give another --prompt.")
-    if len(cycles) < step:
-        raise SystemExit(f"The text ends after {len(cycles)} cycles; give --step a number from 1 to {len(cycles)}.")
-    before = [token for cycle in cycles[:-1] for token in cycle.committed]
-    return [*prompt, cycles[0].tokens[0], *before], cycles[-1]
+    if len(answer.cycles) < step:
+        num_cycles = len(answer.cycles)
+        raise SystemExit(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
+    return answer
 
 
 def _describe_temperatures(drafter: GumihoModel) -> str:

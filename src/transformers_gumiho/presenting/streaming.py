@@ -110,14 +110,7 @@ class CycleStreamer(BaseStreamer):
 
 
 def wants_colors(choice: str, stream: TextIO) -> bool:
-    """
-    Returns whether to write colors to `stream`.
-
-    Args:
-        choice: `"always"`, `"never"`, or `"auto"`: to a terminal that knows colors, unless `NO_COLOR` is set (see
-            https://no-color.org).
-        stream: Where the text goes.
-    """
+    """Returns whether to write colors to `stream`; `"auto"` asks for a terminal, and respects https://no-color.org."""
     if choice != "auto":
         return choice == "always"
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,10 +1,9 @@
 """A draft tree as an SVG picture, without a library."""
 
-from dataclasses import dataclass
 from html import escape
 
 from .cycles import Cycle
-from .labels import CycleLabels
+from .labels import CycleLabels, shorten
 
 
 ACCEPTED, BONUS, DRAFTED = "#15803d", "#c2410c", "#64748b"
@@ -16,29 +15,11 @@ _LONGEST = 15
 Place = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class TreeLayout:
+def lay_out(cycle: Cycle) -> list[Place]:
     """
-    Where the nodes of a tree stand.
-
-    Attributes:
-        places: The column and the row of each node. The root is in the first column, and a node in the row of its best
-            child.
-        bonus: The same of the bonus token, if there is one.
+    Returns the column and the row of each node of a cycle's draft tree, and of its bonus token, if there is one. The
+    root is in the first column, and a node in the row of its best child.
     """
-
-    places: tuple[Place, ...]
-    bonus: Place | None
-
-    @property
-    def size(self) -> Place:
-        """The number of columns and of rows."""
-        places = [*self.places, *([self.bonus] if self.bonus is not None else [])]
-        return 1 + max(column for column, _ in places), 1 + max(row for _, row in places)
-
-
-def lay_out(cycle: Cycle) -> TreeLayout:
-    """Returns where the nodes of a cycle's draft tree stand."""
     places, num_rows = [(0, 0)] * len(cycle.tokens), 0
 
     def place(node: int, column: int) -> None:
@@ -51,10 +32,10 @@ def lay_out(cycle: Cycle) -> TreeLayout:
 
     place(0, 0)
     if cycle.bonus_token is None:
-        return TreeLayout(tuple(places), None)
+        return places
     column, row = places[cycle.last_accepted]
     # Beside the last accepted node where it has no child, in a row of its own at the bottom where it has some.
-    return TreeLayout(tuple(places), (column + 1, num_rows if cycle.children(cycle.last_accepted) else row))
+    return [*places, (column + 1, num_rows if cycle.children(cycle.last_accepted) else row)]
 
 
 def tree_svg(cycle: Cycle, labels: CycleLabels, temperatures: str | None = None) -> str:
@@ -70,21 +51,20 @@ def tree_svg(cycle: Cycle, labels: CycleLabels, temperatures: str | None = None)
     Returns:
         An SVG element.
     """
-    layout = lay_out(cycle)
-    lines, boxes = [], [_box(layout.places[0], labels.nodes[0], "newest token", "currentColor", 0.0, 2)]
-    for node in range(1, len(layout.places)):
+    places = lay_out(cycle)
+    lines, boxes = [], [_box(places[0], labels.nodes[0], "newest token", "currentColor", 0.0, 2)]
+    for node in range(1, len(cycle.tokens)):
         is_accepted, of_path = node in cycle.accepted, cycle.path_probability(node)
         color, width, mark = (ACCEPTED, 2, "✓ ") if is_accepted else (DRAFTED, 1, "")
-        place = layout.places[node]
-        lines.append((is_accepted, _line(layout.places[cycle.parents[node]], place, color, width)))
+        lines.append((is_accepted, _line(places[cycle.parents[node]], places[node], color, width)))
         numbers = f"{cycle.token_probability(node):.3f}   {of_path:.3f}"
-        boxes.append(_box(place, mark + labels.nodes[node], numbers, color, of_path, width))
-    if layout.bonus is not None and labels.bonus is not None:
-        lines.append((True, _line(layout.places[cycle.last_accepted], layout.bonus, BONUS, 2, dashes="5 3")))
-        boxes.append(_box(layout.bonus, labels.bonus, "bonus token", BONUS, 0.0, 2, dashes="5 3"))
+        boxes.append(_box(places[node], mark + labels.nodes[node], numbers, color, of_path, width))
+    if labels.bonus is not None:
+        lines.append((True, _line(places[cycle.last_accepted], places[-1], BONUS, 2, dashes="5 3")))
+        boxes.append(_box(places[-1], labels.bonus, "bonus token", BONUS, 0.0, 2, dashes="5 3"))
     # Accepted lines are drawn last, above the others.
     drawn = [line for _, line in sorted(lines)] + boxes
-    columns, rows = layout.size
+    columns, rows = (1 + max(numbers) for numbers in zip(*places, strict=True))
     width, height, top = columns * _COLUMN + 2 * _MARGIN, rows * _ROW + 2 * _MARGIN, -_MARGIN
     if temperatures is not None:
         texts = _explanation(cycle, labels, temperatures)
@@ -128,10 +108,9 @@ def _line(start: Place, stop: Place, color: str, width: int, dashes: str = "none
 def _box(place: Place, text: str, note: str, color: str, shade: float, width: int, dashes: str = "none") -> str:
     left, top = place[0] * _COLUMN, place[1] * _ROW + (_ROW - _BOX[1]) // 2
     middle = left + _BOX[0] // 2
-    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return (
         f'<rect x="{left}" y="{top}" width="{_BOX[0]}" height="{_BOX[1]}" rx="4" fill="rgba(96,165,250,{shade:.2f})" '
         f'stroke="{color}" stroke-width="{width}" stroke-dasharray="{dashes}"/>'
-        f'<text x="{middle}" y="{top + 12}">{escape(text)}</text>'
+        f'<text x="{middle}" y="{top + 12}">{escape(shorten(text, _LONGEST))}</text>'
         f'<text x="{middle}" y="{top + 24}" font-size="9" opacity="0.7">{escape(note)}</text>'
     )

@@ -3,8 +3,6 @@
 from html import escape
 from itertools import groupby
 
-from transformers import PreTrainedTokenizerBase
-
 from ..answering import Answer, first_difference
 from ..labels import label_cycle
 from ..tree_svg import tree_svg
@@ -62,14 +60,12 @@ def verdict_html(race: Race) -> str:
     return _verdict("running", f"The first {num_common} tokens are the same." if num_common else "")
 
 
-def tree_html(race: Race, tokenizer: PreTrainedTokenizerBase) -> str:
+def tree_html(race: Race) -> str:
     """Returns the newest draft tree of a question, once there is one."""
-    cycles = list(race.drafted.cycles)
-    if not cycles:
+    if not (cycles := list(race.drafted.cycles)):
         return ""
-    num_before = 1 + sum(len(cycle.committed) for cycle in cycles[:-1])
-    labels = label_cycle(tokenizer, [*race.prompt, *race.drafted.tokens[:num_before]], cycles[-1])
     cycle = cycles[-1]
+    labels = label_cycle(race.host.tokenizer, [*race.prompt, *race.drafted.tokens_before(len(cycles) - 1)], cycle)
     summary = (
         f"Cycle {len(cycles)}: {len(cycle.tokens) - 1} tokens drafted after <code>{escape(labels.context)}</code>, "
         f"{len(cycle.accepted)} accepted, {len(cycle.committed)} committed."

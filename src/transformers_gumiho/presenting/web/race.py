@@ -8,10 +8,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...drafting.settings import DraftingSettings
 from ...measuring.prompts import encode_turn
 from ...model.modeling_gumiho import GumihoModel
+from ...pairs import use_options
+from ...target.placement import drafter_device
 from ..answering import Answer, stream_answer
+from ..arguments import GenerateArguments
 from .lock import ModelLock
 
 
@@ -21,30 +23,50 @@ logger = logging.get_logger(__name__)
 _CHARACTERS_PER_TOKEN = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
+@dataclass
+class Host:
     """
-    What is asked, and how it is answered.
+    The models that answer all questions, and the limits of a question.
 
     Attributes:
-        text: The question, or a text to continue where the tokenizer has no chat template.
-        max_new_tokens: Maximum number of tokens in each answer.
-        temperature: 0 is greedy.
-        seed: For sampling.
-        num_assistant_tokens: Nodes of a draft tree.
-        branching_factor: Tokens kept at each serial step; 1 makes the tree a chain.
-        full_tree_attention: Whether a node may be any recombination of the heads' tokens.
-        prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup; 0 for none.
+        target: The target.
+        tokenizer: Its tokenizer.
+        drafter: The drafter, whose settings stay as they are.
+        max_new_tokens: The most that a visitor may ask for.
+        max_question_tokens: The most that a visitor may ask with.
+        lock: The lock on the models.
     """
 
-    text: str
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
-    num_assistant_tokens: int
-    branching_factor: int
-    full_tree_attention: bool = True
-    prompt_lookup_num_tokens: int = 0
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: GumihoModel
+    max_new_tokens: int
+    max_question_tokens: int
+
+    def __post_init__(self) -> None:
+        self.lock = ModelLock(drafter_device(self.target))
+
+    def encode(self, question: GenerateArguments) -> list[int]:
+        """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
+        text, most = question.prompt or "", self.max_question_tokens
+        limit = (
+            f"the limit is {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters (`max_question_tokens`). "
+            f"Shorten it."
+        )
+        if not text.strip():
+            raise ValueError("The question is empty. Write one first.")
+        if len(text) > _CHARACTERS_PER_TOKEN * most:
+            raise ValueError(f"The question has {len(text)} characters; {limit}")
+        prompt = encode_turn(self.tokenizer, [text], [])
+        if len(prompt) > most:
+            raise ValueError(f"The question has {len(prompt)} tokens; {limit}")
+        positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if positions is not None and len(prompt) + question.max_new_tokens > positions:
+            raise ValueError(
+                f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the "
+                f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
+            )
+        return prompt
 
 
 class Stopped(Exception):
@@ -57,12 +79,8 @@ class Race:
     answers to other questions.
 
     Args:
-        target: The target.
-        tokenizer: Its tokenizer.
-        drafter: The drafter, whose settings stay as they are.
-        lock: The lock on the models.
+        host: The models.
         question: What is asked.
-        max_question_tokens: The most that a question may have.
 
     Attributes:
         prompt: The question's token ids.
@@ -72,30 +90,17 @@ class Race:
         ValueError: The question is empty or too long, or a setting is out of range.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        drafter: GumihoModel,
-        lock: ModelLock,
-        question: Question,
-        max_question_tokens: int = 1024,
-    ):
-        self.question = question
+    def __init__(self, host: Host, question: GenerateArguments):
+        self.host, self.question = host, question
         self.plain, self.drafted = Answer(), Answer()
-        self._target, self._tokenizer, self._lock = target, tokenizer, lock
-        self._drafter = with_settings(drafter, question)
-        self.prompt = _encode(target, tokenizer, question, max_question_tokens)
+        self._drafter = with_options(host.drafter, question)
+        self.prompt = host.encode(question)
         self.wish_to_stop, self._is_over = threading.Event(), threading.Event()
 
     def start(self) -> None:
         """Begins to write both answers, in threads of their own."""
         for answer, drafter in ((self.drafted, self._drafter), (self.plain, None)):
             threading.Thread(target=self._run, args=(answer, drafter), daemon=True).start()
-
-    def stop(self) -> None:
-        """Ends both answers at their next token or cycle."""
-        self.wish_to_stop.set()
 
     def wait(self, seconds: float) -> bool:
         """Waits until both answers are over, for at most `seconds`; returns whether they are."""
@@ -108,16 +113,15 @@ class Race:
 
     def _run(self, answer: Answer, drafter: GumihoModel | None) -> None:
         try:
-            with self._lock.hold(self.question.seed) as hold:
+            with self.host.lock.hold(self.question.seed) as hold:
                 self._check_wanted()
 
                 def hand_over() -> None:
-                    self._check_wanted()
                     hold.hand_over()
                     self._check_wanted()
 
                 stream_answer(
-                    self._target, self._tokenizer, drafter, self.prompt, answer, on_step=hand_over,
+                    self.host.target, self.host.tokenizer, drafter, self.prompt, answer, on_step=hand_over,
                     max_new_tokens=self.question.max_new_tokens, temperature=self.question.temperature,
                     clock=lambda: hold.seconds,
                 )  # fmt: skip
@@ -131,50 +135,16 @@ class Race:
                 self._is_over.set()
 
     def _check_wanted(self) -> None:
-        if self.wish_to_stop.is_set() or self._lock.is_closed:
+        if self.wish_to_stop.is_set() or self.host.lock.is_closed:
             raise Stopped
 
 
-def with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:
+def with_options(drafter: GumihoModel, question: GenerateArguments) -> GumihoModel:
     """Returns a drafter with the same weights and its own copy of the settings."""
     own = copy.copy(drafter)
     own.generation_config = copy.deepcopy(drafter.generation_config)
-    measured = DraftingSettings.from_generation_config(
-        own.generation_config, own.config, None, device_type=own.device.type
-    )
-    names = ("num_assistant_tokens", "branching_factor", "full_tree_attention", "prompt_lookup_num_tokens")
-    values = {name: getattr(question, name) for name in names}
-    if any(getattr(measured, name) != value for name, value in values.items()):
-        values["break_even"] = None
-    own.generation_config.update(**values)
-    DraftingSettings.from_generation_config(own.generation_config, own.config, question.temperature or None)
+    use_options(own, question)
     return own
-
-
-def _encode(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: Question, max_question_tokens: int
-) -> list[int]:
-    if not question.text.strip():
-        raise ValueError("The question is empty. Write one first.")
-    if len(question.text) > _CHARACTERS_PER_TOKEN * max_question_tokens:
-        raise ValueError(_too_long(f"{len(question.text)} characters", max_question_tokens))
-    prompt = encode_turn(tokenizer, [question.text], [])
-    if len(prompt) > max_question_tokens:
-        raise ValueError(_too_long(f"{len(prompt)} tokens", max_question_tokens))
-    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is not None and len(prompt) + question.max_new_tokens > most:
-        raise ValueError(
-            f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the target "
-            f"reads {most} at most. Shorten the question, or ask for fewer new tokens."
-        )
-    return prompt
-
-
-def _too_long(length: str, most: int) -> str:
-    return (
-        f"The question has {length}; the limit is {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters "
-        f"(`max_question_tokens`). Shorten it."
-    )
 
 
 def _explain(error: Exception) -> str:
