@@ -32,8 +32,8 @@ from transformers_gumiho.tuning import (
     describe,
     finding,
     tune,
-    vocabularies,
 )
+from transformers_gumiho.tuning import trees as trees_module
 from transformers_gumiho.tuning.contest import compare
 from transformers_gumiho.tuning.finding import find_settings
 from transformers_gumiho.tuning.trees import list_sizes, list_trees
@@ -213,7 +213,8 @@ def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) 
 def test_a_list_competes_on_texts_that_it_was_not_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gains = {"own": 1.0, "all": 0.9, "counted": 0.8}
     machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
-    monkeypatch.setattr(vocabularies, "_num_counted", lambda _: 24)
+    monkeypatch.setattr(trees_module, "num_counted", lambda _: 24)
+    monkeypatch.setattr(finding, "num_counted", lambda _: 24)
     args = TuningArguments(batch_sizes=[1])
     trees = demo_trees(replace(OWN, vocabulary="own"))
     result = find_settings(machine, trees, PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)

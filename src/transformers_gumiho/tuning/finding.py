@@ -2,19 +2,20 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 
+import torch
 from tqdm import tqdm
 
 from ..measuring.journal import Journal
 from ..measuring.timing import DecodingTime
+from ..model.draft_vocabulary import choose_draft_vocabulary
 from .arguments import TuningArguments
 from .contest import PLAIN, ROUNDS, Measure, Standing, compare, decode_in_turns, find_fastest, num_measured
 from .result import TuningResult
-from .trees import NUM_SIZES, Tree, list_sizes
+from .trees import NUM_SIZES, Tree, list_sizes, list_vocabularies, num_counted
 from .turns import Decode, Stage
-from .vocabularies import count_tokens, list_vocabularies
 
 
 # Turns in which the winners are timed again.
@@ -94,10 +95,17 @@ def _choose_vocabulary(
     for turn in range(ROUNDS[-1]):
         texts |= zip(stage.indices(turn), recorded(stage)(PLAIN, turn).texts, strict=True)
     half = len(stage.prompts) // 2
-    of_half = count_tokens([text for index, text in texts.items() if index < half], vocab_size)
+    of_half = _count([text for index, text in texts.items() if index < half], vocab_size)
     other_half = replace(stage, name="vocabularies", prompts=stage.prompts[half:], counted=of_half)
     standings = find_fastest(list_vocabularies(winner, vocab_size), recorded(other_half))
-    return standings, count_tokens(texts.values(), vocab_size)
+    return standings, _count(texts.values(), vocab_size)
+
+
+def _count(texts: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
+    """Returns the tokens that occur most often in texts."""
+    tokens = torch.tensor([token for text in texts for token in text])
+    counts = torch.bincount(tokens, minlength=vocab_size)[:vocab_size]
+    return choose_draft_vocabulary(counts, num_counted(vocab_size))
 
 
 def _key(stage: Stage, tree: Tree | None, turn: int) -> str:
