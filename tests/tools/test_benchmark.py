@@ -330,7 +330,7 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert "| plain |" in process.stdout
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance", "cycle")}
+    pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance")}
     assert names == pictures | {"samples.jsonl", "samples.jsonl.settings.json", "summary.json", "summary.md"}
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}

@@ -2,17 +2,15 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from ..measuring.conditions import measuring_conditions
 from ..measuring.journal import Journal
 from ..measuring.prompts import read_questions
-from ..model.modeling_gumiho import GumihoModel
 from ..pairs import DraftingArguments, load_pair, prompts_field
 from ..target.placement import drafter_device
-from .modes import DecodingMode, choose_modes, decoding_modes
+from .modes import choose_modes, decoding_modes
 from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
 from .summary import SummaryRow, summarize
@@ -89,30 +87,21 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled)
     if args.modes:
         modes = choose_modes(modes, args.modes)
+    conditions = measuring_conditions(target, drafter)
+    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
+    journal_settings = conditions | {"modes": [mode.name for mode in modes]} | options
     samples = run_benchmark(
         target,
         tokenizer,
         questions,
         modes,
         BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed),
-        Journal(folder / "samples.jsonl", _settings_of_samples(args, modes, target, drafter), args.resume),
+        Journal(folder / "samples.jsonl", journal_settings, args.resume),
     )
     if not samples:
         raise SystemExit("Stopped before anything was measured.")
     rows = summarize(samples)
-    write_json(rows, folder / "summary.json", arguments=asdict(args))
+    write_json(rows, folder / "summary.json", environment=conditions, arguments=asdict(args))
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
     plot_summary(rows, folder)
     return rows
-
-
-def _settings_of_samples(
-    args: BenchmarkArguments, modes: list[DecodingMode], target: PreTrainedModel, drafter: GumihoModel
-) -> dict[str, Any]:
-    """Returns what a sample depends on, besides its question, its temperature and the size of its batch."""
-    return measuring_conditions(target, drafter) | {
-        "modes": [mode.name for mode in modes],
-        "draft_model": args.draft_model,
-        "max_new_tokens": args.max_new_tokens,
-        "seed": args.seed,
-    }

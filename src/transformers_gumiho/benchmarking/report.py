@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..measuring.conditions import environment
 from .modes import PLAIN
 from .summary import SummaryRow
 
@@ -20,8 +19,8 @@ _IDLE_SPREAD = 1.1
 
 
 def write_json(rows: Sequence[SummaryRow], path: Path, **facts: Any) -> None:
-    """Writes the summary and what it depends on."""
-    content = {"environment": environment(), **facts, "rows": [asdict(row) for row in rows]}
+    """Writes the summary and the facts that it depends on."""
+    content = {**facts, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
