@@ -36,11 +36,6 @@ class Answer:
     problem: str | None = None
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing more comes."""
-        return self.progress in ("done", "stopped", "failed")
-
-    @property
     def tau(self) -> float | None:
         """The mean acceptance length: tokens per cycle, bonus tokens included. `None` without a cycle."""
         cycles = list(self.cycles)
@@ -70,7 +65,7 @@ def stream_answer(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Answer:
     """
-    Writes an answer to a prompt. Ctrl-C ends it.
+    Writes an answer to a prompt, and returns it. Ctrl-C, or another `KeyboardInterrupt` in `on_step`, ends it.
 
     Args:
         target: The target.
@@ -83,9 +78,6 @@ def stream_answer(
         on_piece: Is called with each piece of the text, and whether it holds accepted drafts alone.
         on_step: Is called after each cycle; in plain decoding, after each token.
         clock: Returns seconds.
-
-    Returns:
-        The answer.
     """
     start = clock()
 
@@ -166,12 +158,7 @@ def logit_gap(target: PreTrainedModel, prompt: Sequence[int], answer: Answer, pl
 def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: float | None = None) -> str:
     """
     Returns the lines below plain decoding's answer: its speed, the speed-up, and whether both texts are the same.
-
-    Args:
-        answer: The answer with the drafter.
-        plain: The answer to the same prompt without it.
-        dtype: The target's precision.
-        gap: The [`logit_gap`] of two greedy answers.
+    `dtype` is that of the target, and `gap` the [`logit_gap`] of greedy answers.
     """
     speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
     if plain.progress != "done":

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
-from ..drafting.settings import DraftingSettings
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
@@ -80,11 +79,10 @@ def show(args: ShowArguments) -> Cycle:
     answer = _decode_until(target, tokenizer, drafter, prompt, args.step)
     cycle = answer.cycles[-1]
     labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
-    temperatures = _describe_temperatures(drafter)
     colors = wants_colors(args.color, sys.stdout)
-    sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colors=colors) + "\n")
+    sys.stdout.write(draw_in_terminal(cycle, labels, colors=colors) + "\n")
     if args.output is not None:
-        Path(args.output).write_text(tree_svg(cycle, labels, temperatures) + "\n", encoding="utf-8")
+        Path(args.output).write_text(tree_svg(cycle, labels, is_alone=True) + "\n", encoding="utf-8")
         sys.stdout.write(f"\ndrawn into {args.output}\n")
     return cycle
 
@@ -180,10 +178,6 @@ def _typed_lines() -> Iterator[str]:
     sys.stdout.write("\n")
 
 
-class _IsReached(Exception):
-    """The cycle that is looked for has been run."""
-
-
 def _decode_until(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, prompt: list[int], step: int
 ) -> Answer:
@@ -192,22 +186,16 @@ def _decode_until(
 
     def stop() -> None:
         if len(answer.cycles) == step:
-            raise _IsReached
+            raise KeyboardInterrupt
 
     # There is room for one more cycle, as paths near the end of a text are shorter.
     most = (step + 1) * max(_MOST_COMMITTED, drafter.config.max_draft_depth + 1)
-    with suppress(_IsReached):
-        stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
+    stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
+    if answer.progress == "stopped" and len(answer.cycles) < step:
+        raise KeyboardInterrupt
     if not answer.cycles:
         raise SystemExit("The text ends before anything is drafted. Give another --prompt.")
     if len(answer.cycles) < step:
         num_cycles = len(answer.cycles)
         raise SystemExit(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
     return answer
-
-
-def _describe_temperatures(drafter: GumihoModel) -> str:
-    """Returns the draft temperatures of a drafter's settings as text."""
-    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
-    shown = [f"{temperature:.2g}" for temperature in settings.temperatures]
-    return shown[0] if len(set(shown)) == 1 else f"{', '.join(shown)} (from depth 1 down)"

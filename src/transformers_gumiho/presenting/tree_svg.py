@@ -11,6 +11,10 @@ ACCEPTED, BONUS, DRAFTED = "#15803d", "#c2410c", "#64748b"
 _ROW, _COLUMN, _BOX = 34, 122, (104, 28)
 _MARGIN, _LINE, _MIN_WIDTH = 4, 16, 640
 _LONGEST = 15
+LEGEND = (
+    "✓ and green: accepted. Gray: rejected. Dashed: the bonus token, which the target chose.",
+    "In a box: the probability of the token after those before it, and that of its path (the shade).",
+)
 
 Place = tuple[int, int]
 
@@ -38,15 +42,14 @@ def lay_out(cycle: Cycle) -> list[Place]:
     return [*places, (column + 1, num_rows if cycle.children(cycle.last_accepted) else row)]
 
 
-def tree_svg(cycle: Cycle, labels: CycleLabels, temperatures: str | None = None) -> str:
+def tree_svg(cycle: Cycle, labels: CycleLabels, is_alone: bool = False) -> str:
     """
     Draws the draft tree of a cycle from the root on the left to its deepest nodes. The same cycle gives the same text.
 
     Args:
         cycle: The cycle.
         labels: The texts of its tokens.
-        temperatures: The draft temperatures that its probabilities were computed under, as text. With it, the picture
-            stands alone: it has a white ground, and says what it shows.
+        is_alone: Whether the picture stands alone: then it has a white ground, and says what it shows.
 
     Returns:
         An SVG element.
@@ -66,8 +69,8 @@ def tree_svg(cycle: Cycle, labels: CycleLabels, temperatures: str | None = None)
     drawn = [line for _, line in sorted(lines)] + boxes
     columns, rows = (1 + max(numbers) for numbers in zip(*places, strict=True))
     width, height, top = columns * _COLUMN + 2 * _MARGIN, rows * _ROW + 2 * _MARGIN, -_MARGIN
-    if temperatures is not None:
-        texts = _explanation(cycle, labels, temperatures)
+    if is_alone:
+        texts = [f"after {labels.context}", *LEGEND, cycle.summary]
         width = max(width, _MIN_WIDTH)
         drawn += [_text(0, -_LINE // 2, texts[0]), *(_text(0, height + n * _LINE, t) for n, t in enumerate(texts[1:]))]
         top, height = top - 2 * _LINE, height + (len(texts) + 2) * _LINE
@@ -77,17 +80,6 @@ def tree_svg(cycle: Cycle, labels: CycleLabels, temperatures: str | None = None)
         f'viewBox="{-_MARGIN} {top} {width} {height}" font-family="monospace" font-size="10" '
         f'text-anchor="middle" fill="currentColor">{"".join(drawn)}</svg>'
     )
-
-
-def _explanation(cycle: Cycle, labels: CycleLabels, temperatures: str) -> list[str]:
-    """Returns the line above the tree, and those below it."""
-    return [
-        f"after {labels.context}",
-        "In a box: the probability of the token after those before it, and that of its path (the shade),",
-        f"at draft temperature {temperatures}. ✓ accepted draft. Dashed: the bonus token, which the target chose.",
-        f"{len(cycle.tokens) - 1} tokens drafted, {len(cycle.accepted)} accepted (expected: "
-        f"{cycle.expected_accepted:.2f}), {len(cycle.committed)} committed.",
-    ]
 
 
 def _text(x: int, y: int, text: str) -> str:

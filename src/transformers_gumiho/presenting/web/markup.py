@@ -5,7 +5,7 @@ from itertools import groupby
 
 from ..answering import Answer, first_difference
 from ..labels import label_cycle
-from ..tree_svg import tree_svg
+from ..tree_svg import LEGEND, tree_svg
 from .race import Race
 
 
@@ -15,10 +15,6 @@ _COUNTERS = (
 )
 _TEXT = '<div class="gumiho-text" style="white-space:pre-wrap;overflow-wrap:anywhere;min-height:12em">{}</div>'
 _DRAFTS = '<span class="gumiho-drafts" style="background:rgba(34,197,94,0.28);border-radius:3px">{}</span>'
-_LEGEND = (
-    "✓ and green: accepted. Gray: rejected. Dashed: the bonus token, which the target chose. The numbers are the "
-    "probability of the token after the tokens above it, and that of its path (the shade)."
-)
 
 
 def answer_html(answer: Answer) -> str:
@@ -72,7 +68,7 @@ def tree_html(race: Race) -> str:
     )
     return (
         f'<p>{summary}</p><div style="overflow-x:auto">{tree_svg(cycle, labels)}</div>'
-        f'<p style="font-size:0.85em;opacity:0.8">{_LEGEND}</p>'
+        f'<p style="font-size:0.85em;opacity:0.8">{" ".join(LEGEND)}</p>'
     )
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import gradio as gr
@@ -18,12 +17,11 @@ from .race import Host, Race
 # Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
 _INTERVAL = 0.2
 _LONGEST_QUEUE = 64
-_MAX_SEED = 2**31 - 1
 # The settings of a question: label, explanation, least value, most, and step. What is lower for this page comes later.
 _SETTINGS = {
     "max_new_tokens": ("New tokens", "Maximum.", 1, 0, 1),
     "temperature": ("Temperature", "0 is greedy.", 0, 2, 0.1),
-    "seed": ("Seed", "Both answers are sampled with it.", 0, _MAX_SEED, 1),
+    "seed": ("Seed", "Both answers are sampled with it.", 0, 2**31 - 1, 1),
     "num_assistant_tokens": ("Nodes in the tree", "Drafted per cycle.", 1, 127, 1),
     "branching_factor": ("Branching factor", "1 is a chain.", 1, 32, 1),
     "prompt_lookup_num_tokens": ("Prompt-lookup drafts", "Maximum; 0 for none.", 0, 64, 1),
@@ -106,7 +104,7 @@ class Page(Host):
                 concurrency_limit=max_visitors,
                 show_progress="hidden",
             )
-            stop.click(_stop, session, None, queue=False)
+            stop.click(lambda wish_to_stop: wish_to_stop and wish_to_stop.set(), session, None, queue=False)
         return blocks.queue(max_size=_LONGEST_QUEUE)
 
     def _settings(self) -> list[gr.components.Component]:
@@ -134,11 +132,6 @@ def _answer(name: str, heading: str) -> gr.HTML:
     with gr.Column():
         gr.Markdown(f"### {heading}")
         return gr.HTML(container=True, padding=True, elem_id=name)
-
-
-def _stop(wish_to_stop: Event | None) -> None:
-    if wish_to_stop is not None:
-        wish_to_stop.set()
 
 
 def _name(model: PreTrainedModel) -> str:

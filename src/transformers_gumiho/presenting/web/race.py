@@ -26,12 +26,9 @@ _CHARACTERS_PER_TOKEN = 16
 @dataclass
 class Host:
     """
-    The models that answer all questions, and the limits of a question.
+    The models that answer all questions, whose settings stay as they are, and the limits of a question.
 
     Attributes:
-        target: The target.
-        tokenizer: Its tokenizer.
-        drafter: The drafter, whose settings stay as they are.
         max_new_tokens: The most that a visitor may ask for.
         max_question_tokens: The most that a visitor may ask with.
         lock: The lock on the models.
@@ -49,13 +46,11 @@ class Host:
     def encode(self, question: GenerateArguments) -> list[int]:
         """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
         text, most = question.prompt or "", self.max_question_tokens
-        limit = (
-            f"the limit is {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters (`max_question_tokens`). "
-            f"Shorten it."
-        )
+        longest = _CHARACTERS_PER_TOKEN * most
+        limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
         if not text.strip():
             raise ValueError("The question is empty. Write one first.")
-        if len(text) > _CHARACTERS_PER_TOKEN * most:
+        if len(text) > longest:
             raise ValueError(f"The question has {len(text)} characters; {limit}")
         prompt = encode_turn(self.tokenizer, [text], [])
         if len(prompt) > most:
@@ -67,10 +62,6 @@ class Host:
                 f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
             )
         return prompt
-
-
-class Stopped(Exception):
-    """Ends a generation whose visitor has left or stopped it."""
 
 
 class Race:
@@ -95,48 +86,54 @@ class Race:
         self.plain, self.drafted = Answer(), Answer()
         self._drafter = with_options(host.drafter, question)
         self.prompt = host.encode(question)
-        self.wish_to_stop, self._is_over = threading.Event(), threading.Event()
+        self.wish_to_stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(answer, drafter), daemon=True)
+            for answer, drafter in ((self.drafted, self._drafter), (self.plain, None))
+        ]
 
     def start(self) -> None:
         """Begins to write both answers, in threads of their own."""
-        for answer, drafter in ((self.drafted, self._drafter), (self.plain, None)):
-            threading.Thread(target=self._run, args=(answer, drafter), daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until both answers are over, for at most `seconds`; returns whether they are."""
-        return self._is_over.wait(seconds)
+        """Waits until both answers are over, for some `seconds`; returns whether they are."""
+        for thread in self._threads:
+            thread.join(seconds)
+        return self.is_over
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, for whatever reason."""
-        return self.plain.is_over and self.drafted.is_over
+        return not {self.plain.progress, self.drafted.progress} & {"queued", "generating"}
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether the visitor has left or stopped it, or the page is closed."""
+        return self.wish_to_stop.is_set() or self.host.lock.is_closed
 
     def _run(self, answer: Answer, drafter: GumihoModel | None) -> None:
+        host, question = self.host, self.question
+
+        def hand_over() -> None:
+            hold.hand_over()
+            if self.is_unwanted:
+                raise KeyboardInterrupt
+
         try:
-            with self.host.lock.hold(self.question.seed) as hold:
-                self._check_wanted()
-
-                def hand_over() -> None:
-                    hold.hand_over()
-                    self._check_wanted()
-
+            with host.lock.hold(question.seed) as hold:
+                if self.is_unwanted:
+                    answer.progress = "stopped"
+                    return
                 stream_answer(
-                    self.host.target, self.host.tokenizer, drafter, self.prompt, answer, on_step=hand_over,
-                    max_new_tokens=self.question.max_new_tokens, temperature=self.question.temperature,
+                    host.target, host.tokenizer, drafter, self.prompt, answer, on_step=hand_over,
+                    max_new_tokens=question.max_new_tokens, temperature=question.temperature,
                     clock=lambda: hold.seconds,
                 )  # fmt: skip
-        except Stopped:
-            answer.progress = "stopped"
         except Exception as error:  # whatever it is, a visitor waits for the answer
             answer.problem = _explain(error)
             answer.progress = "failed"
-        finally:
-            if self.is_over:
-                self._is_over.set()
-
-    def _check_wanted(self) -> None:
-        if self.wish_to_stop.is_set() or self.host.lock.is_closed:
-            raise Stopped
 
 
 def with_options(drafter: GumihoModel, question: GenerateArguments) -> GumihoModel:
@@ -154,5 +151,4 @@ def _explain(error: Exception) -> str:
     if isinstance(error, ValueError):
         return str(error)
     logger.error("An answer failed.", exc_info=error)
-    kind = type(error).__name__
-    return f"The answer failed ({kind}). The server's log has the details."
+    return f"The answer failed ({type(error).__name__}). The server's log has the details."
