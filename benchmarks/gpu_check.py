@@ -10,6 +10,7 @@ as not run, with the reason.
 """
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,12 @@ import measure_pair
 import measure_shape
 import torch
 import transformers
-from transformers import HfArgumentParser, PreTrainedModel, PrinterCallback, TrainerCallback, logging
+from recipe_training import StepClock
+from transformers import HfArgumentParser, PreTrainedModel, PrinterCallback, logging
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
 from transformers_gumiho.measuring.prompts import read_questions
-from transformers_gumiho.measuring.timing import synchronize
 from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.pairs.known import find_pair
 from transformers_gumiho.target.machine import machine_name
@@ -111,12 +112,12 @@ class GpuCheck:
                 output_dir=folder, max_steps=num_steps, per_device_train_batch_size=1, save_strategy="no",
                 report_to="none", logging_strategy="no", disable_tqdm=True, use_cpu=self.device.type == "cpu",
             )  # fmt: skip
-            clock = StepClock(self.device)
+            clock = StepClock()
             trainer = GumihoTrainer(gumiho.float(), args, target=target, train_dataset=rows, callbacks=[clock])
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         gumiho.to(target.dtype)
-        yield f"rows of {length} tokens, float32", f"{length / clock.seconds_of_a_step:.0f} tokens/s"
+        yield f"rows of {length} tokens, float32", f"{length / statistics.mean(clock.seconds[1:]):.0f} tokens/s"
         if peak.num_bytes is not None:
             yield "peak memory beyond what was loaded", f"{peak.num_bytes / 1e9:.2f} GB"
 
@@ -134,22 +135,6 @@ class GpuCheck:
         yield "speed-up over plain, float32", f"{row.speedup:.2f}"
         yield "tokens per cycle", f"{row.tau_micro:.2f}"
         yield "equal to plain", f"{row.num_equal} of {row.num_samples}"
-
-
-class StepClock(TrainerCallback):
-    """Times the steps of a training; the first one warms up."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.ends: list[float] = []
-
-    def on_step_end(self, *args: object, **kwargs: object) -> None:
-        synchronize(self.device)
-        self.ends.append(time.perf_counter())
-
-    @property
-    def seconds_of_a_step(self) -> float:
-        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
 
 
 def run(section: Callable[[], Rows], is_late: bool) -> list[tuple[str, str]]:

@@ -247,14 +247,6 @@ def test_parts_of_a_drafter_are_told_in_steps(monkeypatch: pytest.MonkeyPatch, c
     assert script.GumihoDrafter.score.__name__ == "score", "afterwards nothing is timed"
 
 
-def test_an_embedding_that_is_shared_takes_no_memory() -> None:
-    script = [sys.executable, str(ROOT / "benchmarks" / "measure_embedding_memory.py")]
-    options = ["--vocab_size", "262144", "--hidden_size", "512"]
-    output = subprocess.run([*script, *options], check=True, capture_output=True, text=True).stdout
-    own, shared = map(float, re.search(r"of its own: ([-\d.]+) GB; with the target's: ([-\d.]+) GB", output).groups())
-    assert own - shared == pytest.approx(0.25, abs=0.05)
-
-
 def test_looking_up_is_timed_apart_from_merging(monkeypatch: pytest.MonkeyPatch) -> None:
     """And reading the context is in neither."""
     script = load("measure_lookup", monkeypatch)
