@@ -70,10 +70,10 @@ def tree_svg(cycle: Cycle, labels: CycleLabels, is_alone: bool = False) -> str:
     columns, rows = (1 + max(numbers) for numbers in zip(*places, strict=True))
     width, height, top = columns * _COLUMN + 2 * _MARGIN, rows * _ROW + 2 * _MARGIN, -_MARGIN
     if is_alone:
-        texts = [f"after {labels.context}", *LEGEND, cycle.summary]
-        width = max(width, _MIN_WIDTH)
-        drawn += [_text(0, -_LINE // 2, texts[0]), *(_text(0, height + n * _LINE, t) for n, t in enumerate(texts[1:]))]
-        top, height = top - 2 * _LINE, height + (len(texts) + 2) * _LINE
+        texts, width = [*LEGEND, cycle.summary], max(width, _MIN_WIDTH)
+        drawn.append(_text(-_LINE // 2, f"after {labels.context}"))
+        drawn += [_text(height + (number + 1) * _LINE, text) for number, text in enumerate(texts)]
+        top, height = top - 2 * _LINE, height + (len(texts) + 3) * _LINE
         drawn.insert(0, f'<rect x="{-_MARGIN}" y="{top}" width="{width}" height="{height}" fill="white"/>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gumiho-tree" width="{width}" height="{height}" '
@@ -82,8 +82,8 @@ def tree_svg(cycle: Cycle, labels: CycleLabels, is_alone: bool = False) -> str:
     )
 
 
-def _text(x: int, y: int, text: str) -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="start">{escape(text)}</text>'
+def _text(y: int, text: str) -> str:
+    return f'<text x="0" y="{y}" text-anchor="start">{escape(text)}</text>'
 
 
 def _line(start: Place, stop: Place, color: str, width: int, dashes: str = "none") -> str:
@@ -100,9 +100,10 @@ def _line(start: Place, stop: Place, color: str, width: int, dashes: str = "none
 def _box(place: Place, text: str, note: str, color: str, shade: float, width: int, dashes: str = "none") -> str:
     left, top = place[0] * _COLUMN, place[1] * _ROW + (_ROW - _BOX[1]) // 2
     middle = left + _BOX[0] // 2
+    text = escape(shorten(text, _LONGEST)).replace(" ", "\N{NO-BREAK SPACE}")  # an SVG runs other spaces together
     return (
         f'<rect x="{left}" y="{top}" width="{_BOX[0]}" height="{_BOX[1]}" rx="4" fill="rgba(96,165,250,{shade:.2f})" '
         f'stroke="{color}" stroke-width="{width}" stroke-dasharray="{dashes}"/>'
-        f'<text x="{middle}" y="{top + 12}">{escape(shorten(text, _LONGEST))}</text>'
+        f'<text x="{middle}" y="{top + 12}">{text}</text>'
         f'<text x="{middle}" y="{top + 24}" font-size="9" opacity="0.7">{escape(note)}</text>'
     )
