@@ -36,9 +36,8 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.measuring.decoding_settings import decoding_settings
-from transformers_gumiho.measuring.prompts import encode_turn, padded_batches, read_questions
-from transformers_gumiho.measuring.stages import stage_timer
+from transformers_gumiho.measuring.prompts import encode_turn, pad_left, read_questions
+from transformers_gumiho.measuring.timing import stage_timer, temporary_settings
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.training import (
     CachedFeatures,
@@ -187,7 +186,7 @@ def measure(
     lengths: dict[str, dict[str, list[list[int]]]] = {}
     for way, (names, changed, kwargs) in ways.items():
         for shape in names:
-            with decoding_settings(drafter, shapes[shape] | changed | {"break_even": NEVER_PAUSES}):
+            with temporary_settings(drafter, shapes[shape] | changed | {"break_even": NEVER_PAUSES}):
                 found = [accepted_lengths(args, target, drafter, batch, kwargs) for batch in batches]
             lengths.setdefault(way, {})[shape] = [of_prompt for of_batch in found for of_prompt in of_batch]
     return {"accepted_lengths": lengths}
@@ -201,7 +200,9 @@ def read_prompts(
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     questions = read_questions(args.prompts, num_questions=args.num_prompts)
     prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    return padded_batches(tokenizer, prompts, per_batch or args.prompts_per_batch, device)
+    size = per_batch or args.prompts_per_batch
+    starts = range(0, len(prompts), size)
+    return [pad_left(prompts[start : start + size], tokenizer.pad_token_id, device) for start in starts]
 
 
 def accepted_lengths(

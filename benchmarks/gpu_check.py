@@ -24,19 +24,13 @@ import measure_pair
 import measure_shape
 import torch
 import transformers
-from transformers import (
-    HfArgumentParser,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    TrainerCallback,
-    logging,
-)
+from recipe_training import StepClock
+from transformers import HfArgumentParser, PreTrainedModel, PrinterCallback, logging
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
-from transformers_gumiho.measuring.loading import load_pair
-from transformers_gumiho.measuring.stages import synchronize
+from transformers_gumiho.measuring.prompts import read_questions
+from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.pairs.known import find_pair
 from transformers_gumiho.target.machine import machine_name
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
@@ -118,12 +112,12 @@ class GpuCheck:
                 output_dir=folder, max_steps=num_steps, per_device_train_batch_size=1, save_strategy="no",
                 report_to="none", logging_strategy="no", disable_tqdm=True, use_cpu=self.device.type == "cpu",
             )  # fmt: skip
-            clock = StepClock(self.device)
+            clock = StepClock()
             trainer = GumihoTrainer(gumiho.float(), args, target=target, train_dataset=rows, callbacks=[clock])
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         gumiho.to(target.dtype)
-        yield f"rows of {length} tokens, float32", f"{length / clock.seconds_of_a_step:.0f} tokens/s"
+        yield f"rows of {length} tokens, float32", f"{length / statistics.mean(clock.seconds[1:]):.0f} tokens/s"
         if peak.num_bytes is not None:
             yield "peak memory beyond what was loaded", f"{peak.num_bytes / 1e9:.2f} GB"
 
@@ -131,47 +125,16 @@ class GpuCheck:
         if self.is_toy and name != "demo":
             raise NotRun("too large for a toy")
         self.__dict__.pop("pair", None)  # frees the larger models
-        found = find_pair(name)
         try:
-            folders = found.find_target(), found.find_drafter()
+            target, tokenizer, gumiho = load_pair(PairArguments(pair=name, dtype="float32"))
         except (ImportError, OSError) as error:
             raise NotRun(str(error)) from error
-        target, tokenizer, gumiho = load_pair(*folders, dtype="float32")
-        path = ROOT / "examples" / Path(found.drafter).parent / "prompts.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines()[: 2 if self.is_toy else 9]
-        args = measure_pair.PairArguments(repeats=1, max_new_tokens=16 if self.is_toy else 128)
-        texts = [prompt_text(tokenizer, json.loads(line)) for line in lines]
-        # The first one warms up.
-        measurements = [measure_pair.measure(target, gumiho, tokenizer, text, args) for text in texts][1:]
-        speedups = [m.plain_seconds[0] / m.drafted_seconds[0] for m in measurements]
-        lengths = [length for m in measurements for length in m.accepted_lengths]
-        yield "speed-up over plain, float32", f"{statistics.median(speedups):.2f}"
-        yield "tokens per cycle", f"{statistics.mean(lengths):.2f}"
-        yield "equal to plain", f"{sum(m.equal for m in measurements)} of {len(measurements)}"
-
-
-def prompt_text(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> str:
-    """Returns the text of a line of prompts: one to continue, or a question in the target's chat template."""
-    if "text" in row:
-        return row["text"]
-    message = {"role": "user", "content": row["prompt"]}
-    return tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-
-
-class StepClock(TrainerCallback):
-    """Times the steps of a training; the first one warms up."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.ends: list[float] = []
-
-    def on_step_end(self, *args: object, **kwargs: object) -> None:
-        synchronize(self.device)
-        self.ends.append(time.perf_counter())
-
-    @property
-    def seconds_of_a_step(self) -> float:
-        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        path = ROOT / "examples" / Path(find_pair(name).drafter).parent / "prompts.jsonl"
+        questions = read_questions(str(path), num_questions=1 if self.is_toy else 8)
+        row = measure_pair.measure(target, tokenizer, gumiho, questions, 16 if self.is_toy else 128)[1]
+        yield "speed-up over plain, float32", f"{row.speedup:.2f}"
+        yield "tokens per cycle", f"{row.tau_micro:.2f}"
+        yield "equal to plain", f"{row.num_equal} of {row.num_samples}"
 
 
 def run(section: Callable[[], Rows], is_late: bool) -> list[tuple[str, str]]:

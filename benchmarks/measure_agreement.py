@@ -13,47 +13,34 @@ from dataclasses import dataclass, field
 
 import torch
 from datasets import Dataset, disable_progress_bars
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    PreTrainedModel,
-    PrinterCallback,
-    logging,
-)
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, logging
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.measuring.prompts import (
-    Question,
-    encode_turn,
-    first_of_each_category,
-    padded_batches,
-    read_questions,
-)
+from transformers_gumiho.measuring.prompts import Question, encode_turn, pad_left, read_questions
+from transformers_gumiho.pairs import TargetArguments, load_target, prompts_field
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 
-@dataclass
-class AgreementArguments:
-    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
+@dataclass(kw_only=True)
+class AgreementArguments(TargetArguments):
     assistants: list[str] = field(metadata={"help": "Drafters for it."})
-    prompts: str = field(metadata={"help": "A JSONL file with `turns`, `prompt` or `text`, or a dataset."})
+    prompts: str = prompts_field()
     prompts_per_category: int = 12
     max_new_tokens: int = 128
     batch_size: int = 12
-    dtype: str = "auto"
 
 
 @torch.inference_mode()
-def answer(args: AgreementArguments, target: PreTrainedModel, questions: list[Question]) -> Dataset:
+def answer(
+    args: AgreementArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: list[Question]
+) -> Dataset:
     """Returns a row for each question: its tokens and those of the target's answer, which count."""
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     ends = target.generation_config.eos_token_id
     ends = torch.tensor(ends if isinstance(ends, list) else [] if ends is None else [ends], device=target.device)
     prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     rows: list[dict[str, list[int]]] = []
-    for batch in padded_batches(tokenizer, prompts, args.batch_size, target.device):
+    for start in range(0, len(prompts), args.batch_size):
+        batch = pad_left(prompts[start : start + args.batch_size], tokenizer.pad_token_id, target.device)
         length = batch["input_ids"].shape[1]
         new_tokens = target.generate(**batch, max_new_tokens=args.max_new_tokens, do_sample=False)[:, length:]
         is_end = torch.isin(new_tokens, ends)
@@ -71,11 +58,11 @@ def main() -> None:
     (args,) = HfArgumentParser(AgreementArguments, description=__doc__).parse_args_into_dataclasses()
     logging.set_verbosity_error()
     disable_progress_bars()
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype, device_map=device).eval()
-    questions = first_of_each_category(read_questions(args.prompts), args.prompts_per_category)
+    target, tokenizer = load_target(args)
+    questions = read_questions(args.prompts, per_category=args.prompts_per_category)
     categories = dict.fromkeys(question.category for question in questions)
-    answers = {name: answer(args, target, [q for q in questions if q.category == name]) for name in categories}
+    asked = {name: [question for question in questions if question.category == name] for name in categories}
+    answers = {name: answer(args, target, tokenizer, of_category) for name, of_category in asked.items()}
     for name in args.assistants:
         drafter = GumihoModel.from_pretrained(name, dtype=torch.float32)
         with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
 from transformers_gumiho.decoding.observers import GenerationObserver, Stage, observing
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.measuring.stages import synchronize
+from transformers_gumiho.measuring.timing import synchronize
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.target.grouped_attention import copying_groups
 
@@ -91,11 +91,13 @@ def filled_cache(target: PreTrainedModel, length: int) -> DynamicCache:
     return cache
 
 
-def decode(pair: tuple[PreTrainedModel, GumihoModel], length: int, way: str, args: AttentionArguments) -> float:
-    """Decodes behind `length` tokens; returns the milliseconds of a cycle."""
+def decode(
+    pair: tuple[PreTrainedModel, GumihoModel], cache: DynamicCache, way: str, args: AttentionArguments
+) -> float:
+    """Decodes behind the tokens of a cache; returns the milliseconds of a cycle."""
     target, gumiho = pair
-    ids = torch.arange(length, device=target.device)[None] % 8000
-    clock, cache = CycleClock(target.device), filled_cache(target, length - 1)
+    ids = torch.arange(cache.get_seq_length() + 1, device=target.device)[None] % 8000
+    clock = CycleClock(target.device)
     with WAYS[way](), observing(clock):
         target.generate(
             ids, **{CACHE_NAME: cache}, max_new_tokens=args.cycles, do_sample=False, assistant_model=gumiho
@@ -105,14 +107,11 @@ def decode(pair: tuple[PreTrainedModel, GumihoModel], length: int, way: str, arg
 
 def measure_memory(args: AttentionArguments, way: str) -> float:
     """Returns the most MB that a generation takes beyond the models and the cache."""
-    pair, length = make_pair(args), args.lengths[0]
-    decode(pair, 64, way, args)
-    ids = torch.arange(length, device=pair[0].device)[None] % 8000
-    cache = filled_cache(pair[0], length - 1)
-    with WAYS[way](), peak_memory(pair[0].device) as peak:
-        pair[0].generate(
-            ids, **{CACHE_NAME: cache}, max_new_tokens=args.cycles, do_sample=False, assistant_model=pair[1]
-        )
+    pair = make_pair(args)
+    decode(pair, filled_cache(pair[0], 63), way, args)
+    cache = filled_cache(pair[0], args.lengths[0] - 1)
+    with peak_memory(pair[0].device) as peak:
+        decode(pair, cache, way, args)
     return (peak.num_bytes or 0) / 1e6
 
 
@@ -143,7 +142,7 @@ def main() -> None:
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(args.rounds + 1):
             for way, taken in times.items():
-                taken.append(decode(pair, length, way, args))
+                taken.append(decode(pair, filled_cache(pair[0], length - 1), way, args))
         print(report(length, {way: taken[1:] for way, taken in times.items()}), flush=True)  # the first one warms up
 
 

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, logging
+from transformers import HfArgumentParser, PreTrainedModel, logging
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
-from transformers_gumiho.measuring.timing import time_drafted, time_plain
+from transformers_gumiho.measuring.timing import stage_timer, time_plain
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
+from transformers_gumiho.pairs import PairArguments, load_pair
 
 
 # The rounds: for each length, the milliseconds of a plain step, of a cycle, and of the target's pass in it.
@@ -52,9 +53,8 @@ class ContextArguments:
 
 def load(args: ContextArguments) -> tuple[PreTrainedModel, GumihoModel, torch.Tensor]:
     """Returns the pair and the token ids of a long text."""
-    target = AutoModelForCausalLM.from_pretrained(args.demo_pair / "target", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
-    gumiho = GumihoModel.from_pretrained(args.demo_pair / "gumiho", dtype=torch.float32)
+    folders = {"target": str(args.demo_pair / "target"), "assistant": str(args.demo_pair / "gumiho")}
+    target, tokenizer, gumiho = load_pair(PairArguments(**folders, dtype="float32"))
     gumiho.generation_config.break_even = NEVER_PAUSES
     lines = (args.demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     text = torch.tensor(tokenizer("\n".join(json.loads(line)["text"] for line in lines), verbose=False)["input_ids"])
@@ -79,11 +79,12 @@ def measure_times(target: PreTrainedModel, gumiho: GumihoModel, text: torch.Tens
     for _ in range(args.rounds + 1):
         of_lengths = []
         for length in args.lengths:
-            ids = text[None, :length]
-            plain = time_plain(target, ids, **generation)
-            drafted = time_drafted(target, gumiho, ids, {}, split=True, **generation)
-            step = plain.seconds / plain.num_tokens
-            of_lengths.append([1e3 * seconds for seconds in (step, drafted.cycle_seconds, drafted.verify_seconds)])
+            inputs = {"input_ids": text[None, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+            step = time_plain(target, inputs, **generation).pass_seconds
+            with stage_timer(target.device) as taken:
+                target.generate(**inputs, assistant_model=gumiho, **generation)
+            cycle = (taken.total - taken.prompt) / taken.num_cycles
+            of_lengths.append([1e3 * seconds for seconds in (step, cycle, taken.verify / taken.num_cycles)])
         rounds.append(of_lengths)
     return rounds[1:]  # the first one warms up
 

@@ -11,8 +11,6 @@ close the two tokens are at which the texts part.
 """
 
 import itertools
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.measuring.prompts import read_questions
 
 
 @dataclass
@@ -51,33 +50,20 @@ class NearTieArguments:
 @dataclass
 class NearTies:
     """
-    What was counted in one precision.
+    What was found in one precision.
 
     Attributes:
-        num_texts: Texts decoded in each of the two ways.
-        num_tokens: Tokens of the plain texts.
-        plain_flips: Tokens of the plain texts that a teacher-forced pass would not have chosen.
-        drafted_tokens, drafted_flips: The same of the texts decoded with the drafter.
+        plain_flips: For each token of the plain texts, whether a teacher-forced pass would have chosen another one.
+        drafted_flips: The same of the texts decoded with the drafter.
         gaps: For each text that differs, by how much the logits of the two tokens at its first difference differ in a
             teacher-forced pass in float32 (of a quantised target: in its own precision).
         margins: For each plain token, by how much the best logit exceeds the second best one there.
     """
 
-    num_texts: int = 0
-    num_tokens: int = 0
-    plain_flips: int = 0
-    drafted_tokens: int = 0
-    drafted_flips: int = 0
+    plain_flips: list[bool] = field(default_factory=list)
+    drafted_flips: list[bool] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
-
-
-def read_prompts(args: NearTieArguments) -> Iterator[torch.Tensor]:
-    """Yields the token ids of the prompts, each `(1, T)`."""
-    tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
-    lines = (args.demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    for line in lines[: args.num_prompts]:
-        yield torch.tensor([tokenizer(json.loads(line)["text"])["input_ids"]])
 
 
 def load_targets(
@@ -105,35 +91,28 @@ def forced_logits(target: PreTrainedModel, text: torch.Tensor, prompt_length: in
     return target(text).logits[0, prompt_length - 1 : -1].float()
 
 
-def count_near_ties(
+def find_near_ties(
     target: PreTrainedModel, exact_target: PreTrainedModel, gumiho: GumihoModel, args: NearTieArguments
 ) -> NearTies:
     """Decodes the prompts in both ways; `exact_target` tells how close two tokens are."""
-    counts = NearTies()
-    settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    for prompt in read_prompts(args):
+    found, settings = NearTies(), {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
+    for question in read_questions(str(args.demo_pair / "prompts.jsonl"), num_questions=args.num_prompts):
+        prompt = tokenizer(question.turns[0], return_tensors="pt").input_ids
         length = prompt.shape[1]
         plain = target.generate(prompt, **settings)
         drafted = target.generate(prompt, **settings, assistant_model=gumiho)
         exact = forced_logits(exact_target, plain, length)
         best = exact.topk(2).values
-        counts.num_texts += 1
-        counts.num_tokens += plain.shape[1] - length
-        counts.plain_flips += count_flips(target, plain, length)
-        counts.drafted_tokens += drafted.shape[1] - length
-        counts.drafted_flips += count_flips(target, drafted, length)
-        counts.margins += (best[:, 0] - best[:, 1]).tolist()
+        found.margins += (best[:, 0] - best[:, 1]).tolist()
+        for text, flips in ((plain, found.plain_flips), (drafted, found.drafted_flips)):
+            flips += (forced_logits(target, text, length).argmax(dim=1) != text[0, length:]).tolist()
         if not torch.equal(plain, drafted):
             ours, theirs = drafted[0, length:], plain[0, length:]
             common = min(len(ours), len(theirs))
             first = int((ours[:common] != theirs[:common]).int().argmax())
-            counts.gaps.append(float((exact[first, ours[first]] - exact[first, theirs[first]]).abs()))
-    return counts
-
-
-def count_flips(target: PreTrainedModel, text: torch.Tensor, prompt_length: int) -> int:
-    """Counts the new tokens of a text that a teacher-forced pass would not have chosen."""
-    return int((forced_logits(target, text, prompt_length).argmax(dim=1) != text[0, prompt_length:]).sum())
+            found.gaps.append(float((exact[first, ours[first]] - exact[first, theirs[first]]).abs()))
+    return found
 
 
 def main() -> None:
@@ -147,13 +126,14 @@ def main() -> None:
         dtype = getattr(torch, name)
         target, exact_target = load_targets(args, dtype, quantization)
         gumiho = GumihoModel.from_pretrained(args.demo_pair / "gumiho", dtype=dtype)
-        counts = count_near_ties(target, exact_target, gumiho, args)
-        gaps = torch.tensor(counts.gaps)
+        found = find_near_ties(target, exact_target, gumiho, args)
+        gaps = torch.tensor(found.gaps)
         parting = f"{gaps.median():.4f} ({gaps.max():.4f})" if len(gaps) else ""
+        flips = [f"{sum(texts)} of {len(texts)}" for texts in (found.plain_flips, found.drafted_flips)]
         print(
-            f"| {name if quantization is None else f'{name}, {quantization}'} | {len(gaps)} of {counts.num_texts} | "
-            f"{counts.plain_flips} of {counts.num_tokens} | {counts.drafted_flips} of {counts.drafted_tokens} | "
-            f"{parting} | {torch.tensor(counts.margins).median():.2f} |",
+            f"| {name if quantization is None else f'{name}, {quantization}'} | {len(gaps)} of {args.num_prompts} | "
+            f"{flips[0]} | {flips[1]} | "
+            f"{parting} | {torch.tensor(found.margins).median():.2f} |",
             flush=True,
         )
 

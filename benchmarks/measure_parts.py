@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,13 @@ from transformers import HfArgumentParser, PreTrainedModel, logging
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, Stage, observing
 from transformers_gumiho.drafting.drafter import GumihoDrafter
-from transformers_gumiho.measuring.decoding_settings import decoding_settings
-from transformers_gumiho.measuring.loading import load_pair
-from transformers_gumiho.measuring.prompts import encode_turn, read_questions
-from transformers_gumiho.measuring.stages import synchronize
-from transformers_gumiho.measuring.timing import time_plain
+from transformers_gumiho.measuring.prompts import encode_turn, pad_left, read_questions
+from transformers_gumiho.measuring.timing import synchronize, temporary_settings, time_plain
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
+from transformers_gumiho.pairs import PairArguments, load_pair, prompts_field
 
 
-DEMO_PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
+PROMPTS = Path(__file__).parent.parent / "examples" / "demo_pair" / "prompts.jsonl"
 # What runs each part.
 PARTS = {
     "_fuse_read": "fc",
@@ -43,10 +41,8 @@ COLUMNS = tuple(dict.fromkeys(PARTS.values()))
 
 
 @dataclass
-class PartsArguments:
-    target: str = field(default=str(DEMO_PAIR / "target"), metadata={"help": "The target."})
-    assistant: str = field(default=str(DEMO_PAIR / "gumiho"), metadata={"help": "The Gumiho drafter."})
-    prompts: str = field(default=str(DEMO_PAIR / "prompts.jsonl"), metadata={"help": "Prompts, one a line."})
+class PartsArguments(PairArguments):
+    prompts: str = prompts_field(default=str(PROMPTS))
     dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float32"])
     num_assistant_tokens: int = 16
     tree_depths: list[int] = field(
@@ -113,20 +109,19 @@ def timing_parts(device: torch.device) -> Iterator[PartTimer]:
 
 @torch.inference_mode()
 def measure(
-    target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor], settings: dict[str, Any], num_new: int
+    target: PreTrainedModel, drafter: GumihoModel, prompts: list[list[int]], settings: dict[str, Any], num_new: int
 ) -> dict[str, float]:
     """Returns medians in milliseconds: of each part and all of a cycle's drafting, and of a step of plain decoding."""
     drafts: list[dict[str, float]] = []
     steps: list[float] = []
     for turn, prompt in enumerate([prompts[0], *prompts]):
-        ids = prompt[None].to(target.device)
-        with decoding_settings(drafter, settings), timing_parts(target.device) as timer:
-            mask = torch.ones_like(ids)
-            target.generate(ids, attention_mask=mask, assistant_model=drafter, max_new_tokens=num_new, do_sample=False)
-        plain = time_plain(target, ids, max_new_tokens=num_new, do_sample=False)
+        inputs = pad_left([prompt], None, target.device)
+        with temporary_settings(drafter, settings), timing_parts(target.device) as timer:
+            target.generate(**inputs, assistant_model=drafter, max_new_tokens=num_new, do_sample=False)
+        plain = time_plain(target, inputs, max_new_tokens=num_new, do_sample=False)
         if turn:  # the first one warms up
             drafts += timer.drafts
-            steps.append(plain.seconds / plain.num_tokens)
+            steps.append(plain.pass_seconds)
     medians = {name: statistics.median(draft.get(name, 0.0) for draft in drafts) for name in (*COLUMNS, "draft")}
     return {name: 1e3 * seconds for name, seconds in (medians | {"step": statistics.median(steps)}).items()}
 
@@ -139,8 +134,9 @@ def main() -> None:
     print(f"| precision | depth | {' | '.join(COLUMNS)} | growing the tree | drafting | step | share of it |")
     print("|---" * (len(COLUMNS) + 6) + "|")
     for dtype in args.dtypes:
-        target, tokenizer, drafter = load_pair(args.target, args.assistant, dtype)
-        prompts = [torch.tensor(encode_turn(tokenizer, question.turns[:1], [])) for question in questions]
+        named = args if args.target is not None else replace(args, pair=args.pair or "demo")
+        target, tokenizer, drafter = load_pair(replace(named, dtype=dtype))
+        prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
         for depth in args.tree_depths:
             settings = {
                 "num_assistant_tokens": args.num_assistant_tokens, "tree_depth": depth, "break_even": NEVER_PAUSES,

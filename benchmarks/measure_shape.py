@@ -100,16 +100,17 @@ def measure(
         settings |= {"cache_implementation": "static", "compile_config": compile_on_every_device()}
     vocab_size = target.get_output_embeddings().out_features
     ids = torch.randint(vocab_size, (1, args.context), generator=torch.Generator().manual_seed(0)).to(target.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     plain: list[float] = []
     cycles: dict[int, dict[str, list[float]]] = {size: {way: [] for way in ways} for size in args.nodes}
     for _ in range(args.repeats + 1):  # the first one warms up
-        taken = time_plain(target, ids, **settings)
-        plain.append(taken.seconds / taken.num_tokens)
+        taken = time_plain(target, inputs, **settings)
+        plain.append(taken.pass_seconds)
         for size, times in cycles.items():
             for way in ways:
                 with WAYS[way]():
-                    taken = time_drafted(target, gumiho, ids, {"num_assistant_tokens": size}, **settings)
-                times[way].append(taken.seconds / taken.num_cycles)
+                    taken = time_drafted(target, gumiho, inputs, {"num_assistant_tokens": size}, **settings)
+                times[way].append(taken.pass_seconds)
     medians = {size: tuple(statistics.median(times[way][1:]) for way in ways) for size, times in cycles.items()}
     return statistics.median(plain[1:]), medians
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from transformers_gumiho.measuring.timing import synchronize
+
 
 class TrainingClock(TrainerCallback):
     """
@@ -54,4 +56,5 @@ class StepClock(TrainerCallback):
         self._start = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        synchronize(args.device)
         self.seconds.append(time.perf_counter() - self._start)

@@ -91,7 +91,7 @@ def run_tune_command(arguments: list[str]) -> None:
     args = _parse(TuningArguments, "tune", tune, arguments)
     result = describe(tune(args))
     how = "; copy its generation_config.json over the drafter's to use them" if args.output_dir else ""
-    sys.stdout.write(f"\n{result}\nthe settings are in {args.output_dir or args.assistant}{how}\n")
+    sys.stdout.write(f"\n{result}\nthe settings are in {args.output_dir or args.resolved().assistant}{how}\n")
 
 
 def run_attach_command(arguments: list[str]) -> None:

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationEvents, GenerationObserver, Stage, observing
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.measuring.stages import stage_timer
+from transformers_gumiho.measuring.timing import stage_timer
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.verification import AcceptedPath
 

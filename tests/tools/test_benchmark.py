@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,6 @@ from transformers_gumiho.benchmarking import (
     DecodingMode,
     Question,
     Sample,
-    SampleFile,
     benchmark,
     decoding_modes,
     read_questions,
@@ -30,10 +30,12 @@ from transformers_gumiho.benchmarking import (
     summarize,
 )
 from transformers_gumiho.benchmarking.report import markdown
-from transformers_gumiho.benchmarking.sample_file import conversation_key
-from transformers_gumiho.benchmarking.summary import bootstrap_interval
-from transformers_gumiho.measuring.decoding_settings import decoding_settings
+from transformers_gumiho.benchmarking.runner import conversation_key
+from transformers_gumiho.benchmarking.summary import Comparison, bootstrap_interval
+from transformers_gumiho.measuring import prompts
+from transformers_gumiho.measuring.journal import Journal
 from transformers_gumiho.measuring.prompts import encode_turn
+from transformers_gumiho.measuring.timing import temporary_settings
 
 
 DEMO_PAIR = DEMO_TARGET.parent
@@ -91,7 +93,7 @@ def test_every_mode_decodes_every_prompt_to_plain_decodings_text(samples: list[S
 
 
 def test_a_drafter_that_looks_up_by_itself_is_measured_without_it_too(drafter: GumihoModel) -> None:
-    with decoding_settings(drafter, {"prompt_lookup_num_tokens": 7}):
+    with temporary_settings(drafter, {"prompt_lookup_num_tokens": 7}):
         modes = {mode.name: mode for mode in decoding_modes(drafter)}
         assert "gumiho with prompt lookup" not in modes
         with modes["gumiho without prompt lookup"].active():
@@ -139,18 +141,6 @@ def make_sample(mode: str, question: int, seconds: float, category: str = "a", *
     return Sample(**fields | overrides)
 
 
-def test_cycles_are_counted_by_size() -> None:
-    plain = [make_sample("plain", i, 1.0) for i in range(2)]
-    fitted = [make_sample("gumiho", i, s, tree_sizes=t) for i, (s, t) in enumerate([(0.5, [12, 3, 12]), (2.0, [0])])]
-    fixed = [make_sample("tree of 4", i, 1.0, tree_sizes=[4, 4]) for i in range(2)]
-    rows = {row.mode: row for row in summarize([*plain, *fitted, *fixed])}
-    assert rows["plain"].cycles_by_size is None
-    assert rows["gumiho"].cycles_by_size == {0: 1, 3: 1, 12: 2}
-    text = markdown(list(rows.values()))
-    assert "gumiho: drafted tokens per cycle (cycles): 0 (1), 3 (1), 12 (2). Lowest speed-up of a batch: 0.50." in text
-    assert "tree of 4: drafted" not in text, "it never changes"
-
-
 def test_summary_compares_prompt_by_prompt() -> None:
     plain = [make_sample("plain", i, seconds) for i, seconds in enumerate((1.0, 2.0, 4.0))]
     stages = {"prompt": 9.0, "verify": 6.0, "draft": 3.0, "rest": 1.0, "total": 19.0, "num_cycles": 5}
@@ -175,17 +165,46 @@ def test_summary_compares_prompt_by_prompt() -> None:
     )
 
 
-def test_modes_are_compared_with_prompt_lookup_on_the_same_prompts() -> None:
+def test_modes_are_compared_with_other_ways_of_drafting_answer_by_answer() -> None:
     times = {"plain": (4.0, 4.0, 4.0), "prompt lookup": (1.0, 2.0, 8.0), "gumiho": (2.0, 1.0, 2.0)}
     samples = [make_sample(mode, i, s) for mode, seconds in times.items() for i, s in enumerate(seconds)]
+    samples += [make_sample("assisted generation", i, 4.0) for i in range(2)]
     rows = {row.mode: row for row in summarize(samples)}
-    assert rows["plain"].speedup_lookup is rows["prompt lookup"].speedup_lookup is None
+    assert rows["plain"].against == rows["prompt lookup"].against == {}
     # The median of 1 / 2, 2 and 4, and not that of 2, 4 and 2 divided by that of 4, 2 and 1 / 2.
-    assert rows["gumiho"].speedup_lookup == (2.0, 0.5, 4.0)
+    assert rows["gumiho"].against == {
+        "prompt lookup": Comparison(2.0, (0.5, 4.0), 2, 3),
+        "assisted generation": Comparison(3.0, (2.0, 4.0), 2, 2),
+    }
     assert rows["gumiho"].speedup / rows["prompt lookup"].speedup == 1.0
-    told = "Speed on the same prompts, prompt lookup = 1 (95% interval of the median): gumiho: 2.00 (0.50-4.00)."
-    assert told in markdown(list(rows.values()))
-    assert "on the same prompts" not in markdown(summarize([s for s in samples if s.mode != "prompt lookup"]))
+    assert (
+        "Speed against prompt lookup on the same prompts (median, its 95% interval): gumiho 2.00 (0.50-4.00), faster "
+        "in 2 of 3."
+    ) in markdown(list(rows.values()))
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_machine_that_is_busy_is_noticed(
+    is_idle: bool, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decoding's own repeats take different times then."""
+    generate, calls = target.generate, []
+
+    def generate_busily(**kwargs: object) -> object:
+        calls.append(kwargs)
+        time.sleep(0.2 if is_idle or len(calls) % 2 else 0.4)
+        return generate(**kwargs)
+
+    monkeypatch.setattr(target, "generate", generate_busily)
+    settings = BenchmarkSettings(max_new_tokens=2)
+    samples = run_benchmark(target, make_tokenizer(None), QUESTIONS[1:], [DecodingMode("plain")], settings)
+    # In each category a warm-up, then twice for the first prompt and once for the second.
+    assert len(calls) == 4
+    assert [sample.repeat_seconds is not None for sample in samples] == [True, False]
+    row = summarize(samples)[0]
+    assert row.repeat_spread == pytest.approx(1.0 if is_idle else 2.0, rel=0.25)
+    busy = [replace(sample, seconds=1.0, repeat_seconds=1.0 if is_idle else 1.5) for sample in samples]
+    assert ("**The machine was not idle:**" in markdown(summarize(busy))) == (not is_idle)
 
 
 def test_summary_keeps_categories_apart_and_together() -> None:
@@ -255,6 +274,36 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         read_questions(str(tmp_path / "missing.jsonl"))
 
 
+@pytest.mark.parametrize("name", ["qualitative/test-00000-of-00001.parquet", "qualitative", ":qualitative"])
+def test_speed_bench_is_read_as_it_is_published(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of it, a folder, and a config of the dataset. Texts that it may not pass on are placeholders in it."""
+    placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    texts = {"c1": ["Write.", "Shorten."], "m1": [placeholder], "c2": ["Sort."], "m2": ["Add."]}
+    rows = [
+        {"question_id": name, "category": {"c": "coding", "m": "math"}[name[0]], "turns": turns, "sub_category": None}
+        for name, turns in texts.items()
+    ]
+    for config, chosen in (("qualitative", rows), ("throughput_1k", rows[:1])):
+        (tmp_path / config).mkdir()
+        datasets.Dataset.from_list(chosen).to_parquet(tmp_path / config / "test-00000-of-00001.parquet")
+    configs = [
+        {"config_name": config, "data_files": [{"split": "test", "path": f"{config}/test-*"}]}
+        for config in ("qualitative", "throughput_1k")
+    ]
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
+    warnings: list[str] = []
+    monkeypatch.setattr(prompts.logger, "warning", warnings.append)
+    path = f"{tmp_path}{name}" if name.startswith(":") else str(tmp_path / name)
+    expected = [
+        Question("c1", "coding", ("Write.", "Shorten.")), Question("c2", "coding", ("Sort.",)),
+        Question("m2", "math", ("Add.",)),
+    ]  # fmt: skip
+    assert read_questions(path) == expected
+    assert read_questions(path, num_questions=2) == expected[:2]
+    assert read_questions(path, per_category=1) == [expected[0], expected[2]]
+    assert f"Left out 1 rows of {path!r}, which hold a placeholder" in warnings[0]
+
+
 def test_later_turns_follow_the_answers() -> None:
     tokenizer = make_tokenizer(CHATML)
     ids = encode_turn(tokenizer, ["one", "two"], ["first"])
@@ -281,7 +330,7 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert "| plain |" in process.stdout
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance", "cycle", "trees")}
+    pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance")}
     assert names == pictures | {"samples.jsonl", "samples.jsonl.settings.json", "summary.json", "summary.md"}
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}
@@ -311,19 +360,6 @@ def test_only_the_chosen_modes_decode_the_first_prompts_of_each_category(tmp_pat
         benchmark(replace(args, modes=["chain of 4"]))
 
 
-def test_a_pair_is_benchmarked_by_its_short_name(tmp_path: Path) -> None:
-    args = BenchmarkArguments(
-        pair="demo", prompts=str(DEMO_PAIR / "prompts.jsonl"), num_prompts=1, modes=["gumiho"], max_new_tokens=16,
-        output_dir=str(tmp_path / "by_name"),
-    )  # fmt: skip
-    folders = {"target": str(DEMO_TARGET), "assistant": str(DEMO_PAIR / "gumiho"), "dtype": "float32"}
-    by_name = benchmark(args)
-    by_folders = benchmark(replace(args, pair=None, **folders, output_dir=str(tmp_path / "by_folders")))
-    assert [(row.mode, row.tau_micro) for row in by_name] == [(row.mode, row.tau_micro) for row in by_folders]
-    with pytest.raises(ValueError, match="Specify --pair NAME, or both --target and --assistant"):
-        benchmark(replace(args, pair=None))
-
-
 def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     target: PreTrainedModel, drafter: GumihoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,16 +379,16 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
         calls.clear()
         settings = BenchmarkSettings(max_new_tokens=4)
         return run_benchmark(
-            target, make_tokenizer(None), QUESTIONS, modes, settings, SampleFile(path, {"dtype": "float32"}, resume)
+            target, make_tokenizer(None), QUESTIONS, modes, settings, Journal(path, {"dtype": "float32"}, resume)
         )
 
-    limit = 5  # two for warm-up, two for the first turn of the first prompt, one for the second
+    limit = 6  # two for warm-up, three for the first turn of the first prompt, one for the second
     assert [sample.mode for sample in run(resume=False)] == ["plain", "gumiho"]
     assert len(path.read_text().splitlines()) == 2
-    limit = 8  # both turns again, as the second one needs the answer to the first
+    limit = 9  # both turns again, as the second one needs the answer to the first
     assert [(s.questions, s.turn) for s in run(resume=True)[::2]] == [(["0"], 0), (["0"], 1), (["1"], 0)]
     with path.open("a") as file:
-        file.write('{"conversation": "1", "mode": "pla')  # killed while it wrote
+        file.write('{"of": "1", "mode": "pla')  # killed while it wrote
     limit = 0
     assert len(run(resume=True)) == 6  # stopped as it begins to warm up, it has what it had
     limit = 8
@@ -368,9 +404,9 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     assert run(resume=True) == samples
     assert not calls
     with pytest.raises(ValueError, match=r"begun with another dtype"):
-        SampleFile(path, {"dtype": "bfloat16"}, resume=True)
+        Journal(path, {"dtype": "bfloat16"})
     assert len(path.read_text().splitlines()) == len(samples)
-    assert not SampleFile(path, {"dtype": "bfloat16"}).find(conversation_key(0.0, 1, QUESTIONS[1:2]))
+    assert not Journal(path, {"dtype": "bfloat16"}, resume=False).find(conversation_key(0.0, 1, QUESTIONS[1:2]))
 
 
 def test_samples_of_another_drafter_or_prompt_are_not_gone_on_with(tmp_path: Path) -> None:

@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from training_data import DEMO_TARGET
 
 from transformers_gumiho import cli, presenting
-from transformers_gumiho.measuring.decoding_settings import decoding_settings
-from transformers_gumiho.measuring.loading import load_pair
-from transformers_gumiho.presenting import DemoArguments, make_page
-from transformers_gumiho.presenting.web import command
+from transformers_gumiho.measuring.timing import temporary_settings
+from transformers_gumiho.pairs import PairArguments, load_pair
+from transformers_gumiho.presenting import DemoArguments, GenerateArguments, command, make_page
 from transformers_gumiho.presenting.web import race as race_module
-from transformers_gumiho.presenting.web.lock import ModelLock
 from transformers_gumiho.presenting.web.markup import answer_html, tree_html, verdict_html
-from transformers_gumiho.presenting.web.race import Question, Race
+from transformers_gumiho.presenting.web.race import Host, Race
 
 
 Pair = tuple[Any, Any, Any]
@@ -33,15 +30,15 @@ SMALL = {"max_new_tokens": 16, "num_assistant_tokens": 12, "branching_factor": 4
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return load_pair(str(DEMO_TARGET), str(DEMO_TARGET.parent / "gumiho"), "float32")
+    return load_pair(PairArguments(pair="demo", dtype="float32"))
 
 
-def make_race(pair: Pair, lock: ModelLock, text: str, **settings: Any) -> Race:
-    return Race(*pair, lock, Question(text=text, **SMALL | settings), max_question_tokens=100)
+def make_host(pair: Pair, **limits: int) -> Host:
+    return Host(*pair, **{"max_new_tokens": 4096, "max_question_tokens": 100} | limits)
 
 
-def begin(pair: Pair, lock: ModelLock, text: str, **settings: Any) -> Race:
-    race = make_race(pair, lock, text, **settings)
+def begin(host: Host, text: str, **settings: Any) -> Race:
+    race = Race(host, GenerateArguments(prompt=text, **SMALL | settings))
     race.start()
     return race
 
@@ -54,7 +51,7 @@ def plain_tokens(pair: Pair, text: str, seed: int = 0, **settings: Any) -> list[
 
 def test_visitors_at_once_get_what_each_would_get_alone(pair: Pair) -> None:
     """Also where texts are sampled, with seeds and settings of their own."""
-    lock = ModelLock(torch.device("cpu"))
+    host = make_host(pair)
     sampled = [{"temperature": 0.8, "seed": seed} for seed in (1, 2)]
     expected = [
         plain_tokens(pair, text, how["seed"], max_new_tokens=16, do_sample=True, temperature=0.8)
@@ -62,8 +59,8 @@ def test_visitors_at_once_get_what_each_would_get_alone(pair: Pair) -> None:
     ]
     expected.append(plain_tokens(pair, PROMPTS[0], max_new_tokens=16, do_sample=False))
     settings_before = pair[2].generation_config.to_dict()
-    races = [begin(pair, lock, text, **how) for text, how in zip(PROMPTS, sampled, strict=True)]
-    races.append(begin(pair, lock, PROMPTS[0], num_assistant_tokens=5, branching_factor=1))
+    races = [begin(host, text, **how) for text, how in zip(PROMPTS, sampled, strict=True)]
+    races.append(begin(host, PROMPTS[0], num_assistant_tokens=5, branching_factor=1))
     for race, tokens in zip(races, expected, strict=True):
         assert race.wait(120)
         assert race.plain.tokens == race.drafted.tokens == tokens
@@ -83,8 +80,8 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(type(pair[0]), "generate", listening)
-    wanted = SMALL | {"full_tree_attention": False, "prompt_lookup_num_tokens": 5}
-    race = begin(pair, ModelLock(torch.device("cpu")), PROMPTS[0], **wanted)
+    wanted = SMALL | {"prompt_lookup_num_tokens": 5}
+    race = begin(make_host(pair), PROMPTS[0], **wanted)
     assert race.wait(120)
     (own,) = [drafter.generation_config for drafter in asked if drafter is not None]
     assert {name: getattr(own, name) for name in wanted if name != "max_new_tokens"} == {
@@ -94,23 +91,14 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
     from transformers_gumiho.presenting.web.page import Page
 
     for lookup in (None, 7):
-        with decoding_settings(pair[2], {"prompt_lookup_num_tokens": lookup}):
+        with temporary_settings(pair[2], {"prompt_lookup_num_tokens": lookup}):
             shown = Page(*pair, max_new_tokens=20, max_question_tokens=100).build(max_visitors=1)
         (slider,) = [b for b in shown.blocks.values() if getattr(b, "label", "") == "Prompt-lookup drafts"]
         assert slider.value == (lookup or 0)
 
 
-def test_the_page_keeps_a_break_even_for_the_tree_that_it_was_measured_with(pair: Pair) -> None:
-    measured = {"num_assistant_tokens": {"1": 12, "4": 4}, "branching_factor": 4, "break_even": 1.9}
-    with decoding_settings(pair[2], measured | {"prompt_lookup_num_tokens": 0, "full_tree_attention": None}):
-        same = race_module.with_settings(pair[2], Question(text="", **SMALL))
-        larger = race_module.with_settings(pair[2], Question(text="", **SMALL | {"num_assistant_tokens": 30}))
-        assert pair[2].generation_config.break_even == 1.9
-    assert (same.generation_config.break_even, larger.generation_config.break_even) == (1.9, None)
-
-
 def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
-    race = begin(pair, ModelLock(torch.device("cpu")), "print('<b>${1}</b>')\n")
+    race = begin(make_host(pair), "print('<b>${1}</b>')\n")
     assert race.wait(120)
     html = answer_html(race.drafted)
     text = "".join(piece for piece, _ in race.drafted.pieces)
@@ -121,7 +109,7 @@ def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) 
     assert colored == "".join(pair[1].decode([token]) for token in drafts)
     assert "gumiho-drafts" in html
     assert not any(is_draft for _, is_draft in race.plain.pieces)
-    tree = tree_html(race, pair[1])
+    tree = tree_html(race)
     assert tree.count("<rect") == len(race.drafted.cycles[-1].tokens) + (
         race.drafted.cycles[-1].bonus_token is not None
     )
@@ -129,18 +117,18 @@ def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) 
 
 
 def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
-    lock = ModelLock(torch.device("cpu"))
-    stopped = make_race(pair, lock, PROMPTS[0], max_new_tokens=2000)
+    host = make_host(pair)
+    stopped = Race(host, GenerateArguments(prompt=PROMPTS[0], **SMALL | {"max_new_tokens": 2000}))
     so_far: list[tuple[int, int]] = []
 
     def stop_once_both_are_written(*_: Any) -> None:
         if stopped.plain.tokens and stopped.drafted.cycles and not so_far:
             so_far.append((len(stopped.plain.tokens), len(stopped.drafted.cycles)))
-            stopped.stop()
+            stopped.wish_to_stop.set()
 
     with pair[0].model.layers[0].register_forward_pre_hook(stop_once_both_are_written):
         stopped.start()
-        other = begin(pair, lock, PROMPTS[1])
+        other = begin(host, PROMPTS[1])
         assert stopped.wait(120)
         assert other.wait(120)
     assert {stopped.plain.progress, stopped.drafted.progress} == {"stopped"}
@@ -169,19 +157,19 @@ def test_questions_that_cannot_be_answered_are_refused(
     pair: Pair, text: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        begin(pair, ModelLock(torch.device("cpu")), text, **settings)
+        begin(make_host(pair), text, **settings)
 
 
 def test_a_failure_is_told_and_the_models_go_to_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = ModelLock(torch.device("cpu"))
+    host = make_host(pair)
     with monkeypatch.context() as patch:
         patch.setattr(pair[0].model.layers[0], "forward", _out_of_memory)
-        race = begin(pair, lock, PROMPTS[0])
+        race = begin(host, PROMPTS[0])
         assert race.wait(60)
     assert race.plain.progress == race.drafted.progress == "failed"
     assert "Not enough memory for this answer. Choose fewer" in answer_html(race.drafted)
     assert 'data-verdict="failed"' in verdict_html(race)
-    again = begin(pair, lock, PROMPTS[0])
+    again = begin(host, PROMPTS[0])
     assert again.wait(120)
     assert 'data-verdict="equal"' in verdict_html(again)
 
@@ -194,7 +182,7 @@ def test_what_only_the_host_may_know_is_not_told(pair: Pair, monkeypatch: pytest
     logged: list[Any] = []
     monkeypatch.setattr(race_module.logger, "error", lambda *_, exc_info: logged.append(exc_info))
     monkeypatch.setattr(pair[0].model.layers[0], "forward", _no_such_file)
-    race = begin(pair, ModelLock(torch.device("cpu")), PROMPTS[0])
+    race = begin(make_host(pair), PROMPTS[0])
     assert race.wait(60)
     html = answer_html(race.plain)
     assert "The answer failed (FileNotFoundError)." in html
@@ -211,9 +199,9 @@ def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair, monkeypatch: pytest
     from transformers_gumiho.presenting.web import page as page_module
 
     page = page_module.Page(*pair, max_new_tokens=2000, max_question_tokens=100)
-    settings = {"length": 2000, "temperature": 0, "seed": 0, "nodes": 12, "width": 4, "fta": True, "lookup": 0}
+    settings = {"length": 2000, "temperature": 0, "seed": 0, "nodes": 12, "width": 4, "lookup": 0}
     for wrong, told in (
-        ({"seed": "<img>"}, "The seed must be a number from 0"),
+        ({"seed": "<img>"}, "Seed must be a number from 0"),
         ({"length": 3e9}, "got 3000000000.0"),
         ({"lookup": -1}, "Prompt-lookup drafts must be from 0 to 64, got -1"),
     ):
@@ -236,7 +224,7 @@ def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(pair: Pair
     pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
     from transformers_gumiho.presenting.web.page import Page
 
-    shown = Page(*pair, max_new_tokens=2000, max_question_tokens=100).ask("a", 2000, 0, 0, 12, 4, True, 0)
+    shown = Page(*pair, max_new_tokens=2000, max_question_tokens=100).ask("a", 2000, 0, 0, 12, 4, 0)
     kept = next(shown)[0]
     assert isinstance(kept, threading.Event)
     assert not kept.is_set()
@@ -295,8 +283,8 @@ def page_with_gate() -> Iterator[tuple[str, Gate]]:
         return pair
 
     with pytest.MonkeyPatch.context() as patch:
-        load_before = command.load
-        patch.setattr(command, "load", load)
+        load_before = command.load_pair
+        patch.setattr(command, "load_pair", load)
         page = make_page(DemoArguments(pair="demo", num_assistant_tokens=12, branching_factor=4))
     _, url, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False)
     yield url, gate
@@ -344,7 +332,7 @@ class Visitor:
         self.page.get_by_role("button", name="Length, sampling and draft tree").click()
 
     def ask(self, question: str, num_tokens: int) -> None:
-        self.page.locator("#length input[type=number]").fill(str(num_tokens))
+        self.page.locator("#max_new_tokens input[type=number]").fill(str(num_tokens))
         self.page.locator("#question textarea").fill(question)
         self.press("#ask")
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.measuring.timing import DecodingTime
+from transformers_gumiho.measuring.timing import DecodingTime, StageSeconds
 from transformers_gumiho.target import session
 
 
@@ -35,18 +36,19 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("measure_context", monkeypatch)
 
-    def plain(_: Any, ids: torch.Tensor, **__: Any) -> DecodingTime:
-        return DecodingTime(num_tokens=50, seconds=0.001 * ids.shape[1])
+    def plain(_: Any, inputs: dict[str, torch.Tensor], **__: Any) -> DecodingTime:
+        return DecodingTime(seconds=0.001 * inputs["input_ids"].shape[1], num_tokens=50, num_passes=50)
 
-    def drafted(_: Any, __: Any, ids: torch.Tensor, *___: Any, **____: Any) -> DecodingTime:
-        return DecodingTime(
-            num_tokens=50, seconds=9.0, num_cycles=10, cycle_seconds=0.002 * ids.shape[1], verify_seconds=0.03
-        )
+    taken = StageSeconds(prompt=5.0, verify=0.3, num_cycles=10)
+
+    def generate(input_ids: torch.Tensor, **_: Any) -> None:
+        taken.total = 5.0 + 0.02 * input_ids.shape[1]
 
     monkeypatch.setattr(script, "time_plain", plain)
-    monkeypatch.setattr(script, "time_drafted", drafted)
+    monkeypatch.setattr(script, "stage_timer", lambda _: nullcontext(taken))
     args = script.ContextArguments(lengths=[16, 48], rounds=2)
-    times = script.measure_times(None, None, torch.arange(99), args)
+    target: Any = SimpleNamespace(generate=generate, device=None)
+    times = script.measure_times(target, None, torch.arange(99), args)
     assert torch.tensor(times).allclose(torch.tensor([[[0.32, 32.0, 30.0], [0.96, 96.0, 30.0]]] * 2))
     # A machine that takes three times as long in one of three rounds.
     monkeypatch.setattr(script, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
@@ -182,9 +184,9 @@ def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPa
     for length, tokens in alone:
         stop = next((i + 1 for i in range(length, len(tokens)) if tokens[i] == end), len(tokens))
         expected.append((tokens[:stop], [0] * length + [1] * (stop - length - 1) + [0]))
-    args = script.AgreementArguments(str(folder), [], "", max_new_tokens=12, batch_size=2)
+    args = script.AgreementArguments(assistants=[], prompts="", max_new_tokens=12, batch_size=2)
     questions = [script.Question(str(i), "all", (text,)) for i, text in enumerate(texts)]
-    rows = script.answer(args, target, questions)
+    rows = script.answer(args, target, tokenizer, questions)
     assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected
     assert len({len(tokens) - length for (length, _), (tokens, _) in zip(alone, expected, strict=True)}) > 1
 
@@ -243,14 +245,6 @@ def test_parts_of_a_drafter_are_told_in_steps(monkeypatch: pytest.MonkeyPatch, c
         assert fc + serial + heads + output + rest == pytest.approx(drafting, abs=0.04)
         assert share == pytest.approx(100 * drafting / step, abs=2)
     assert script.GumihoDrafter.score.__name__ == "score", "afterwards nothing is timed"
-
-
-def test_an_embedding_that_is_shared_takes_no_memory() -> None:
-    script = [sys.executable, str(ROOT / "benchmarks" / "measure_embedding_memory.py")]
-    options = ["--vocab_size", "262144", "--hidden_size", "512"]
-    output = subprocess.run([*script, *options], check=True, capture_output=True, text=True).stdout
-    own, shared = map(float, re.search(r"of its own: ([-\d.]+) GB; with the target's: ([-\d.]+) GB", output).groups())
-    assert own - shared == pytest.approx(0.25, abs=0.05)
 
 
 def test_looking_up_is_timed_apart_from_merging(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ def test_every_import_is_a_declared_dependency() -> None:
     assert imported_by(*core) - {"datasets"} <= declared()
     for extra, names in extras.items():
         assert imported_by(*(rooms[name] for name in names)) <= declared(extra)
-    # Pictures in files need matplotlib, and the page Gradio.
-    assert imported_by(rooms["presenting"]) <= declared("benchmark", "demo")
+    # The page needs Gradio.
+    assert imported_by(rooms["presenting"]) <= declared("demo")
     assert imported_by(package) <= declared("train", "benchmark", "demo")
     # These are in environments of their own, for the tests in `tests/serving` and in `tests/clients`.
     elsewhere = {"triton", "vllm", "langchain-core", "langchain-huggingface", "lm-eval", "outlines", "smolagents"}

@@ -7,7 +7,7 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaForCausalLM
 
 from transformers_gumiho.measuring import timing
-from transformers_gumiho.measuring.timing import time_drafted, time_plain
+from transformers_gumiho.measuring.timing import stage_timer, temporary_settings, time_drafted, time_plain
 
 
 def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,21 +20,26 @@ def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatc
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", timed_forward)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    taken = time_plain(target, make_prompts([6])["input_ids"], max_new_tokens=11, do_sample=False)
+    taken = time_plain(target, make_prompts([6]), max_new_tokens=11, do_sample=False)
     assert passes == [6] + [1] * 10
     assert (taken.num_tokens, taken.seconds) == (10, pytest.approx(0.2))
 
 
-def test_time_with_a_drafter_is_that_of_its_cycles() -> None:
-    target = make_target()
+def test_time_with_a_drafter_is_that_of_its_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the stages are a part, and reading the prompt is none."""
+    target, passes = make_target(), []
+    target.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: 0.02 * len(passes))
     settings = {"num_assistant_tokens": 5, "branching_factor": 2, "tree_depth": 5, "draft_temperature": [0.5, 1.0]}
-    ids = make_prompts([6])["input_ids"]
-    taken = time_drafted(target, make_drafter(target), ids, settings, split=True, max_new_tokens=20, do_sample=False)
+    inputs, length = make_prompts([6]), {"max_new_tokens": 20, "do_sample": False}
+    drafter = make_drafter(target)
+    taken = time_drafted(target, drafter, inputs, settings, **length)
     assert taken.num_tokens == 19
-    assert 19 / 6 <= taken.num_cycles <= 19
-    assert 0 < taken.verify_seconds < taken.cycle_seconds
-    # The last cycle drafts nothing after it.
-    assert taken.num_cycles * taken.verify_seconds < taken.seconds
-    assert (taken.num_cycles - 1) * taken.cycle_seconds < taken.seconds
-    plain = time_plain(target, ids, max_new_tokens=20, do_sample=False)
-    assert plain.sequences.equal(taken.sequences)
+    assert 19 / 6 <= taken.num_passes <= 19
+    assert taken.seconds == pytest.approx(0.02 * taken.num_passes)
+    assert time_plain(target, inputs, **length).texts == taken.texts
+    with temporary_settings(drafter, settings), stage_timer(target.device) as stages:
+        target.generate(**inputs, assistant_model=drafter, **length)
+    assert stages.num_cycles == taken.num_passes
+    assert stages.verify == pytest.approx(0.02 * stages.num_cycles)
+    assert stages.total == pytest.approx(stages.prompt + stages.verify)

@@ -1,6 +1,7 @@
 """Tuning: contests find what is fastest, what was measured is not measured again, and what is written is what won."""
 
 import json
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -21,23 +22,25 @@ from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.cli import main
 from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting.settings import DraftingSettings
-from transformers_gumiho.measuring.decoding_settings import decoding_settings
+from transformers_gumiho.measuring.journal import Journal
+from transformers_gumiho.measuring.timing import DecodingTime, temporary_settings
+from transformers_gumiho.pairs.known import Pair
 from transformers_gumiho.tuning import (
     Standing,
     Tree,
     TuningArguments,
     TuningResult,
+    command,
     contest,
     describe,
     finding,
     tune,
-    vocabularies,
 )
-from transformers_gumiho.tuning.contest import Measurement, compare
+from transformers_gumiho.tuning import trees as trees_module
+from transformers_gumiho.tuning.contest import compare
 from transformers_gumiho.tuning.finding import find_settings
-from transformers_gumiho.tuning.journal import Journal
 from transformers_gumiho.tuning.trees import list_sizes, list_trees
-from transformers_gumiho.tuning.turns import Stage, TurnDecoder
+from transformers_gumiho.tuning.turns import Contest, TurnDecoder
 
 
 OWN = Tree(20, 3, 5, 0.9)
@@ -59,10 +62,10 @@ class PlantedMachine:
 
     tau: Callable[[Tree], float]
     cycle: Callable[[Tree, int], float]
-    calls: list[tuple[Stage, Tree | None, int]] = field(default_factory=list)
+    calls: list[tuple[Contest, Tree | None, int]] = field(default_factory=list)
     fails_at: int | None = None
 
-    def __call__(self, stage: Stage, tree: Tree | None, turn: int) -> Measurement:
+    def __call__(self, stage: Contest, tree: Tree | None, turn: int) -> DecodingTime:
         if len(self.calls) == self.fails_at:
             raise KeyboardInterrupt
         self.calls.append((stage, tree, turn))
@@ -70,11 +73,11 @@ class PlantedMachine:
         speed = 1.0 + turn % 3 + stage.rows
         if tree is None:
             texts = [[*stage.prompts[index], 7000 + index] for index in stage.indices(turn)]
-            return Measurement(1000 * speed, 1000, 1000, texts)
+            return DecodingTime(1000 * speed, 1000, 1000, texts)
         busy = 5.0 if (turn + tree.num_assistant_tokens) % 3 == 0 else 1.0
         num_cycles = round(1000 / self.tau(tree))
         sampling = 1.5 if stage.temperature else 1.0
-        return Measurement(num_cycles * speed * busy * sampling * self.cycle(tree, stage.rows), 1000, num_cycles)
+        return DecodingTime(num_cycles * speed * busy * sampling * self.cycle(tree, stage.rows), 1000, num_cycles)
 
 
 def tau_of(tree: Tree) -> float:
@@ -93,7 +96,7 @@ def demo_trees(own: Tree = OWN, verifies_chains: bool = False) -> list[Tree]:
 
 
 def find(machine: PlantedMachine, path: Path, **options: object) -> TuningResult:
-    args = replace(TuningArguments("", "", tune_vocabulary=False), **options)
+    args = replace(TuningArguments(tune_vocabulary=False), **options)
     return find_settings(machine, demo_trees(), PROMPTS, VOCAB_SIZE, Journal(path / "journal.jsonl", {}), args)
 
 
@@ -162,23 +165,12 @@ def test_a_stopped_run_continues_to_the_same_result(stopped_after: int, tmp_path
     with pytest.raises(KeyboardInterrupt):
         find(stopped, tmp_path / "again", tune_vocabulary=True)
     with (tmp_path / "again" / "journal.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"of": {"stage": "tr')  # the machine went down while it wrote
+        file.write('{"of": "[\\"tr')  # the machine went down while it wrote
     continued = PlantedMachine(tau_of, cycle_of(0.02))
     assert find(continued, tmp_path / "again", tune_vocabulary=True) == expected
     assert stopped.calls + continued.calls == uninterrupted.calls
     measured = [(tmp_path / name / "journal.jsonl").read_text(encoding="utf-8") for name in ("", "again")]
     assert measured[0] == measured[1]
-
-
-def test_what_was_begun_with_other_settings_is_not_continued(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    Journal(path, {"machine": "a", "prompts": "b"}).look_up_or({"turn": 1}, lambda: Measurement(1.0, 2, 2))
-    with pytest.raises(ValueError, match=r"journal\.jsonl' was begun with another machine\. Write into"):
-        Journal(path, {"machine": "c", "prompts": "b"})
-    again = Journal(path, {"machine": "a", "prompts": "b"})
-    assert again.look_up_or({"turn": 1}, lambda: pytest.fail("measured again")) == Measurement(1.0, 2, 2)
-    again.delete()
-    assert not list(tmp_path.iterdir())
 
 
 def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
@@ -199,12 +191,12 @@ def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
 def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) -> None:
     machine = PlantedMachine(tau_of, cycle_of(0.02))
 
-    def refusing(stage: Stage, tree: Tree | None, turn: int) -> Measurement:
+    def refusing(stage: Contest, tree: Tree | None, turn: int) -> DecodingTime:
         if stage.rows == 4 and tree is not None:
             raise ValueError("It cannot verify drafts in a padded batch.")
         return machine(stage, tree, turn)
 
-    args = TuningArguments("", "", tune_vocabulary=False)
+    args = TuningArguments(tune_vocabulary=False)
     result = find_settings(refusing, demo_trees(), PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
     assert list(result.settings["num_assistant_tokens"]) == ["1", "8"]
     assert "\nnot tuned for 4 rows: It cannot verify drafts in a padded batch.\n" in describe(result) + "\n"
@@ -213,8 +205,9 @@ def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) 
 def test_a_list_competes_on_texts_that_it_was_not_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gains = {"own": 1.0, "all": 0.9, "counted": 0.8}
     machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
-    monkeypatch.setattr(vocabularies, "_num_counted", lambda _: 24)
-    args = TuningArguments("", "", batch_sizes=[1])
+    monkeypatch.setattr(trees_module, "num_counted", lambda _: 24)
+    monkeypatch.setattr(finding, "num_counted", lambda _: 24)
+    args = TuningArguments(batch_sizes=[1])
     trees = demo_trees(replace(OWN, vocabulary="own"))
     result = find_settings(machine, trees, PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
     competed = [stage for stage, tree, _ in machine.calls if stage.name == "vocabularies"]
@@ -238,10 +231,10 @@ def test_chains_are_all_that_competes_where_a_target_verifies_no_trees() -> None
 
 
 def test_standings_take_the_median_of_ratios_within_turns() -> None:
-    plain = [Measurement(seconds, 10, 10) for seconds in (10.0, 30.0, 10.0, 0.0)]
-    drafted = [Measurement(seconds, 10, cycles) for seconds, cycles in ((10.0, 5), (45.0, 5), (90.0, 4), (0.0, 0))]
+    plain = [DecodingTime(seconds, 10, 10) for seconds in (10.0, 30.0, 10.0, 0.0)]
+    drafted = [DecodingTime(seconds, 10, cycles) for seconds, cycles in ((10.0, 5), (45.0, 5), (90.0, 4), (0.0, 0))]
     # Cycles of 2 steps, 3 steps, and 22.5 while something else ran; the last text ended with its first token.
-    plain[3] = drafted[3] = Measurement(0.1, 0, 0)
+    plain[3] = drafted[3] = DecodingTime(0.1, 0, 0)
     standing = compare(list(zip(drafted, plain, strict=True)))
     assert standing == Standing(tau=pytest.approx(30 / 14), break_even=pytest.approx(3.0), num_turns=3)
     with pytest.raises(ValueError, match=r"end with their first token\. Give other prompts"):
@@ -260,7 +253,7 @@ def test_options_out_of_range_are_refused(
     prompts: list[list[int]], options: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     machine = PlantedMachine(tau_of, cycle_of(0.02))
-    args = replace(TuningArguments("", ""), **options)
+    args = replace(TuningArguments(), **options)
     with pytest.raises(ValueError, match=message):
         find_settings(machine, demo_trees(), prompts, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
     assert not machine.calls
@@ -273,7 +266,7 @@ def test_turns_decode_the_prompts_that_are_due(rows: int) -> None:
     before = drafter.generation_config.to_dict()
     prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (3, 6, 4, 7)]
     decode = TurnDecoder(target, drafter, target.generation_config.pad_token_id, max_new_tokens=9)
-    stage = Stage("trees", prompts, rows, 0.0, counted=(3, 5, 1))
+    stage = Contest("trees", prompts, rows, 0.0, counted=(3, 5, 1))
     for turn in (0, 2):
         plain = decode(stage, None, turn)
         for text, index in zip(plain.texts, stage.indices(turn), strict=True):
@@ -296,13 +289,13 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
     decode = TurnDecoder(target, drafter, 0, max_new_tokens=60)
     tree = Tree(12, 4, 7)
     for rows in (1, 2):
-        decode(Stage("trees", prompts, rows, 0.0), tree, 0)  # a warm-up, too
+        decode(Contest("trees", prompts, rows, 0.0), tree, 0)  # a warm-up, too
         origins.seen.clear()
         with observing(origins):
-            taken = decode(Stage("trees", prompts, rows, 0.0), tree, 0)
+            taken = decode(Contest("trees", prompts, rows, 0.0), tree, 0)
             assert origins.sources.count("drafter") in (taken.num_passes, taken.num_passes + 1)
             assert set(origins.sources) == {"drafter"}
-            with decoding_settings(drafter, tree.settings):
+            with temporary_settings(drafter, tree.settings):
                 target.generate(torch.tensor(prompts[:1]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
             assert "pause" in origins.sources
 
@@ -310,6 +303,22 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
 def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
     with pytest.raises(SystemExit, match="not a folder; give --output_dir"):
         tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
+
+
+def test_a_pair_is_tuned_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings go into the drafter's own folder, unless another one is named."""
+    drafter = tmp_path / "gumiho"
+    shutil.copytree(DEMO_TARGET.parent / "gumiho", drafter)
+    monkeypatch.setattr(Pair, "find_drafter", lambda _: str(drafter))
+    result = find(PlantedMachine(tau_of, cycle_of(0.02)), tmp_path)
+    monkeypatch.setattr(command, "find_settings", lambda *_: result)
+    prompts = str(DEMO_TARGET.parent / "prompts.jsonl")
+    assert tune(TuningArguments(pair="demo", prompts=prompts, num_prompts=2)) is result
+    written = json.loads((drafter / "generation_config.json").read_text())
+    assert written["num_assistant_tokens"] == result.settings["num_assistant_tokens"]
+    assert {path.name for path in drafter.iterdir()} == {
+        path.name for path in (DEMO_TARGET.parent / "gumiho").iterdir()
+    }
 
 
 def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
@@ -321,11 +330,11 @@ def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
-def stopped_in_call(number: int, decode: Callable[..., Measurement]) -> Callable[..., Measurement]:
+def stopped_in_call(number: int, decode: Callable[..., DecodingTime]) -> Callable[..., DecodingTime]:
     """Returns what decodes, until the user stops it."""
     calls: list[int] = []
 
-    def stopping(*args: Any) -> Measurement:
+    def stopping(*args: Any) -> DecodingTime:
         calls.append(1)
         if len(calls) == number:
             raise KeyboardInterrupt

@@ -5,7 +5,6 @@ from .command import BenchmarkArguments, benchmark
 from .modes import DecodingMode, decoding_modes
 from .runner import BenchmarkSettings, run_benchmark
 from .sample import Sample
-from .sample_file import SampleFile
 from .summary import SummaryRow, summarize
 
 
@@ -15,7 +14,6 @@ __all__ = [
     "DecodingMode",
     "Question",
     "Sample",
-    "SampleFile",
     "SummaryRow",
     "benchmark",
     "decoding_modes",

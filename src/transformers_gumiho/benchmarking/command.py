@@ -2,33 +2,25 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from ..measuring.conditions import measuring_conditions
-from ..measuring.loading import load_pair
-from ..measuring.prompts import first_of_each_category, read_questions
-from ..model.decoding_settings import override_settings
-from ..model.modeling_gumiho import GumihoModel
-from ..pairs.known import report_progress, resolve_pair
-from .modes import DecodingMode, choose_modes, decoding_modes
+from ..measuring.journal import Journal
+from ..measuring.prompts import read_questions
+from ..pairs import DraftingArguments, load_pair, prompts_field
+from ..target.placement import drafter_device
+from .modes import choose_modes, decoding_modes
 from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
-from .sample_file import SampleFile
 from .summary import SummaryRow, summarize
 
 
 @dataclass(kw_only=True)
-class BenchmarkArguments:
+class BenchmarkArguments(DraftingArguments):
     """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They need a pair, or target and assistant."""
 
-    pair: str | None = field(
-        default=None, metadata={"help": "Short name of a target and its drafter: demo or smollm2."}
-    )
-    target: str | None = field(default=None, metadata={"help": "Target model: a folder or a name on the Hub."})
-    assistant: str | None = field(default=None, metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
-    prompts: str = field(metadata={"help": "JSONL file with `turns`, `prompt` or `text`, or a dataset."})
+    prompts: str = prompts_field()
     output_dir: str = field(default="benchmark", metadata={"help": "Folder for samples, summary, table and pictures."})
     column: str | None = field(
         default=None, metadata={"help": "Column that holds the prompts (default: `turns`, `prompt` or `text`)."}
@@ -54,17 +46,6 @@ class BenchmarkArguments:
         default=False, metadata={"help": "Also benchmark compiled models, with and without the drafter."}
     )
     max_new_tokens: int = field(default=128, metadata={"help": "Maximum number of tokens per prompt."})
-    num_assistant_tokens: int | None = field(
-        default=None, metadata={"help": "Draft tokens verified per cycle (default: the drafter's setting)."}
-    )
-    branching_factor: int | None = field(
-        default=None,
-        metadata={"help": "Tokens kept at each serial step; 1 drafts a chain (default: the drafter's setting)."},
-    )
-    dtype: str = field(default="auto", metadata={"help": "Precision of all models, e.g. `bfloat16`."})
-    device_map: str | None = field(
-        default=None, metadata={"help": "`device_map` for the target, e.g. `auto` (default: one device)."}
-    )
     seed: int = field(default=0, metadata={"help": "Seed for sampling."})
     resume: bool = field(
         default=False,
@@ -90,49 +71,37 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     from .plots import plot_summary
 
     folder = Path(args.output_dir)
-    questions = read_questions(args.prompts, column=args.column, num_questions=args.num_prompts)
-    if args.prompts_per_category is not None:
-        questions = first_of_each_category(questions, args.prompts_per_category)
-    folder.mkdir(parents=True, exist_ok=True)
-    names = resolve_pair(args.pair, args.target, args.assistant, args.dtype, report_progress)
-    target, tokenizer, drafter = load_pair(*names, args.device_map)
-    override_settings(
-        drafter.generation_config,
-        num_assistant_tokens=args.num_assistant_tokens,
-        branching_factor=args.branching_factor,
+    questions = read_questions(
+        args.prompts,
+        column=args.column,
+        num_questions=args.num_prompts,
+        per_category=args.prompts_per_category,
     )
+    folder.mkdir(parents=True, exist_ok=True)
+    target, tokenizer, drafter = load_pair(args)
     draft_model = None
     if args.draft_model is not None:
         draft_model = AutoModelForCausalLM.from_pretrained(
-            args.draft_model, dtype=target.dtype, device_map=target.device
+            args.draft_model, dtype=target.dtype, device_map=drafter_device(target)
         )
     modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled)
     if args.modes:
         modes = choose_modes(modes, args.modes)
+    conditions = measuring_conditions(target, drafter)
+    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
+    journal_settings = conditions | {"modes": [mode.name for mode in modes]} | options
     samples = run_benchmark(
         target,
         tokenizer,
         questions,
         modes,
         BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed),
-        SampleFile(folder / "samples.jsonl", _settings_of_samples(args, modes, target, drafter), args.resume),
+        Journal(folder / "samples.jsonl", journal_settings, args.resume),
     )
     if not samples:
         raise SystemExit("Stopped before anything was measured.")
     rows = summarize(samples)
-    write_json(rows, folder / "summary.json", arguments=asdict(args))
+    write_json(rows, folder / "summary.json", environment=conditions, arguments=asdict(args))
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
     plot_summary(rows, folder)
     return rows
-
-
-def _settings_of_samples(
-    args: BenchmarkArguments, modes: list[DecodingMode], target: PreTrainedModel, drafter: GumihoModel
-) -> dict[str, Any]:
-    """Returns what a sample depends on, besides its question, its temperature and the size of its batch."""
-    return measuring_conditions(target, drafter) | {
-        "modes": [mode.name for mode in modes],
-        "draft_model": args.draft_model,
-        "max_new_tokens": args.max_new_tokens,
-        "seed": args.seed,
-    }

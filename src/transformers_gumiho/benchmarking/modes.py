@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..internals import compile_on_every_device
-from ..measuring.decoding_settings import decoding_settings
+from ..measuring.timing import temporary_settings
 from ..model.modeling_gumiho import GumihoModel
 
 
@@ -16,9 +16,9 @@ PLAIN = "plain"
 COMPILED = ", compiled"
 PLAIN_COMPILED = PLAIN + COMPILED
 PROMPT_LOOKUP = "prompt lookup"
+ASSISTED = "assisted generation"
 # The setting of transformers' documentation.
 PROMPT_LOOKUP_TOKENS = 10
-_TREE = "tree of "
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DecodingMode:
         if self.drafter is None:
             yield
             return
-        with decoding_settings(self.drafter, self.settings):
+        with temporary_settings(self.drafter, self.settings):
             yield
 
 
@@ -75,7 +75,7 @@ def decoding_modes(
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     modes.append(DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1))
     if draft_model is not None:
-        modes.append(DecodingMode("assisted generation", {"assistant_model": draft_model}, max_batch_size=1))
+        modes.append(DecodingMode(ASSISTED, {"assistant_model": draft_model}, max_batch_size=1))
     modes.append(DecodingMode("gumiho", gumiho))
     if drafter.generation_config.prompt_lookup_num_tokens:
         modes.append(DecodingMode("gumiho without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None}))
@@ -93,7 +93,7 @@ def decoding_modes(
         static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
     for size in tree_sizes:
-        modes.append(DecodingMode(f"{_TREE}{size}", gumiho, {"num_assistant_tokens": size, "break_even": None}))
+        modes.append(DecodingMode(f"tree of {size}", gumiho, {"num_assistant_tokens": size, "break_even": None}))
     return modes
 
 
@@ -108,8 +108,3 @@ def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[De
         known = ", ".join(f"'{mode.name}'" for mode in modes)
         raise ValueError(f"There is no mode {unknown[0]!r}. Choose from {known}.")
     return [mode for mode in modes if mode.name == PLAIN or mode.name in names]
-
-
-def tree_size(mode: str) -> int | None:
-    """Returns the drafted tokens of the mode of this name, `None` where it is none of the further trees."""
-    return int(mode.removeprefix(_TREE)) if mode.startswith(_TREE) else None

@@ -7,7 +7,6 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from .modes import tree_size
 from .summary import OVERALL, SummaryRow
 
 
@@ -26,30 +25,11 @@ def plot_summary(rows: Sequence[SummaryRow], folder: Path) -> list[Path]:
     for temperature, batch_size in dict.fromkeys((row.temperature, row.batch_size) for row in rows):
         chosen = [row for row in rows if (row.temperature, row.batch_size) == (temperature, batch_size)]
         suffix = f"t{temperature:g}-b{batch_size}"
-        for name, draw in (("speedup", plot_speedups), ("acceptance", plot_acceptance), ("cycle", plot_cycles)):
+        for name, draw in (("speedup", plot_speedups), ("acceptance", plot_acceptance)):
             path = folder / f"{name}-{suffix}.png"
             draw(chosen, path)
             written.append(path)
-        if any(tree_size(row.mode) for row in chosen):
-            written.append(folder / f"trees-{suffix}.png")
-            plot_tree_sizes(chosen, written[-1])
     return written
-
-
-def plot_tree_sizes(rows: Sequence[SummaryRow], path: Path) -> None:
-    """Draws tau and the speed-up against the number of drafted tokens."""
-    chosen = [(tree_size(row.mode), row.tau_micro, row.speedup) for row in rows if row.category == OVERALL]
-    points = np.array(sorted(point for point in chosen if None not in point), dtype=float)
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot(points[:, 0], points[:, 1], marker="o", label="tau")
-    axes.plot(points[:, 0], points[:, 2], marker="s", label="speed-up")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(points[:, 0], [f"{size:g}" for size in points[:, 0]])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("drafted tokens per cycle")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    _save(figure, path)
 
 
 def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:
@@ -98,23 +78,8 @@ def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    _legend_outside(figure)
-    _save(figure, path)
-
-
-def plot_cycles(rows: Sequence[SummaryRow], path: Path) -> None:
-    """Draws where the time of a cycle goes, as stacked bars."""
-    chosen = [(row.mode, row.shares, row.seconds_per_cycle or 0) for row in rows if row.category == OVERALL]
-    shown = [(mode, shares, seconds) for mode, shares, seconds in chosen if shares is not None]
-    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.35 * max(len(shown), 2)), layout="constrained")
-    left = np.zeros(len(shown))
-    for stage in ("verify", "draft", "rest"):
-        values = np.array([1000 * seconds * shares[stage] for _, shares, seconds in shown])
-        axes.barh([mode for mode, _, _ in shown], values, left=left, label=stage)
-        left += values
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds per cycle")
-    _legend_outside(figure)
+    if drafting:
+        figure.legend(loc="outside right upper", fontsize="small")
     _save(figure, path)
 
 
@@ -125,12 +90,6 @@ def _colors(rows: Sequence[SummaryRow]) -> dict[str, tuple[float, ...]]:
     numbers = cycle([*range(0, shades.N, 2), *range(1, shades.N, 2)])
     modes = dict.fromkeys(row.mode for row in rows)
     return {mode: shades(number) for mode, number in zip(modes, numbers, strict=False)}
-
-
-def _legend_outside(figure: plt.Figure) -> None:
-    """Adds the legend beside the axes, where it covers nothing."""
-    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
-        figure.legend(loc="outside right upper", fontsize="small")
 
 
 def _save(figure: plt.Figure, path: Path) -> None:

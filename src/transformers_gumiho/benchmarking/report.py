@@ -6,8 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..measuring.conditions import environment
-from .modes import PLAIN, PLAIN_COMPILED
+from .modes import PLAIN
 from .summary import SummaryRow
 
 
@@ -15,11 +14,13 @@ _HEADER = (
     "| mode | tokens/s (quartiles) | speed-up (95% interval) | tau micro / macro | draft / verify / rest | "
     "peak memory | equal to plain |"
 )
+# An idle machine repeats plain decoding within it.
+_IDLE_SPREAD = 1.1
 
 
 def write_json(rows: Sequence[SummaryRow], path: Path, **facts: Any) -> None:
-    """Writes the summary and what it depends on."""
-    content = {"environment": environment(), **facts, "rows": [asdict(row) for row in rows]}
+    """Writes the summary and the facts that it depends on."""
+    content = {**facts, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -31,53 +32,37 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
         chosen = [row for row in rows if (row.temperature, row.batch_size, row.category) == section]
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
-        sections.append(
-            "\n".join(
-                [
-                    title,
-                    "",
-                    _HEADER,
-                    "|---" * 7 + "|",
-                    *map(_line, chosen),
-                    *_sizes(chosen),
-                    *_lookup(chosen),
-                    *_compiled(chosen),
-                ]
-            )
-        )
+        table = [title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen)]
+        sections.append("\n".join([*table, *_comparisons(chosen), *_warnings(chosen)]))
     return "\n\n".join(sections) + "\n"
 
 
-def _sizes(rows: Sequence[SummaryRow]) -> list[str]:
-    """Returns how often trees had which size, of the modes in which it changes, and how slow these were at worst."""
+def _comparisons(rows: Sequence[SummaryRow]) -> list[str]:
+    """Returns a line for each way of decoding that modes are compared with, answer by answer."""
     lines = []
-    for row in rows:
-        sizes = row.cycles_by_size or {}
-        if len(sizes) > 1:
-            counts = ", ".join(f"{size} ({count})" for size, count in sizes.items())
-            lines += ["", f"{row.mode}: drafted tokens per cycle (cycles): {counts}."]
-            if row.lowest_speedup is not None:
-                lines[-1] += f" Lowest speed-up of a batch: {row.lowest_speedup:.2f}."
+    for baseline in dict.fromkeys(name for row in rows for name in row.against):
+        found = [(row.mode, row.against[baseline]) for row in rows if baseline in row.against]
+        ratios = "; ".join(
+            f"{mode} {of.ratio:.2f} ({of.interval[0]:.2f}-{of.interval[1]:.2f}), faster in {of.num_faster} of "
+            f"{of.num_samples}"
+            for mode, of in found
+        )
+        lines += ["", f"Speed against {baseline} on the same prompts (median, its 95% interval): {ratios}."]
+    if num_compiled := sum(row.num_compiled for row in rows):
+        lines += ["", f"Graphs compiled after warm-up, all modes together: {num_compiled}."]
     return lines
 
 
-def _lookup(rows: Sequence[SummaryRow]) -> list[str]:
-    """Returns how the modes compare with prompt lookup on the same prompts."""
-    shown = [(row.mode, row.speedup_lookup) for row in rows if row.speedup_lookup is not None]
-    if not shown:
+def _warnings(rows: Sequence[SummaryRow]) -> list[str]:
+    """Returns a warning where plain decoding's own repeats show that the machine was not idle."""
+    spread = next((row.repeat_spread for row in rows if row.repeat_spread is not None), 1.0)
+    if spread <= _IDLE_SPREAD:
         return []
-    ratios = "; ".join(f"{mode}: {median:.2f} ({lower:.2f}-{upper:.2f})" for mode, (median, lower, upper) in shown)
-    return ["", f"Speed on the same prompts, prompt lookup = 1 (95% interval of the median): {ratios}."]
-
-
-def _compiled(rows: Sequence[SummaryRow]) -> list[str]:
-    """Returns what is to be said of compiled modes: their own comparison, and whether shapes stayed the same."""
-    shown = [row for row in rows if row.speedup_compiled is not None and row.mode != PLAIN_COMPILED]
-    if not shown:
-        return []
-    ratios = "; ".join(f"{row.mode}: {row.speedup_compiled:.2f} times compiled plain decoding" for row in shown)
-    num_compiled = sum(row.num_compiled for row in rows)
-    return ["", f"{ratios}. Graphs compiled after warm-up, all modes together: {num_compiled}."]
+    return [
+        "",
+        f"**The machine was not idle:** a repeat of plain decoding took up to {spread:.2f} times as long (limit "
+        f"{_IDLE_SPREAD}). Close other programs and run the benchmark again.",
+    ]
 
 
 def _line(row: SummaryRow) -> str:

@@ -1,10 +1,13 @@
 """Running a benchmark: every mode decodes every prompt, in turns, so that a machine that drifts hurts all alike."""
 
+import hashlib
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,12 +15,17 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import num_compiled_graphs
+from ..measuring.journal import Journal
 from ..measuring.prompts import Question, encode_turn, pad_left
-from ..measuring.stages import stage_timer, synchronize
+from ..measuring.timing import stage_timer, synchronize
+from ..target.placement import drafter_device
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
 from .sample import Sample
-from .sample_file import SampleFile, conversation_key
+
+
+# Plain decoding runs once more in every fourth batch: how much its times differ shows whether the machine is idle.
+_BATCHES_PER_REPEAT = 4
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,10 @@ def run_benchmark(
     questions: Sequence[Question],
     modes: Sequence[DecodingMode],
     settings: BenchmarkSettings,
-    output_file: SampleFile | None = None,
+    journal: Journal | None = None,
 ) -> list[Sample]:
     """
-    Decodes every question in every mode.
+    Decodes every question in every mode. Interrupted, it returns what it has measured.
 
     Args:
         target: The target.
@@ -65,64 +73,59 @@ def run_benchmark(
         questions: What to answer.
         modes: Ways of decoding, the first of them plain.
         settings: See [`BenchmarkSettings`].
-        output_file: Receives each sample as soon as it is measured, so that a run that is stopped keeps what it has.
-            What it holds already is not measured again.
+        journal: Keeps each sample as soon as it is measured. What it holds already is not measured again.
 
     Returns:
         The samples.
     """
-    runner = _Runner(target, tokenizer, modes, settings, output_file)
+    if not modes or modes[0].name != PLAIN:
+        raise ValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
+    runner = _Runner(target, tokenizer, modes, settings, journal)
     samples: list[Sample] = []
     total = len(settings.temperatures) * sum(
         -(-len(group) // size) * max(len(q.turns) for q in group)
         for size in settings.batch_sizes
         for group in _by_category(questions)
     )
-    # Interrupted, it reports what it has measured.
     with suppress(KeyboardInterrupt):
         for measured in tqdm(runner.run(questions), total=total, desc="decoding", unit="batch"):
             samples += measured
     return samples
 
 
+@dataclass
 class _Runner:
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        modes: Sequence[DecodingMode],
-        settings: BenchmarkSettings,
-        file: SampleFile | None,
-    ):
-        if not modes or modes[0].name != PLAIN:
-            raise ValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
-        self.target = target
-        self.tokenizer = tokenizer
-        self.modes = modes
-        self.settings = settings
-        self.file = file
-        self.num_batches = 0
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    modes: Sequence[DecodingMode]
+    settings: BenchmarkSettings
+    journal: Journal | None
+    num_batches: int = 0
 
     def run(self, questions: Sequence[Question]) -> Iterator[list[Sample]]:
         """Yields the samples of all modes for one batch after the other, what is known already before all others."""
         missing: dict[tuple[float, int], list[list[Question]]] = {}
-        for temperature in self.settings.temperatures:
-            for batch_size in self.settings.batch_sizes:
-                for group in _by_category(questions):
-                    for start in range(0, len(group), batch_size):
-                        chosen = group[start : start + batch_size]
-                        known = self._find(chosen, temperature, batch_size)
-                        yield from known
-                        self.num_batches += len(known)
-                        if not known:
-                            missing.setdefault((temperature, batch_size), []).append(chosen)
+        for temperature, batch_size in product(self.settings.temperatures, self.settings.batch_sizes):
+            for group in _by_category(questions):
+                for start in range(0, len(group), batch_size):
+                    chosen = group[start : start + batch_size]
+                    known = self._find(chosen, temperature, batch_size)
+                    yield from known
+                    self.num_batches += len(known)
+                    if not known:
+                        missing.setdefault((temperature, batch_size), []).append(chosen)
         for (temperature, batch_size), conversations in missing.items():
             self._warm_up(questions, temperature, batch_size)
             for chosen in conversations:
                 yield from self._run_conversations(chosen, temperature, batch_size)
 
     def _find(self, questions: list[Question], temperature: float, batch_size: int) -> list[list[Sample]]:
-        return self.file.find(conversation_key(temperature, batch_size, questions)) if self.file is not None else []
+        """Returns the samples of each turn of a conversation, none unless all were measured: turns need answers."""
+        turns = defaultdict(list)
+        key = conversation_key(temperature, batch_size, questions)
+        for row in self.journal.find(key) if self.journal is not None else []:
+            turns[row["turn"]].append(Sample(**row))
+        return list(turns.values())
 
     def _warm_up(self, questions: Sequence[Question], temperature: float, batch_size: int) -> None:
         """Decodes the longest of the first turns in every mode: what is compiled for them has room for the others."""
@@ -142,9 +145,9 @@ class _Runner:
             prompts = [encode_turn(self.tokenizer, questions[i].turns[: turn + 1], answers[i]) for i in asked]
             batch = _Batch(temperature, batch_size, [questions[i] for i in asked], self._pad(prompts), turn)
             samples, texts = self._compare(batch)
-            if self.file is not None:
+            if self.journal is not None:
                 key = conversation_key(temperature, batch_size, questions)
-                self.file.append(key, samples, num_turns * len(samples))
+                self.journal.append(key, list(map(asdict, samples)), num_turns * len(samples))
             yield samples
             for index, text in zip(asked, texts, strict=True):
                 answers[index].append(text)
@@ -153,56 +156,49 @@ class _Runner:
         """Decodes a batch in every mode; returns the samples and plain decoding's answers."""
         modes = self._modes_for(batch.batch_size)
         # Each mode comes first in its turn: whoever follows a long pause or a hot processor is not always the same.
-        shift = self.num_batches % len(modes)
+        shift, is_repeated = self.num_batches % len(modes), self.num_batches % _BATCHES_PER_REPEAT == 0
         self.num_batches += 1
-        results = {mode.name: self._measure(mode, batch) for mode in [*modes[shift:], *modes[:shift]]}
-        plain = results[PLAIN][0]
+        measured = {mode.name: self._measure(mode, batch) for mode in [*modes[shift:], *modes[:shift]]}
+        plain, _ = measured[PLAIN]
         samples = []
         for mode in modes:
-            output, seconds, peak, num_compiled, stages = results[mode.name]
-            samples.append(
-                Sample(
-                    mode=mode.name,
-                    temperature=batch.temperature,
-                    batch_size=batch.batch_size,
-                    category=batch.questions[0].category,
-                    questions=[question.name for question in batch.questions],
-                    turn=batch.turn,
-                    seconds=seconds,
-                    num_tokens=sum(map(len, self._answers(output, batch))),
-                    equal=torch.equal(output.sequences, plain.sequences),
-                    peak_bytes=peak,
-                    accepted_lengths=getattr(output, "accepted_lengths", None),
-                    stages=stages or self._profile(mode, batch),
-                    num_compiled=num_compiled,
-                    tree_sizes=getattr(output, "tree_sizes", None),
-                )
-            )
+            output, sample = measured[mode.name]
+            samples.append(replace(sample, equal=torch.equal(output.sequences, plain.sequences)))
+        if is_repeated:
+            samples[0] = replace(samples[0], repeat_seconds=self._measure(modes[0], batch)[1].seconds)
         return samples, self.tokenizer.batch_decode(self._answers(plain, batch), skip_special_tokens=True)
 
-    def _measure(
-        self, mode: DecodingMode, batch: _Batch
-    ) -> tuple[Any, float, int | None, int, dict[str, float] | None]:
-        device = self.target.device
-        num_graphs = num_compiled_graphs()
-        # Where nobody has to wait for a device, the stages of this run can be told without holding it up.
-        timed = device.type == "cpu" and mode.drafter is not None
-        with peak_memory(device) as peak, stage_timer(device) if timed else nullcontext() as stages:
+    def _measure(self, mode: DecodingMode, batch: _Batch) -> tuple[Any, Sample]:
+        """Decodes a batch; returns what `generate()` returned, and the sample."""
+        device, num_graphs = drafter_device(self.target), num_compiled_graphs()
+        # A CPU's stages can be timed without holding it up; other devices decode once more for them.
+        has_stages, is_cpu = mode.drafter is not None, device.type == "cpu"
+        with peak_memory(device) as peak, stage_timer(device, has_stages and is_cpu) as stages:
             synchronize(device)
             begin = time.perf_counter()
             output = self._decode(mode, batch)
             synchronize(device)
             seconds = time.perf_counter() - begin
-        of_stages = None if stages is None else asdict(stages) | {"rest": stages.rest}
-        return output, seconds, peak.num_bytes, num_compiled_graphs() - num_graphs, of_stages
-
-    def _profile(self, mode: DecodingMode, batch: _Batch) -> dict[str, float] | None:
-        """Returns the seconds of the stages, of a run of its own."""
-        if mode.drafter is None:
-            return None
-        with stage_timer(self.target.device) as seconds:
-            self._decode(mode, batch)
-        return asdict(seconds) | {"rest": seconds.rest}
+        num_compiled = num_compiled_graphs() - num_graphs
+        if has_stages and not is_cpu:
+            with stage_timer(device) as stages:
+                self._decode(mode, batch)
+        sample = Sample(
+            mode=mode.name,
+            temperature=batch.temperature,
+            batch_size=batch.batch_size,
+            category=batch.questions[0].category,
+            questions=[question.name for question in batch.questions],
+            turn=batch.turn,
+            seconds=seconds,
+            num_tokens=sum(map(len, self._answers(output, batch))),
+            equal=True,
+            peak_bytes=peak.num_bytes,
+            accepted_lengths=getattr(output, "accepted_lengths", None),
+            stages=asdict(stages) | {"rest": stages.rest} if has_stages else None,
+            num_compiled=num_compiled,
+        )
+        return output, sample
 
     def _decode(self, mode: DecodingMode, batch: _Batch) -> Any:
         torch.manual_seed(self.settings.seed + batch.turn)
@@ -219,12 +215,10 @@ class _Runner:
             )
 
     def _modes_for(self, batch_size: int) -> list[DecodingMode]:
-        limits = ((mode, mode.max_batch_size) for mode in self.modes)
-        return [mode for mode, limit in limits if limit is None or batch_size <= limit]
+        return [mode for mode in self.modes if mode.max_batch_size is None or batch_size <= mode.max_batch_size]
 
     def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-        padded = pad_left(prompts, self.tokenizer.pad_token_id)
-        return {name: tensor.to(self.target.device) for name, tensor in padded.items()}
+        return pad_left(prompts, self.tokenizer.pad_token_id, drafter_device(self.target))
 
     def _answers(self, output: Any, batch: _Batch) -> list[list[int]]:
         """Returns the new tokens of each row, up to its end."""
@@ -242,3 +236,9 @@ def _by_category(questions: Sequence[Question]) -> list[list[Question]]:
     for question in questions:
         groups[question.category].append(question)
     return list(groups.values())
+
+
+def conversation_key(temperature: float, batch_size: int, questions: Sequence[Question]) -> str:
+    """Returns what stands for questions that are asked together in a way of decoding."""
+    asked = [(question.category, question.name, question.turns) for question in questions]
+    return hashlib.sha256(json.dumps([temperature, batch_size, asked]).encode()).hexdigest()[:16]

@@ -22,7 +22,7 @@ class Sample:
         accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
         stages: Seconds of each stage, on other devices than a CPU of a run of its own; see [`StageSeconds`].
         num_compiled: Graphs that were compiled while it was measured.
-        tree_sizes: The drafted tokens that each verification cycle verified, if there are cycles.
+        repeat_seconds: For decoding the batch once more, of some samples of plain decoding.
     """
 
     mode: str
@@ -38,4 +38,4 @@ class Sample:
     accepted_lengths: list[list[int]] | None
     stages: dict[str, float] | None
     num_compiled: int = 0
-    tree_sizes: list[int] | None = None
+    repeat_seconds: float | None = None

@@ -1,18 +1,36 @@
 """From samples to the numbers that are reported."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..metrics import acceptance_statistics
-from .modes import COMPILED, PLAIN, PLAIN_COMPILED, PROMPT_LOOKUP
+from .modes import ASSISTED, COMPILED, PLAIN, PLAIN_COMPILED, PROMPT_LOOKUP
 from .sample import Sample
 
 
 OVERALL = "overall"
+_BASELINES = (PROMPT_LOOKUP, ASSISTED, PLAIN_COMPILED)
 _BOOTSTRAP_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    The speed of a mode divided by that of another one on the same batch.
+
+    Attributes:
+        ratio: Median over the batches.
+        interval: Its 95% bootstrap interval.
+        num_faster: Batches in which the mode was faster.
+        num_samples: Batches that both modes decoded.
+    """
+
+    ratio: float
+    interval: tuple[float, float]
+    num_faster: int
+    num_samples: int
 
 
 @dataclass(frozen=True)
@@ -37,11 +55,10 @@ class SummaryRow:
         seconds_per_cycle: Mean time of a cycle.
         peak_bytes: Median over the batches.
         num_compiled: Graphs that were compiled while the batches were measured.
-        speedup_compiled: The speed-up over compiled plain decoding, of compiled modes.
-        cycles_by_size: How many cycles verified so many drafted tokens, by that number; `None` without cycles.
-        lowest_speedup: The least speed-up of a batch.
-        speedup_lookup: Median over the batches of the speed divided by that of prompt lookup on the same batch, and
-            its 95% bootstrap interval.
+        against: The comparison with prompt lookup and assisted generation, for compiled modes also with compiled plain
+            decoding, by their names.
+        repeat_spread: Of plain decoding, how many times as long the slower one of two runs of a batch took: the upper
+            quartile. On an idle machine it is close to 1.
     """
 
     mode: str
@@ -60,10 +77,8 @@ class SummaryRow:
     seconds_per_cycle: float | None
     peak_bytes: float | None
     num_compiled: int = 0
-    speedup_compiled: float | None = None
-    cycles_by_size: dict[int, int] | None = None
-    lowest_speedup: float | None = None
-    speedup_lookup: tuple[float, float, float] | None = None
+    against: dict[str, Comparison] = field(default_factory=dict)
+    repeat_spread: float | None = None
 
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
@@ -77,7 +92,7 @@ def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
             group = [sample for sample in chosen if category in (OVERALL, sample.category)]
             speeds = {
                 mode: {_key(sample): _speed(sample) for sample in group if sample.mode == mode}
-                for mode in (PLAIN, PLAIN_COMPILED, PROMPT_LOOKUP)
+                for mode in (PLAIN, *_BASELINES)
             }
             for mode in dict.fromkeys(sample.mode for sample in group):
                 of_mode = [sample for sample in group if sample.mode == mode]
@@ -88,15 +103,20 @@ def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
 def _summarize_mode(samples: list[Sample], category: str, speeds_of: dict[str, dict[tuple, float]]) -> SummaryRow:
     first, speeds = samples[0], [_speed(sample) for sample in samples]
     speedups = _ratios(samples, speeds_of[PLAIN])
-    compiled = _ratios(samples, speeds_of[PLAIN_COMPILED] if first.mode.endswith(COMPILED) else {})
-    lookup = _ratios(samples, speeds_of[PROMPT_LOOKUP] if first.mode not in (PLAIN, PROMPT_LOOKUP) else {})
+    is_compiled = first.mode.endswith(COMPILED)
+    baselines = [mode for mode in _BASELINES if mode != PLAIN_COMPILED or is_compiled]
+    against = {
+        mode: _compare(ratios)
+        for mode in (baselines if first.mode not in (PLAIN, *_BASELINES) else ())
+        if len(ratios := _ratios(samples, speeds_of[mode]))
+    }
+    runs = [sorted((sample.seconds, sample.repeat_seconds)) for sample in samples if sample.repeat_seconds]
     lengths = [row for sample in samples for row in sample.accepted_lengths or []]
     acceptance = acceptance_statistics(lengths) if any(lengths) else None
     stages = [sample.stages for sample in samples if sample.stages and sample.stages["num_cycles"]]
     seconds = {name: sum(stage[name] for stage in stages) for name in ("verify", "draft", "rest")}
     num_cycles = sum(stage["num_cycles"] for stage in stages)
     peaks = [sample.peak_bytes for sample in samples if sample.peak_bytes is not None]
-    sizes = Counter(size for sample in samples for size in sample.tree_sizes or [])
     lower, median, upper = np.percentile(speeds, [25, 50, 75])
     return SummaryRow(
         mode=first.mode,
@@ -115,16 +135,18 @@ def _summarize_mode(samples: list[Sample], category: str, speeds_of: dict[str, d
         seconds_per_cycle=sum(seconds.values()) / num_cycles if stages else None,
         peak_bytes=float(np.median(peaks)) if peaks else None,
         num_compiled=sum(sample.num_compiled for sample in samples),
-        speedup_compiled=float(np.median(compiled)) if len(compiled) else None,
-        cycles_by_size=dict(sorted(sizes.items())) or None,
-        lowest_speedup=float(speedups.min()),
-        speedup_lookup=(float(np.median(lookup)), *bootstrap_interval(lookup)) if len(lookup) else None,
+        against=against,
+        repeat_spread=float(np.quantile([slow / fast for fast, slow in runs], 0.75)) if runs else None,
     )
 
 
 def _ratios(samples: list[Sample], speeds: dict[tuple, float]) -> np.ndarray:
     """Returns the speeds of samples divided by those on the same prompts, where there are such."""
     return np.array([_speed(sample) / speeds[_key(sample)] for sample in samples if _key(sample) in speeds])
+
+
+def _compare(ratios: np.ndarray) -> Comparison:
+    return Comparison(float(np.median(ratios)), bootstrap_interval(ratios), int((ratios > 1).sum()), len(ratios))
 
 
 def bootstrap_interval(values: np.ndarray, share: float = 0.95, seed: int = 0) -> tuple[float, float]:

@@ -1,1 +1,1 @@
-"""What benchmarking, tuning and presenting share: loading a pair, reading prompts, timing."""
+"""What benchmarking, tuning and presenting share: reading prompts, and timing."""

@@ -1,19 +1,24 @@
-"""The prompts of a benchmark: questions of one or several turns, in categories."""
+"""Prompts: questions of one or several turns, in categories."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..open_text import encode_open_text
 from ..text_files import read_json_lines
 
 
+logger = logging.get_logger(__name__)
+
 DEFAULT_CATEGORY = "all"
+# Where SPEED-Bench may not pass a text on, its published files hold this.
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True)
@@ -33,62 +38,73 @@ class Question:
 
 
 def read_questions(
-    name: str, *, column: str | None = None, split: str = "train", num_questions: int | None = None
+    name: str, *, column: str | None = None, num_questions: int | None = None, per_category: int | None = None
 ) -> list[Question]:
     """
-    Reads questions.
+    Reads questions, also from the published files of Spec-Bench (`question.jsonl`) and SPEED-Bench (Parquet, or
+    `"nvidia/SPEED-Bench:qualitative"`). Rows whose publisher left a placeholder for the text are left out.
 
     Args:
-        name: A JSONL file, or a dataset (a file, a folder or a name on the Hub; needs the `datasets` library). A row
-            has `turns` (a list of texts, as MT-Bench and Spec-Bench write it), or `prompt` or `text`; and `category`
-            and `question_id` where it likes.
+        name: A JSONL, JSON or Parquet file, or a dataset: a folder or a name on the Hub, which may end in `:` and the
+            name of a config. All but JSONL need the `datasets` library. A row has `turns` (a list of texts), `prompt`
+            or `text`, and maybe `category` and `question_id`. Of several splits, `test` is read, or else the first.
         column: Take the text from this column.
-        split: The split of a dataset.
         num_questions: Read this many. By default all.
+        per_category: Keep the first ones of each category. By default all.
 
     Raises:
         FileNotFoundError: `name` looks like a file, and there is none.
         ValueError: A row has none of these columns, there is no row, or the file is no JSONL in UTF-8.
     """
+    for option in (num_questions, per_category):
+        if option is not None and option < 1:
+            raise ValueError(f"At least one question has to be read, got {option}.")
     path = Path(name)
+    if path.suffix in (".jsonl", ".json", ".parquet") and not path.is_file():
+        raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
     if path.suffix == ".jsonl":
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
-        numbered = read_json_lines(path, num_questions)
-        rows: Sequence[tuple[str, Mapping[str, Any]]] = [(f"Line {number}", row) for number, row in numbered]
+        rows: list[tuple[str, Mapping[str, Any]]] = [(f"Line {n}", row) for n, row in read_json_lines(path)]
     else:
-        dataset = _load_dataset(path, name, split)
-        chosen = dataset.select(range(min(num_questions or len(dataset), len(dataset))))
-        rows = [(f"Row {index}", row) for index, row in enumerate(chosen)]
-    if num_questions is not None and num_questions < 1:
-        raise ValueError(f"At least one question has to be read, got {num_questions}.")
+        rows = [(f"Row {index}", row) for index, row in enumerate(_load_dataset(path, name))]
     if not rows:
         raise ValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
-    return [_read_question(row, index, f"{where} of {name!r}", column) for index, (where, row) in enumerate(rows)]
-
-
-def first_of_each_category(questions: Sequence[Question], num_questions: int) -> list[Question]:
-    """Returns the first `num_questions` of each category, in the order of `questions`."""
     seen: Counter[str] = Counter()
-    chosen = []
-    for question in questions:
+    questions: list[Question] = []
+    num_placeholders = 0
+    for index, (where, row) in enumerate(rows):
+        if len(questions) == num_questions:
+            break
+        question = _read_question(row, index, f"{where} of {name!r}", column)
+        if any(turn.startswith(_PLACEHOLDER) for turn in question.turns):
+            num_placeholders += 1
+            continue
         seen[question.category] += 1
-        if seen[question.category] <= num_questions:
-            chosen.append(question)
-    return chosen
+        if per_category is None or seen[question.category] <= per_category:
+            questions.append(question)
+    if num_placeholders:
+        logger.warning(
+            f"Left out {num_placeholders} rows of {name!r}, which hold a placeholder instead of a text. SPEED-Bench's "
+            f"own script fetches these texts: run it, and give the file that it writes."
+        )
+    if not questions:
+        raise ValueError(f"{name!r} holds placeholders instead of texts. Fetch them with the dataset's own script.")
+    return questions
 
 
-def _load_dataset(path: Path, name: str, split: str) -> Any:
+def _load_dataset(path: Path, name: str) -> Iterable[Mapping[str, Any]]:
     # Only those who measure with a dataset need the library.
-    from datasets import load_dataset, load_from_disk
+    from datasets import DatasetDict, load_dataset, load_from_disk
 
-    if (kind := {".json": "json", ".parquet": "parquet"}.get(path.suffix)) is not None:
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
-        return load_dataset(kind, data_files=name, split="train")
-    if (path / "dataset_info.json").exists():
-        return load_from_disk(name)
-    return load_dataset(name, split=split)
+    if path.is_file():
+        return load_dataset(path.suffix.removeprefix("."), data_files=name, split="train")
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        dataset = load_from_disk(name)
+    else:
+        source, _, config = (name, "", "") if path.exists() else name.partition(":")
+        dataset = load_dataset(source, config or None)
+    if isinstance(dataset, DatasetDict):
+        dataset = dataset["test" if "test" in dataset else next(iter(dataset))]
+    return dataset
 
 
 def _read_question(row: Mapping[str, Any], index: int, where: str, column: str | None) -> Question:
@@ -118,7 +134,9 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answer
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int | None) -> dict[str, torch.Tensor]:
+def pad_left(
+    prompts: Sequence[Sequence[int]], pad_token_id: int | None, device: torch.device
+) -> dict[str, torch.Tensor]:
     """
     Returns prompts as one batch, `input_ids` and `attention_mask` `(B, T)`. Where there is no token for padding, any
     other one does: it is masked.
@@ -126,15 +144,6 @@ def pad_left(prompts: Sequence[Sequence[int]], pad_token_id: int | None) -> dict
     longest = max(map(len, prompts))
     rows = [[pad_token_id or 0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
-
-
-def padded_batches(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], size: int, device: torch.device
-) -> list[dict[str, torch.Tensor]]:
-    """Returns prompts as batches of `size` rows, the last of what is left; see [`pad_left`]."""
-    batches = []
-    for start in range(0, len(prompts), size):
-        padded = pad_left(prompts[start : start + size], tokenizer.pad_token_id)
-        batches.append({name: tensor.to(device) for name, tensor in padded.items()})
-    return batches
+    return {
+        "input_ids": torch.tensor(rows, device=device), "attention_mask": torch.tensor(mask, device=device),
+    }  # fmt: skip

@@ -1,13 +1,8 @@
-"""Timing decoding without its prompt.
+"""Timing decoding without its prompt, and the stages of its cycles."""
 
-What is timed begins when the target has read the prompt (without a drafter, when it has chosen the first token) and
-ends with the text. With a drafter that holds as many drafts as verifications, the first draft included. Every speed is
-the tokens after the first, which comes from the prompt, per second of that time.
-"""
-
-import math
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,132 +12,175 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
 from ..model.modeling_gumiho import GumihoModel
-from .decoding_settings import decoding_settings
-from .stages import synchronize
+from ..target.placement import drafter_device
+
+
+@dataclass(frozen=True)
+class DecodingTime:
+    """
+    A batch, decoded after its prompts were read.
+
+    Attributes:
+        seconds: From when the target has read the prompts to the end of the text. With a drafter, this holds as many
+            drafts as passes.
+        num_tokens: New tokens of the longest row after the first one, which comes from the prompt.
+        num_passes: Passes of the target: cycles, or steps of plain decoding.
+        texts: Token ids of each row, prompt included. They may be left out.
+    """
+
+    seconds: float
+    num_tokens: int
+    num_passes: int
+    texts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def pass_seconds(self) -> float:
+        """Mean time of a pass, in a drafted cycle with the drafting that goes with it."""
+        return self.seconds / self.num_passes
 
 
 @dataclass
-class DecodingTime:
+class StageSeconds:
     """
-    One generation, its prompt aside.
+    Seconds of a generation.
 
     Attributes:
-        num_tokens: New tokens after the first.
-        seconds: For all of them.
-        num_cycles: Passes over draft trees; 0 without a drafter.
-        verify_seconds: The mean pass, where cycles were timed.
-        cycle_seconds: The mean time from the beginning of a pass to that of the next; NaN where there is no next.
-        sequences (`(B, T)`): The texts, prompts included.
+        prompt: All that comes before the first cycle: preparing, reading the prompt, and drafting after it.
+        verify: The target's passes over draft trees, with the masks and positions they need.
+        draft: The drafter's passes and the output head over its features. Where the drafting of a cycle is one
+            compiled function, all of it, the growing of trees included.
+        total: All of it. What is left is the package's own: growing trees, walking them, keeping caches and texts.
+        after_prompt: All that comes after the target has read the prompt.
+        num_cycles: Passes over trees.
     """
 
-    num_tokens: int = 0
-    seconds: float = 0.0
+    prompt: float = 0.0
+    verify: float = 0.0
+    draft: float = 0.0
+    total: float = 0.0
+    after_prompt: float = 0.0
     num_cycles: int = 0
-    verify_seconds: float = 0.0
-    cycle_seconds: float = math.nan
-    sequences: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
+
+    @property
+    def rest(self) -> float:
+        """Seconds outside of any model's arithmetic."""
+        return self.total - self.prompt - self.verify - self.draft
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Gives the drafter these decoding settings for as long as it lasts."""
+    config = drafter.generation_config
+    before = {name: getattr(config, name, None) for name in settings}
+    config.update(**settings)
+    try:
+        yield
+    finally:
+        config.update(**before)
+
+
+@contextmanager
+def stage_timer(device: torch.device, stages: bool = True) -> Iterator[StageSeconds]:
+    """
+    Times this thread's generation with a drafter within it.
+
+    Args:
+        device: That of the target.
+        stages: Time `verify` and `draft`, too. This waits for the device at the ends of each stage, so everything
+            takes longer; the shares are what it is for.
+    """
+    taken = StageSeconds()
+    synchronize(device)
+    timer = _StageTimer(device, stages)
+    with observing(timer):
+        yield taken
+    end = timer.now()
+    taken.total = end - timer.start
+    taken.after_prompt = end - timer.prompt_end
+    taken.num_cycles = timer.num_cycles
+    taken.prompt = timer.first_cycle - timer.start if timer.num_cycles else taken.total
+    taken.verify = timer.seconds["verify"]
+    # Compiled, the drafting of a cycle is one function, and the passes in it are not observed.
+    taken.draft = timer.seconds["drafter_pass"] or timer.seconds["draft"]
+
+
+class _StageTimer(GenerationObserver):
+    """Adds up the seconds of each stage from the first pass over a tree on."""
+
+    def __init__(self, device: torch.device, stages: bool):
+        self.device = device
+        self.stages = stages
+        self.num_cycles = 0
+        self.seconds = defaultdict[Stage, float](float)
+        self._begins: list[float] = []  # of the stages that last
+        self.start = self.prompt_end = self.first_cycle = time.perf_counter()
+
+    def on_stage_begin(self, stage: Stage) -> None:
+        if stage == "verify":
+            self.num_cycles += 1
+        if not self.stages:
+            return
+        begin = self.now()
+        if stage == "verify" and self.num_cycles == 1:
+            self.first_cycle = begin
+            self.seconds.clear()
+        self._begins.append(begin)
+
+    def on_stage_end(self, stage: Stage) -> None:
+        if stage == "prompt":
+            self.prompt_end = self.now()
+        if self.stages:
+            self.seconds[stage] += self.now() - self._begins.pop()
+
+    def now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()
 
 
 def time_drafted(
     target: PreTrainedModel,
     drafter: GumihoModel,
-    ids: torch.Tensor,
-    settings: dict[str, Any],
-    split: bool = False,
-    attention_mask: torch.Tensor | None = None,
+    inputs: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
     **generate_kwargs: Any,
 ) -> DecodingTime:
     """
-    Decodes after `ids` `(B, T)` with the drafter under `settings`.
+    Decodes with the drafter, whose settings are as before afterwards.
 
     Args:
         target: The target.
-        drafter: The drafter. Its settings are as before afterwards.
-        ids: The prompts.
+        drafter: The drafter.
+        inputs: `input_ids` and `attention_mask`, `(B, T)` each.
         settings: Decoding settings of the drafter.
-        split: Time cycles, and the target's passes in them, which waits for the device twice in each cycle.
-        attention_mask (`(B, T)`): 0 where rows are padded; by default nowhere.
         **generate_kwargs: For `generate()`.
     """
-    with decoding_settings(drafter, settings), _timer(target.device, split) as taken:
-        mask = _mask_of(ids, attention_mask)
-        output = target.generate(ids, attention_mask=mask, assistant_model=drafter, **generate_kwargs)
-    taken.num_tokens, taken.sequences = output.shape[1] - ids.shape[1] - 1, output
-    return taken
+    with temporary_settings(drafter, settings), stage_timer(drafter_device(target), stages=False) as taken:
+        output = target.generate(**inputs, assistant_model=drafter, **generate_kwargs)
+    num_tokens = output.shape[1] - inputs["input_ids"].shape[1] - 1
+    return DecodingTime(taken.after_prompt, num_tokens, taken.num_cycles, output.tolist())
 
 
-def time_plain(
-    target: PreTrainedModel, ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **generate_kwargs: Any
-) -> DecodingTime:
-    """Decodes after `ids` `(B, T)`, padded where `attention_mask` is 0, without a drafter."""
+def time_plain(target: PreTrainedModel, inputs: Mapping[str, torch.Tensor], **generate_kwargs: Any) -> DecodingTime:
+    """Decodes without a drafter. The arguments are those of [`time_drafted`]."""
     begins: list[float] = []
+    device = drafter_device(target)
 
     # Not a hook: what reads a prompt may be several passes, and a compiled pass should stay as it is.
     def note_first_token(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not begins:
-            synchronize(target.device)
+            synchronize(device)
             begins.append(time.perf_counter())
         return keep_going
 
-    keep_going = torch.zeros(1, dtype=torch.bool, device=ids.device)
-    output = target.generate(
-        ids, attention_mask=_mask_of(ids, attention_mask), stopping_criteria=StoppingCriteriaList([note_first_token]),
-        **generate_kwargs,
-    )  # fmt: skip
-    synchronize(target.device)
-    seconds = time.perf_counter() - begins[0]
-    return DecodingTime(output.shape[1] - ids.shape[1] - 1, seconds, sequences=output)
-
-
-def _mask_of(ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    # Without a mask a text whose last token also stands for padding would be taken for padded.
-    return torch.ones_like(ids) if given is None else given
-
-
-@contextmanager
-def _timer(device: torch.device, split: bool) -> Iterator[DecodingTime]:
-    taken, timer = DecodingTime(), _CycleTimer(device, split)
-    with observing(timer):
-        yield taken
+    keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
+    output = target.generate(**inputs, stopping_criteria=StoppingCriteriaList([note_first_token]), **generate_kwargs)
     synchronize(device)
-    taken.seconds = time.perf_counter() - timer.begin
-    taken.num_cycles = timer.num_cycles
-    if timer.passes:
-        begins, ends = zip(*timer.passes, strict=True)
-        taken.verify_seconds = (sum(ends) - sum(begins)) / len(begins)
-        if len(begins) > 1:
-            taken.cycle_seconds = (begins[-1] - begins[0]) / (len(begins) - 1)
-
-
-class _CycleTimer(GenerationObserver):
-    """
-    Takes note of when the prompt has been read.
-
-    Args:
-        device: The target's.
-        split: Take note of when each pass over a tree begins and ends, too.
-    """
-
-    def __init__(self, device: torch.device, split: bool):
-        self.device = device
-        self.split = split
-        self.begin = 0.0
-        self.num_cycles = 0
-        self.passes: list[tuple[float, float]] = []
-        self._begin_of_pass = 0.0
-
-    def on_stage_begin(self, stage: Stage) -> None:
-        if stage == "verify":
-            self.num_cycles += 1
-            if self.split:
-                self._begin_of_pass = self._now()
-
-    def on_stage_end(self, stage: Stage) -> None:
-        if stage == "prompt":
-            self.begin = self._now()
-        elif stage == "verify" and self.split:
-            self.passes.append((self._begin_of_pass, self._now()))
-
-    def _now(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter()
+    seconds = time.perf_counter() - begins[0]
+    num_steps = output.shape[1] - inputs["input_ids"].shape[1] - 1
+    return DecodingTime(seconds, num_steps, num_steps, output.tolist())

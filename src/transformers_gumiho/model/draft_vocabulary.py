@@ -1,4 +1,4 @@
-"""The tokens that a drafter may draft: what such a list must be, and where released checkpoints keep theirs."""
+"""The tokens that a drafter may draft: how they are chosen, and where released checkpoints keep theirs."""
 
 import json
 import os
@@ -45,6 +45,36 @@ def find_fault(token_ids: Any, vocab_size: int) -> str | None:
     if len(set(token_ids)) < len(token_ids):
         return f"it holds {Counter(token_ids).most_common(1)[0][0]} more than once"
     return None
+
+
+def choose_draft_vocabulary(
+    counts: torch.Tensor, size: int, kept: Iterable[int] = (), own: Iterable[int] = ()
+) -> list[int]:
+    """
+    Returns the `size` tokens of the highest counts `(V,)`, the most frequent first. Those in `kept` are always among
+    them, and those in `own` come before all others; equally frequent ones, such as all that do not occur, go by their
+    ids.
+
+    Raises:
+        ValueError: There are fewer than `size` tokens, or more than that to be kept.
+    """
+    always = set(kept)
+    check_size(size, len(counts), len(always))
+    ranking = counts.argsort(descending=True, stable=True).tolist()
+    first = set(own)
+    others = sorted((token for token in ranking if token not in always), key=lambda token: token not in first)
+    chosen = always.union(others[: size - len(always)])
+    return [token for token in ranking if token in chosen]
+
+
+def check_size(size: int, vocab_size: int, num_kept: int) -> None:
+    """Raises `ValueError` for a draft vocabulary of more tokens than there are, or of fewer than are always kept."""
+    smallest = max(num_kept, 1)
+    if not smallest <= size <= vocab_size:
+        raise ValueError(
+            f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in the vocabulary) "
+            f"to the target's {vocab_size} tokens, got {size}. Choose a size in between, or `None` for all tokens."
+        )
 
 
 def adopt_released_vocabulary(

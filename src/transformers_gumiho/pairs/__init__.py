@@ -1,1 +1,15 @@
-"""Pairs of a target and a drafter that have a short name, and where their files come from."""
+"""Naming and loading a target and its drafter: the options of all commands, and the pairs that have a short name."""
+
+from .arguments import DraftingArguments, PairArguments, TargetArguments, prompts_field
+from .loading import load_pair, load_target, use_options
+
+
+__all__ = [
+    "DraftingArguments",
+    "PairArguments",
+    "TargetArguments",
+    "load_pair",
+    "load_target",
+    "prompts_field",
+    "use_options",
+]

@@ -1,6 +1,5 @@
-"""The pairs that have a short name, and which models `--pair`, `--target` and `--assistant` name."""
+"""The pairs that have a short name."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,43 +93,3 @@ def find_pair(name: str) -> Pair:
         known = " or ".join(f"--pair {known}" for known in PAIRS)
         raise ValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
     return PAIRS[name]
-
-
-def resolve_pair(
-    pair: str | None,
-    target: str | None,
-    assistant: str | None,
-    dtype: str,
-    report: Callable[[str], None] = lambda message: None,
-) -> tuple[str, str, str]:
-    """
-    Returns the target, the drafter and the precision that a command's options name.
-
-    Args:
-        pair: The short name of a pair.
-        target: A target of the user's own, instead of the pair's.
-        assistant: The same for the drafter.
-        dtype: The precision; `"auto"` is the pair's on a CPU, and otherwise the files' own.
-        report: Is called with a line before anything slow.
-
-    Raises:
-        ImportError: A library that the pair needs is not installed.
-        OSError: A model is missing and cannot be downloaded.
-        ValueError: The options do not name both models, or name an unknown pair.
-    """
-    if pair is not None:
-        known = find_pair(pair)
-        # The drafter first: without it there is no use in getting a target.
-        assistant = assistant or known.find_drafter()
-        target = target or known.find_target(report)
-        if dtype == "auto" and not torch.accelerator.is_available():
-            dtype = known.cpu_dtype
-    if target is None or assistant is None:
-        raise ValueError("Specify --pair NAME, or both --target and --assistant.")
-    return target, assistant, dtype
-
-
-def report_progress(message: str) -> None:
-    """Writes a line about something slow to standard error."""
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()

@@ -3,44 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-
-@dataclass(kw_only=True)
-class PairArguments:
-    """The options that all three commands have. They need a pair, or a target and an assistant."""
-
-    pair: str | None = field(
-        default=None, metadata={"help": "Short name of a target and its drafter: demo or smollm2."}
-    )
-    target: str | None = field(default=None, metadata={"help": "Target model: a folder or a name on the Hub."})
-    assistant: str | None = field(default=None, metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
-    num_assistant_tokens: int | None = field(
-        default=None, metadata={"help": "Draft tokens verified per cycle (default: the drafter's setting)."}
-    )
-    branching_factor: int | None = field(
-        default=None,
-        metadata={"help": "Tokens kept at each serial step; 1 drafts a chain (default: the drafter's setting)."},
-    )
-    draft_temperature: float | None = field(
-        default=None, metadata={"help": "Temperature of the draft probabilities (default: the drafter's setting)."}
-    )
-    dtype: str = field(default="auto", metadata={"help": "Precision of both models, e.g. `bfloat16`."})
-    device_map: str | None = field(
-        default=None, metadata={"help": "`device_map` for the target, e.g. `auto` (default: one device)."}
-    )
+from ..pairs import DraftingArguments, prompts_field
 
 
 @dataclass(kw_only=True)
-class TerminalArguments(PairArguments):
+class TerminalArguments(DraftingArguments):
     """The options of the commands that write into a terminal."""
 
     color: Literal["auto", "always", "never"] = field(
         default="auto", metadata={"help": "`auto` colors text in a terminal, unless NO_COLOR is set."}
-    )
-    prompt_lookup_num_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Maximum number of tokens to draft by prompt lookup; 0 for none (default: the drafter's setting)."
-        },
     )
 
 
@@ -49,6 +20,7 @@ class GenerateArguments(TerminalArguments):
     """The options of `gumiho generate`; [`generate`] takes them, too."""
 
     prompt: str | None = field(default=None, metadata={"help": "Prompt to answer (default: each line that you type)."})
+    prompts: str | None = prompts_field(default=None)
     max_new_tokens: int = field(default=256, metadata={"help": "Maximum number of tokens in an answer."})
     temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 is greedy."})
     seed: int = field(default=0, metadata={"help": "Seed for sampling."})
@@ -63,11 +35,11 @@ class ShowArguments(TerminalArguments):
 
     prompt: str = field(metadata={"help": "Prompt to decode."})
     step: int = field(default=1, metadata={"help": "Verification cycle to show, counted from 1."})
-    output: str | None = field(default=None, metadata={"help": "Also draw the tree into this file, .svg or .png."})
+    output: str | None = field(default=None, metadata={"help": "Also draw the tree into this SVG file."})
 
 
 @dataclass(kw_only=True)
-class DemoArguments(PairArguments):
+class DemoArguments(DraftingArguments):
     """The options of `gumiho demo`; [`demo`] and [`make_page`] take them, too."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on; 0.0.0.0 admits other machines."})

@@ -1,38 +1,36 @@
-"""`gumiho generate` and `gumiho show`."""
+"""`gumiho generate`, `gumiho show` and `gumiho demo`."""
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
-from ..drafting.context_drafts import longest_run
-from ..drafting.settings import DraftingSettings
-from ..measuring.prompts import encode_turn
+from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
-from .answering import (
-    Answer,
-    describe_answer,
-    describe_comparison,
-    logit_gap,
-    sampling_settings,
-    stream_answer,
-)
-from .arguments import GenerateArguments, ShowArguments
-from .colors import wants_colors
-from .cycles import Cycle, watch_cycles
+from ..pairs import load_pair
+from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
+from .arguments import DemoArguments, GenerateArguments, ShowArguments
+from .cycles import Cycle
 from .labels import label_cycle
-from .loading import describe_temperatures, load
+from .streaming import colored_writer, wants_colors
 from .terminal_tree import draw_in_terminal
+from .tree_svg import tree_svg
 
+
+if TYPE_CHECKING:
+    import gradio
+
+    from .web.page import Page
 
 # Of each way of decoding before the two are compared: what only first calls do counts for neither.
 _WARM_UP_TOKENS = 8
+# No cycle commits more: the longest run of drafts from the context, and the bonus token.
+_MOST_COMMITTED = 65
 
 
 def generate(args: GenerateArguments) -> list[Answer]:
@@ -45,18 +43,19 @@ def generate(args: GenerateArguments) -> list[Answer]:
     Returns:
         The answers with the drafter.
     """
-    models = load(args)
+    conversations = _conversations(args)
+    models = load_pair(args)
     tokenizer = models[1]
-    turns: list[str] = []
-    texts: list[str] = []
     answers: list[Answer] = []
-    for line in [args.prompt] if args.prompt is not None else _typed_lines():
-        if not tokenizer.chat_template:
-            turns, texts = [], []
-        turns.append(line)
-        answer = _answer(args, models, _encode(tokenizer, turns, texts), seed=args.seed + len(answers))
-        texts.append(tokenizer.decode(answer.tokens, skip_special_tokens=True))
-        answers.append(answer)
+    for lines in conversations:
+        turns: list[str] = []
+        texts: list[str] = []
+        for line in lines:
+            turns.append(line)
+            answers.append(_answer(args, models, _encode(tokenizer, turns, texts), seed=args.seed + len(answers)))
+            texts.append(tokenizer.decode(answers[-1].tokens, skip_special_tokens=True))
+            if args.prompts is None and not tokenizer.chat_template:
+                turns, texts = [], []
     return answers
 
 
@@ -69,26 +68,56 @@ def show(args: ShowArguments) -> Cycle:
         The cycle.
 
     Raises:
-        SystemExit: The text ends before this cycle, or `args.output` is neither an .svg nor a .png file.
+        SystemExit: The text ends before this cycle, or `args.output` is no .svg file.
     """
-    if args.output is not None and Path(args.output).suffix not in (".svg", ".png"):
-        raise SystemExit(f"A tree can be drawn into an .svg or a .png file, got --output {args.output}.")
+    if args.output is not None and Path(args.output).suffix != ".svg":
+        raise SystemExit(f"A tree can be drawn into an .svg file, got --output {args.output}.")
     if args.step < 1:
         raise SystemExit(f"Cycles are counted from 1, got --step {args.step}.")
-    if args.output is not None:
-        # Only pictures need matplotlib; whoever lacks it should not wait for the models first.
-        from .tree_picture import draw_picture
-    target, tokenizer, drafter = load(args)
+    target, tokenizer, drafter = load_pair(args)
     prompt = _encode(tokenizer, [args.prompt], [])
-    committed, cycle = _decode_until(target, drafter, prompt, args.step, args.prompt_lookup_num_tokens)
-    labels = label_cycle(tokenizer, committed, cycle)
-    temperatures = describe_temperatures(drafter)
+    answer = _decode_until(target, tokenizer, drafter, prompt, args.step)
+    cycle = answer.cycles[-1]
+    labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
     colors = wants_colors(args.color, sys.stdout)
-    sys.stdout.write(draw_in_terminal(cycle, labels, temperatures, colors=colors) + "\n")
+    sys.stdout.write(draw_in_terminal(cycle, labels, colors=colors) + "\n")
     if args.output is not None:
-        draw_picture(cycle, labels, temperatures, args.output)
+        Path(args.output).write_text(tree_svg(cycle, labels, is_alone=True) + "\n", encoding="utf-8")
         sys.stdout.write(f"\ndrawn into {args.output}\n")
     return cycle
+
+
+def demo(args: DemoArguments) -> None:
+    """
+    Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
+    drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
+
+    Raises:
+        ImportError: Gradio is not installed.
+        OSError: The pair cannot be downloaded, or the port is taken.
+        ValueError: The options do not name a pair, or a limit is below 1.
+    """
+    page = _load_page(args)
+    try:
+        page.build(args.max_visitors).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+    finally:
+        page.lock.is_closed = True
+
+
+def make_page(args: DemoArguments) -> "gradio.Blocks":
+    """Returns the page of [`demo`], for a Space or a program of yours; its `launch()` opens it."""
+    return _load_page(args).build(args.max_visitors)
+
+
+def _load_page(args: DemoArguments) -> "Page":
+    for name in ("max_new_tokens", "max_question_tokens", "max_visitors"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
+    # Only the page needs Gradio; whoever lacks it should not wait for the models first.
+    from .web.page import Page
+
+    logging.disable_progress_bar()
+    return Page(*load_pair(args), args.max_new_tokens, args.max_question_tokens)
 
 
 def _answer(
@@ -104,8 +133,8 @@ def _answer(
     def answer_with(assistant: GumihoModel | None, stream: TextIO, max_new_tokens: int) -> Answer:
         torch.manual_seed(seed)
         return stream_answer(
-            target, tokenizer, assistant, prompt, stream, colors=colors, max_new_tokens=max_new_tokens,
-            temperature=args.temperature, prompt_lookup_num_tokens=args.prompt_lookup_num_tokens,
+            target, tokenizer, assistant, prompt, Answer(), max_new_tokens=max_new_tokens,
+            temperature=args.temperature, on_piece=colored_writer(stream, colors),
         )  # fmt: skip
 
     if args.compare:
@@ -113,12 +142,19 @@ def _answer(
             answer_with(assistant, io.StringIO(), min(_WARM_UP_TOKENS, args.max_new_tokens))
     answer = answer_with(drafter, sys.stdout, args.max_new_tokens)
     sys.stdout.write(f"\n\n{describe_answer(answer, colors)}\n")
-    if args.compare and answer.is_complete:
+    if args.compare and answer.progress == "done":
         sys.stdout.write("\n")
         plain = answer_with(None, sys.stdout, args.max_new_tokens)
         gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
         sys.stdout.write(f"\n\n{describe_comparison(answer, plain, target.dtype, gap)}\n")
     return answer
+
+
+def _conversations(args: GenerateArguments) -> list[Iterable[str]]:
+    """Returns what a user says in each conversation, turn by turn."""
+    if args.prompt is not None:
+        return [[args.prompt]]
+    return [_typed_lines()] if args.prompts is None else [q.turns for q in read_questions(args.prompts)]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
@@ -142,38 +178,24 @@ def _typed_lines() -> Iterator[str]:
     sys.stdout.write("\n")
 
 
-class _IsReached(Exception):
-    """The cycle that is looked for has been run."""
-
-
 def _decode_until(
-    target: PreTrainedModel, drafter: GumihoModel, prompt: list[int], step: int, prompt_lookup_num_tokens: int | None
-) -> tuple[list[int], Cycle]:
-    """Returns the text before the cycle with number `step`, and the cycle, after which nothing is decoded."""
-    cycles: list[Cycle] = []
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, prompt: list[int], step: int
+) -> Answer:
+    """Returns the greedy text up to the cycle with number `step`, after which nothing is decoded."""
+    answer = Answer()
 
-    def on_cycle(cycle: Cycle) -> None:
-        cycles.append(cycle)
-        if len(cycles) == step:
-            raise _IsReached
+    def stop() -> None:
+        if len(answer.cycles) == step:
+            raise KeyboardInterrupt
 
-    input_ids = torch.tensor([prompt], device=target.device)
-    # The first token is chosen after the prompt, and a cycle commits at most a whole path and a bonus token. There is
-    # room for one more, as paths near the end of a text are shorter.
-    settings = DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, None, device_type=target.device.type
-    )
-    if prompt_lookup_num_tokens is not None:
-        settings = replace(settings, prompt_lookup_num_tokens=prompt_lookup_num_tokens)
-    most = 1 + (step + 1) * (max(settings.longest_path, longest_run(settings.prompt_lookup_num_tokens)) + 1)
-    with watch_cycles(on_cycle), suppress(_IsReached):
-        target.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, max_new_tokens=most,
-            prompt_lookup_num_tokens=prompt_lookup_num_tokens, **sampling_settings(0.0),
-        )  # fmt: skip
-    if not cycles:
+    # There is room for one more cycle, as paths near the end of a text are shorter.
+    most = (step + 1) * max(_MOST_COMMITTED, drafter.config.max_draft_depth + 1)
+    stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
+    if answer.progress == "stopped" and len(answer.cycles) < step:
+        raise KeyboardInterrupt
+    if not answer.cycles:
         raise SystemExit("The text ends before anything is drafted. Give another --prompt.")
-    if len(cycles) < step:
-        raise SystemExit(f"The text ends after {len(cycles)} cycles; give --step a number from 1 to {len(cycles)}.")
-    before = [token for cycle in cycles[:-1] for token in cycle.committed]
-    return [*prompt, cycles[0].tokens[0], *before], cycles[-1]
+    if len(answer.cycles) < step:
+        num_cycles = len(answer.cycles)
+        raise SystemExit(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
+    return answer

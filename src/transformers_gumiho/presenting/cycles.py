@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from ..decoding.observers import GenerationObserver, observing
 from ..drafting.pause import DraftOrigin
 from ..tree.draft_tree import DraftTree
@@ -49,11 +47,18 @@ class Cycle:
     @property
     def expected_accepted(self) -> float:
         """
-        The number of drafted tokens that are expected to be accepted: the sum of all path probabilities, as a
-        node is accepted where its path is. For a chain this is `sum_k prod_{i<=k} p_i`, the quantity that the
-        paper of Gumiho (https://arxiv.org/abs/2503.10135) reasons with.
+        The number of drafted tokens that are expected to be accepted: the sum of all path probabilities. For a chain
+        this is `sum_k prod_{i<=k} p_i`, as in Gumiho's paper (https://arxiv.org/abs/2503.10135).
         """
         return sum(self.path_probability(node) for node in range(1, len(self.tokens)))
+
+    @property
+    def summary(self) -> str:
+        """How many tokens were drafted, accepted and committed, in words."""
+        return (
+            f"{len(self.tokens) - 1} tokens drafted, {len(self.accepted)} accepted ({self.expected_accepted:.2f} were "
+            f"expected, the sum of the path probabilities), {len(self.committed)} committed"
+        )
 
     def path_probability(self, node: int) -> float:
         """The probability of all tokens from the root down to `node`."""
@@ -95,21 +100,17 @@ class _CycleWatcher(GenerationObserver):
         self._origin = origin
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
-        self.watch(_describe_cycle(tree, path.nodes, path.tokens, self._origin))
-
-
-def _describe_cycle(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor, origin: DraftOrigin) -> Cycle:
-    """Returns the cycle that visited `nodes` `(1, n)` and chose `tokens` `(1, n)` after them."""
-    accepted = nodes[0, 1:].tolist()
-    # A text that ends within a drafted path ends with a draft, and there is no bonus token.
-    child, is_drafted = ChildFinder(tree).find(nodes[:, -1:], tokens[:, -1:])
-    if is_drafted:
-        accepted.append(int(child))
-    return Cycle(
-        tokens=tuple(tree.tokens[0].tolist()),
-        parents=tuple(tree.parents[0].tolist()),
-        scores=tuple(tree.scores[0].tolist()),
-        accepted=tuple(accepted),
-        bonus_token=None if is_drafted else int(tokens[0, -1]),
-        origin=origin,
-    )
+        accepted = path.nodes[0, 1:].tolist()
+        # A text that ends within a drafted path ends with a draft, and there is no bonus token.
+        child, is_drafted = ChildFinder(tree).find(path.nodes[:, -1:], path.tokens[:, -1:])
+        if is_drafted:
+            accepted.append(int(child))
+        cycle = Cycle(
+            tokens=tuple(tree.tokens[0].tolist()),
+            parents=tuple(tree.parents[0].tolist()),
+            scores=tuple(tree.scores[0].tolist()),
+            accepted=tuple(accepted),
+            bonus_token=None if is_drafted else int(path.tokens[0, -1]),
+            origin=self._origin,
+        )
+        self.watch(cycle)

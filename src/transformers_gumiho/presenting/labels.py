@@ -40,7 +40,7 @@ def label_cycle(tokenizer: PreTrainedTokenizerBase, committed: Sequence[int], cy
         paths.append([*above, token])
     bonus = None if cycle.bonus_token is None else _label(tokenizer, paths[cycle.last_accepted + 1], cycle.bonus_token)
     return CycleLabels(
-        context=_shorten(repr(tokenizer.decode(before)), 2 * _LONGEST, keeps_end=True),
+        context=shorten(repr(tokenizer.decode(before)), 2 * _LONGEST, keeps_end=True),
         nodes=tuple(_label(tokenizer, path[:-1], path[-1]) for path in paths[1:]),
         bonus=bonus,
     )
@@ -52,10 +52,11 @@ def _label(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) ->
     text = longer[len(start) :]
     if not longer.startswith(start) or not text or "\N{REPLACEMENT CHARACTER}" in text:
         return f"<{tokenizer.convert_ids_to_tokens(token)}>"
-    return _shorten(repr(text), _LONGEST)
+    return shorten(repr(text), _LONGEST)
 
 
-def _shorten(text: str, length: int, keeps_end: bool = False) -> str:
+def shorten(text: str, length: int, keeps_end: bool = False) -> str:
+    """Returns a text of at most `length` characters, cut at its end or its beginning."""
     if len(text) <= length:
         return text
     return f"…{text[1 - length :]}" if keeps_end else f"{text[: length - 1]}…"

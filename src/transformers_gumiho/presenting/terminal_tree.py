@@ -1,28 +1,30 @@
 """A draft tree as lines of text."""
 
-from ..drafting.pause import DraftOrigin
-from .colors import colored
 from .cycles import Cycle
 from .labels import CycleLabels
+from .streaming import colored
 
 
 _LEGEND = """\
-token: the probability of the token after the tokens above it, at draft temperature {temperatures}
+token: the probability of the token after the tokens above it, at the draft temperature
 path: the probability of all tokens down to it, by which the nodes were chosen
 * accepted draft   + bonus token, which the target chose"""
+_ORIGINS = {
+    "drafter": "drafted by the drafter",
+    "context": "drafted by the context alone",
+    "pause": "the drafter is paused for {} more cycles",
+}
 
 
-def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, colors: bool) -> str:
+def draw_in_terminal(cycle: Cycle, labels: CycleLabels, *, colors: bool) -> str:
     """
     Draws the draft tree of a cycle, a line for each node.
 
     Args:
         cycle: The cycle.
         labels: The texts of its tokens.
-        temperatures: The draft temperatures that its probabilities were computed under, as text.
         colors: Whether to color the accepted path, which has its marks either way.
     """
-    num_drafted, num_accepted = len(cycle.tokens) - 1, len(cycle.accepted)
     lines = [
         f"after {labels.context}",
         "",
@@ -30,20 +32,12 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, temperatures: str, *, co
         f"{'':16}{labels.nodes[0]}  (the newest committed token)",
         *_draw_children(cycle, labels, 0, "", colors),
         "",
-        _LEGEND.format(temperatures=temperatures),
+        _LEGEND,
         "",
-        f"{num_drafted} tokens drafted, {num_accepted} accepted ({cycle.expected_accepted:.2f} were expected, "
-        f"the sum of the path probabilities), {len(cycle.committed)} committed",
-        describe_origin(cycle.origin),
+        cycle.summary,
+        _ORIGINS[cycle.origin.source].format(cycle.origin.num_left),
     ]
     return "\n".join(lines)
-
-
-def describe_origin(origin: DraftOrigin) -> str:
-    """Returns one line on where a tree's tokens come from."""
-    if origin.source == "pause":
-        return f"the drafter is paused for {origin.num_left} more cycles"
-    return "drafted by the context alone" if origin.source == "context" else "drafted by the drafter"
 
 
 def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colors: bool) -> list[str]:

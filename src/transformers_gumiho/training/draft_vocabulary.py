@@ -1,4 +1,4 @@
-"""The tokens that a drafter is trained to draft: those that the training answers hold most often."""
+"""The tokens that a drafter is trained to draft, those that the training answers hold most often, and its loss."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -7,10 +7,124 @@ from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset, Subset
-from transformers import GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import GenerationConfig, Trainer
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
+from ..losses.terms import LMHead
+from ..model.draft_vocabulary import check_size, choose_draft_vocabulary
 from .feature_cache import FeatureDataset
+from .target_features import TargetFeatures
+
+
+logger = logging.get_logger(__name__)
+
+
+class DraftRestriction:
+    """
+    The draft vocabulary of a training with `draft_vocabulary_size`; without it, nothing is restricted.
+
+    The cross-entropies are then over these tokens alone, for the drafter and for the target, whose distribution is
+    thereby normalised over them. A position whose most likely token is none of them counts like any other: it teaches
+    the order of the tokens that can be drafted there, which decides what is drafted when sampling, and its feature is
+    what drafting goes on from. (Its greedy draft is lost, whatever is learned.) So the loss averages over the same
+    positions with any vocabulary, and these can be counted over a step before the target has run on it.
+
+    Args:
+        trainer: The drafter's trainer.
+
+    Raises:
+        ValueError: The size is out of range, or the training's data is a stream, in which nothing can be counted.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._size = trainer.args.draft_vocabulary_size
+        self._token_ids: torch.Tensor | None = None
+        self._features = trainer.target_features
+        self._vocab_size = trainer.drafter.config.get_text_config().vocab_size
+        if self._size is not None:
+            check_size(self._size, self._vocab_size, len(self._kept()))
+            if trainer.train_dataset is not None and not self._has_own:
+                check_countable(trainer.train_dataset)
+
+    @property
+    def features(self) -> TargetFeatures:
+        """The target's features, with the logits of the tokens that may be drafted."""
+        if self._token_ids is None:
+            self.find(None)
+        return self._features
+
+    def vocabulary(self, like: torch.Tensor) -> tuple[torch.Tensor, LMHead] | None:
+        """Returns the tokens `(K,)` and the output head that is cut to them, for states like `like`; `None`: all."""
+        features = self.features
+        return None if self._token_ids is None else (self._token_ids, features.lm_head(like))
+
+    def find(self, checkpoint: str | None) -> None:
+        """
+        Finds the vocabulary, makes it the drafter's setting, and restricts the features to it. It is that of the
+        checkpoint that training goes on from; else the drafter's own, with as many tokens as are missing from it
+        counted, or, where there is no training data, its own alone.
+
+        Raises:
+            ValueError: The checkpoint's or the drafter's vocabulary is of another size.
+        """
+        if self._size is None:
+            return
+        token_ids = vocabulary_of_checkpoint(checkpoint) if checkpoint else None
+        if token_ids is None and self._token_ids is not None:
+            return  # in an earlier training or evaluation
+        if token_ids is not None:
+            self._check_found(token_ids, f"the checkpoint {checkpoint!r}")
+        elif self._has_own:
+            token_ids = self._own()
+        elif self._trainer.train_dataset is not None:
+            token_ids = self._count(self._size)
+        else:
+            token_ids = self._own()
+            self._check_found(token_ids, "the drafter, which has no training data to count in,")
+        self._trainer.drafter.generation_config.draft_vocabulary = list(token_ids)
+        self._token_ids = torch.tensor(token_ids, device=self._trainer.args.device)
+        self._features = self._trainer.target_features.restricted_to(self._token_ids)
+
+    def _count(self, size: int) -> list[int]:
+        """Counts on the training answers, of which each process reads its share."""
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        counts = count_answer_tokens(
+            trainer.train_dataset,
+            trainer.data_collator,
+            self._vocab_size,
+            first=accelerator.process_index,
+            step=accelerator.num_processes,
+        )
+        counts = accelerator.reduce(counts.to(trainer.args.device), "sum").cpu()
+        token_ids = choose_draft_vocabulary(counts, size, self._kept(), own=self._own())
+        share = float(counts[token_ids].sum() / counts.sum().clamp(min=1))
+        logger.info(f"The draft vocabulary of {size} tokens holds {share:.2%} of the training answers' tokens.")
+        return token_ids
+
+    def _own(self) -> list[int]:
+        """Returns the tokens that the drafter was trained to draft, if they are not all."""
+        return list(self._trainer.drafter.generation_config.draft_vocabulary or ())
+
+    @property
+    def _has_own(self) -> bool:
+        """Whether the drafter has a whole vocabulary of this size, so that there is nothing to count."""
+        own = self._own()
+        return len(own) == self._size and self._kept() <= set(own)
+
+    def _kept(self) -> set[int]:
+        """Returns the tokens that end a text, by what is known of the target."""
+        features = self._trainer.target_features
+        generation_config = getattr(getattr(features, "target", None), "generation_config", None)
+        configs = (features.config, features.config.get_text_config(decoder=True), generation_config)
+        return ending_tokens((*configs, self._trainer.processing_class), self._vocab_size)
+
+    def _check_found(self, token_ids: list[int], owner: str) -> None:
+        if len(token_ids) != self._size:
+            raise ValueError(
+                f"`draft_vocabulary_size` is {self._size}, but {owner} has a draft vocabulary of {len(token_ids)} "
+                f"tokens. Set the size to that, or begin another training with that drafter."
+            )
 
 
 def count_answer_tokens(
@@ -40,36 +154,6 @@ def count_answer_tokens(
         tokens = {name: values[0, : len(row["input_ids"])] for name, values in batch.items()}
         counts += torch.bincount(_predicted_tokens(**tokens), minlength=vocab_size)
     return counts
-
-
-def choose_draft_vocabulary(
-    counts: torch.Tensor, size: int, kept: Iterable[int] = (), own: Iterable[int] = ()
-) -> list[int]:
-    """
-    Returns the `size` tokens of the highest counts `(V,)`, the most frequent first. Those in `kept` are always among
-    them, and those in `own` come before all others; equally frequent ones, such as all that do not occur, go by their
-    ids.
-
-    Raises:
-        ValueError: There are fewer than `size` tokens, or more than that to be kept.
-    """
-    always = set(kept)
-    check_size(size, len(counts), len(always))
-    ranking = counts.argsort(descending=True, stable=True).tolist()
-    first = set(own)
-    others = sorted((token for token in ranking if token not in always), key=lambda token: token not in first)
-    chosen = always.union(others[: size - len(always)])
-    return [token for token in ranking if token in chosen]
-
-
-def check_size(size: int, vocab_size: int, num_kept: int) -> None:
-    """Raises `ValueError` for a draft vocabulary of more tokens than there are, or of fewer than are always kept."""
-    smallest = max(num_kept, 1)
-    if not smallest <= size <= vocab_size:
-        raise ValueError(
-            f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in the vocabulary) "
-            f"to the target's {vocab_size} tokens, got {size}. Choose a size in between, or `None` for all tokens."
-        )
 
 
 def check_countable(dataset: Any) -> None:

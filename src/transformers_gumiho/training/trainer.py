@@ -34,7 +34,7 @@ from .checks import (
     drafter_of,
 )
 from .collator import GumihoDataCollator
-from .draft_restriction import DraftRestriction
+from .draft_vocabulary import DraftRestriction
 from .linear_start import start_linearly
 from .model_card import model_card_of
 from .reach import MeasuredReach

@@ -2,20 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from ..pairs import PairArguments, prompts_field
 
-@dataclass
-class TuningArguments:
-    """The options of `gumiho tune`; [`tune`] takes them, too."""
 
-    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
-    assistant: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
-    prompts: str | None = field(
-        default=None,
-        metadata={
-            "help": "A JSONL file with `turns`, `prompt` or `text`, or a dataset. Without it, the target generates "
-            "its own prompts."
-        },
-    )
+@dataclass(kw_only=True)
+class TuningArguments(PairArguments):
+    """The options of `gumiho tune`; [`tune`] takes them, too. They need a pair, or target and assistant."""
+
+    prompts: str | None = prompts_field(default=None)
     output_dir: str | None = field(
         default=None, metadata={"help": "Receives `generation_config.json` (default: the drafter's folder)."}
     )
@@ -28,5 +22,3 @@ class TuningArguments:
     )
     temperature: float = field(default=0.0, metadata={"help": "The temperature to tune for; 0 is greedy."})
     tune_vocabulary: bool = field(default=True, metadata={"help": "Choose the tokens that may be drafted, too."})
-    dtype: str = field(default="auto", metadata={"help": "Precision of both models."})
-    device_map: str | None = field(default=None, metadata={"help": "Where the target goes (default: one device)."})

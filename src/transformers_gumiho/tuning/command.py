@@ -8,13 +8,14 @@ from transformers import PreTrainedModel
 
 from ..drafting.settings import DraftingSettings
 from ..measuring.conditions import measuring_conditions
-from ..measuring.loading import load_pair
+from ..measuring.journal import Journal
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
+from ..pairs import load_pair
+from ..target.placement import drafter_device
 from ..target.requirements import verification_kind
 from .arguments import TuningArguments
 from .finding import find_settings
-from .journal import Journal
 from .result import TuningResult
 from .trees import Tree, list_trees
 from .turns import TurnDecoder
@@ -30,17 +31,19 @@ def tune(args: TuningArguments) -> TuningResult:
         SystemExit: There is no folder to write into, or nothing to begin prompts with; or it was stopped.
         ValueError: An option is out of range, or the folder holds what a run with other arguments began.
     """
-    folder = Path(args.output_dir or args.assistant)
-    if not folder.is_dir() and args.output_dir is None:
+    is_named = args.assistant is not None or args.pair is None
+    if args.output_dir is None and is_named and not Path(args.assistant or "").is_dir():
         raise SystemExit("The drafter is not a folder; give --output_dir for its new generation_config.json.")
     questions = None if args.prompts is None else read_questions(args.prompts, num_questions=args.num_prompts)
-    target, tokenizer, drafter = load_pair(args.target, args.assistant, args.dtype, args.device_map)
+    args = args.resolved()
+    folder = Path(args.output_dir or str(args.assistant))
+    target, tokenizer, drafter = load_pair(args)
     if questions is None:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     folder.mkdir(parents=True, exist_ok=True)
-    options = asdict(replace(args, target="", assistant="", output_dir=None))  # folders may have other names
+    options = asdict(replace(args, target=None, assistant=None, output_dir=None))  # folders may have other names
     conditions = measuring_conditions(target, drafter) | {"prompts": prompts, "options": options}
     journal = Journal(folder / "tuning.jsonl", conditions)
     decode = TurnDecoder(target, drafter, tokenizer.pad_token_id, args.max_new_tokens)
@@ -60,7 +63,7 @@ def tune(args: TuningArguments) -> TuningResult:
 def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> Tree:
     """Returns the tree that the drafter would decode with."""
     settings = DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, None, num_rows, target.device.type
+        drafter.generation_config, drafter.config, None, num_rows, drafter_device(target).type
     )
     shape = settings.num_assistant_tokens, settings.branching_factor, settings.tree_depth
     return Tree(*shape, settings.draft_temperature, "all" if settings.draft_vocabulary is None else "own")
@@ -72,7 +75,7 @@ def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]
     if start is None:
         raise SystemExit("The target has no token to begin a text with; give --prompts.")
     torch.manual_seed(0)
-    beginnings = torch.full((num_prompts, 1), start, device=target.device)
+    beginnings = torch.full((num_prompts, 1), start, device=drafter_device(target))
     texts = target.generate(
         beginnings, attention_mask=torch.ones_like(beginnings), do_sample=True, max_new_tokens=32, min_new_tokens=32
     )

@@ -3,8 +3,9 @@
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ..measuring.timing import DecodingTime
 from .trees import Tree
 
 
@@ -14,33 +15,10 @@ ROUNDS = (3, 6, 12)
 PLAIN = None
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """
-    One batch, decoded after its prompts were read.
-
-    Attributes:
-        seconds: For all passes.
-        num_tokens: New tokens of the longest row after the first one, which comes from the prompt.
-        num_passes: Passes of the target: cycles, or steps of plain decoding.
-        texts: Token ids of each row, prompt included; empty where a drafter decoded.
-    """
-
-    seconds: float
-    num_tokens: int
-    num_passes: int
-    texts: list[list[int]] = field(default_factory=list)
-
-    @property
-    def pass_seconds(self) -> float:
-        """Mean time of a pass, in a drafted cycle with the drafting that goes with it."""
-        return self.seconds / self.num_passes
-
-
 # Decodes what is due in a turn with a tree, or plainly (`PLAIN`).
-Measure = Callable[[Tree | None, int], Measurement]
+Measure = Callable[[Tree | None, int], DecodingTime]
 # What a tree and plain decoding took for the same prompts, in the same turn.
-Pair = tuple[Measurement, Measurement]
+Pair = tuple[DecodingTime, DecodingTime]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from ..model.configuration_gumiho import GumihoConfig
 _SHAPES = ((4, 2), (8, 2), (12, 4), (24, 4), (63, 14))
 # Ranks nodes more sharply than the default.
 _SHARP_TEMPERATURE = 0.3
+# Cutting the output head below it saves next to nothing.
+_MIN_COUNTED = 2048
 # Sizes that compete for each further number of rows.
 NUM_SIZES = 6
 
@@ -59,3 +61,14 @@ def list_sizes(winner: Tree) -> list[Tree]:
     largest = winner.num_assistant_tokens
     sizes = {round(largest ** (step / (NUM_SIZES - 1))) for step in range(NUM_SIZES)}
     return [replace(winner, num_assistant_tokens=size) for size in sorted(sizes)]
+
+
+def list_vocabularies(winner: Tree, vocab_size: int) -> list[Tree]:
+    """Returns a tree with each vocabulary that may compete, beginning with its own."""
+    trees = [winner, replace(winner, vocabulary="all"), replace(winner, vocabulary="counted")]
+    return list(dict.fromkeys(trees[: 3 if num_counted(vocab_size) < vocab_size else 2]))
+
+
+def num_counted(vocab_size: int) -> int:
+    """Returns the number of tokens in a counted vocabulary: a quarter of all."""
+    return max(vocab_size // 4, _MIN_COUNTED)

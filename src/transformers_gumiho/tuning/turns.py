@@ -1,23 +1,23 @@
 """Decoding what is due in a turn, with a tree or plainly."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.decoding_settings import DRAFTER_ALONE
 from ..measuring.prompts import pad_left
 from ..measuring.timing import DecodingTime, time_drafted, time_plain
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
-from .contest import PLAIN, Measurement
+from ..target.placement import drafter_device
+from .contest import PLAIN
 from .trees import Tree
 
 
 @dataclass(frozen=True)
-class Stage:
+class Contest:
     """
     What is decoded in turns.
 
@@ -42,8 +42,8 @@ class Stage:
         return [(turn * self.rows + row) % len(self.prompts) for row in range(self.rows)]
 
 
-# Decodes a turn of a stage with a tree, or plainly.
-Decode = Callable[[Stage, Tree | None, int], Measurement]
+# Decodes a turn of a contest with a tree, or plainly.
+Decode = Callable[[Contest, Tree | None, int], DecodingTime]
 
 
 class TurnDecoder:
@@ -64,27 +64,27 @@ class TurnDecoder:
         self._max_new_tokens = max_new_tokens
         self._warm: set[tuple[Tree | None, int, float]] = set()
 
-    def __call__(self, stage: Stage, tree: Tree | None, turn: int) -> Measurement:
+    def __call__(self, contest: Contest, tree: Tree | None, turn: int) -> DecodingTime:
         """Decodes a turn. Only plain decoding's texts are kept: the drafter's are the same, up to rounding."""
-        if (way := (tree, stage.rows, stage.temperature)) not in self._warm:
-            self._decode(stage, tree, turn)
+        if (way := (tree, contest.rows, contest.temperature)) not in self._warm:
+            self._decode(contest, tree, turn)
             self._warm.add(way)
-        taken = self._decode(stage, tree, turn)
-        if tree is PLAIN:
-            return Measurement(taken.seconds, taken.num_tokens, taken.num_tokens, taken.sequences.tolist())
-        return Measurement(taken.seconds, taken.num_tokens, taken.num_cycles)
+        taken = self._decode(contest, tree, turn)
+        return taken if tree is PLAIN else replace(taken, texts=[])
 
-    def _decode(self, stage: Stage, tree: Tree | None, turn: int) -> DecodingTime:
-        padded = pad_left([stage.prompts[index] for index in stage.indices(turn)], self._pad_token_id)
-        ids, mask = (tensor.to(self._target.device) for tensor in padded.values())
-        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": stage.temperature > 0}
-        if stage.temperature:
-            options |= {"temperature": stage.temperature, "top_k": 0}
+    def _decode(self, contest: Contest, tree: Tree | None, turn: int) -> DecodingTime:
+        prompts = [contest.prompts[index] for index in contest.indices(turn)]
+        inputs = pad_left(prompts, self._pad_token_id, drafter_device(self._target))
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": contest.temperature > 0}
+        if contest.temperature:
+            options |= {"temperature": contest.temperature, "top_k": 0}
         torch.manual_seed(turn)
         if tree is PLAIN:
-            return time_plain(self._target, ids, mask, **options)
+            return time_plain(self._target, inputs, **options)
         # A paused drafter would be timed for cycles that do not draft.
-        settings = tree.settings | {"break_even": NEVER_PAUSES} | (DRAFTER_ALONE if stage.drafter_alone else {})
+        settings = tree.settings | {"break_even": NEVER_PAUSES}
+        if contest.drafter_alone:
+            settings["prompt_lookup_num_tokens"] = 0
         if tree.vocabulary != "own":
-            settings["draft_vocabulary"] = list(stage.counted) if tree.vocabulary == "counted" else None
-        return time_drafted(self._target, self._drafter, ids, settings, attention_mask=mask, **options)
+            settings["draft_vocabulary"] = list(contest.counted) if tree.vocabulary == "counted" else None
+        return time_drafted(self._target, self._drafter, inputs, settings, **options)

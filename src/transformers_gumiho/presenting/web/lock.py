@@ -20,12 +20,13 @@ class ModelLock:
     Attributes:
         is_closed: Whether the page is closed, so that all answers are to stop.
         queue: All who wait; the first one has the lock.
+        changed: Is notified when the queue has another first one.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.is_closed = False
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self.queue: deque[Hold] = deque()
 
     @contextmanager
@@ -33,63 +34,51 @@ class ModelLock:
         """Waits for the lock and yields the hold on it, whose random generators begin with `seed`."""
         hold = Hold(self)
         try:
-            self.append(hold)
+            hold.enter()
             torch.manual_seed(seed)
             yield hold
         finally:
-            self.remove(hold)
-
-    def append(self, hold: "Hold") -> None:
-        """Puts a hold at the end of the queue and waits until it is the first."""
-        with self._changed:
-            self.queue.append(hold)
-            self._changed.wait_for(lambda: self.queue[0] is hold)
-        hold.resume()
-
-    def remove(self, hold: "Hold") -> None:
-        """Takes a hold out of the queue, so that the next one has the lock."""
-        hold.pause()
-        with self._changed:
-            self.queue.remove(hold)
-            self._changed.notify_all()
+            hold.leave()
 
 
 class Hold:
-    """
-    What one answer keeps between its turns: its random numbers and its clock.
-
-    Attributes:
-        begun: When its turn began, by `time.perf_counter`; `None` between two turns.
-    """
+    """What one answer keeps between its turns: its random numbers and its clock."""
 
     def __init__(self, lock: ModelLock):
         self._lock = lock
         self._seconds = 0.0
-        self.begun: float | None = None
+        self._begun: float | None = None  # its turn; none between two turns
         self._random_states: tuple[torch.Tensor, ...] | None = None
 
     @property
     def seconds(self) -> float:
         """How long it has had the lock, the present turn included."""
-        begun = self.begun
+        begun = self._begun
         return self._seconds + (0.0 if begun is None else time.perf_counter() - begun)
 
     def hand_over(self) -> None:
         """Lets everybody else in the queue have one turn first."""
-        self._lock.remove(self)
-        self._lock.append(self)
+        self.leave()
+        self.enter()
 
-    def resume(self) -> None:
-        """Begins a turn."""
+    def enter(self) -> None:
+        """Waits at the end of the queue until it is the first, and begins a turn."""
+        lock = self._lock
+        with lock.changed:
+            lock.queue.append(self)
+            lock.changed.wait_for(lambda: lock.queue[0] is self)
         if self._random_states is not None:
-            _set_random_states(self._lock.device, self._random_states)
-        self.begun = time.perf_counter()
+            _set_random_states(lock.device, self._random_states)
+        self._begun = time.perf_counter()
 
-    def pause(self) -> None:
-        """Ends a turn, if there is one."""
-        if self.begun is not None:
-            self._seconds, self.begun = self.seconds, None
+    def leave(self) -> None:
+        """Ends a turn, so that the next one in the queue has the lock."""
+        if self._begun is not None:
+            self._seconds, self._begun = self.seconds, None
             self._random_states = _random_states(self._lock.device)
+        with self._lock.changed:
+            self._lock.queue.remove(self)
+            self._lock.changed.notify_all()
 
 
 def _random_states(device: torch.device) -> tuple[torch.Tensor, ...]:

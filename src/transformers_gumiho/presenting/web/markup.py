@@ -3,11 +3,10 @@
 from html import escape
 from itertools import groupby
 
-from transformers import PreTrainedTokenizerBase
-
+from ..answering import Answer, first_difference
 from ..labels import label_cycle
-from .race import LiveAnswer, Race
-from .tree_svg import tree_svg
+from ..tree_svg import LEGEND, tree_svg
+from .race import Race
 
 
 EXACTNESS = "https://github.com/transformers-gumiho/transformers-gumiho/blob/main/docs/exactness.md"
@@ -16,25 +15,14 @@ _COUNTERS = (
 )
 _TEXT = '<div class="gumiho-text" style="white-space:pre-wrap;overflow-wrap:anywhere;min-height:12em">{}</div>'
 _DRAFTS = '<span class="gumiho-drafts" style="background:rgba(34,197,94,0.28);border-radius:3px">{}</span>'
-_STATES = {
-    "queued": "Queued",
-    "generating": "Generating",
-    "done": "Done",
-    "stopped": "Stopped",
-    "failed": "Failed",
-}
-_LEGEND = (
-    "✓ and green: accepted. Gray: rejected. Dashed: the bonus token, which the target chose. The number is the "
-    "probability of the token after the tokens above it; the shade is the probability of its path."
-)
 
 
-def answer_html(answer: LiveAnswer) -> str:
+def answer_html(answer: Answer) -> str:
     """Returns an answer so far: its counters, and its text with the accepted drafts colored."""
-    counters = [f'<span class="gumiho-state" data-progress="{answer.progress}">{_STATES[answer.progress]}</span>']
+    counters = [f'<span class="gumiho-state" data-progress="{answer.progress}">{answer.progress.capitalize()}</span>']
     if answer.tokens:
         counters += [
-            f'<span><b class="gumiho-speed">{_speed(answer):.1f}</b> tokens/s</span>',
+            f'<span><b class="gumiho-speed">{answer.speed:.1f}</b> tokens/s</span>',
             f'<span><b class="gumiho-tokens">{len(answer.tokens)}</b> tokens</span>',
             f'<span><b class="gumiho-seconds">{answer.seconds:.1f}</b> s</span>',
         ]
@@ -52,7 +40,7 @@ def verdict_html(race: Race) -> str:
     if "failed" in (plain.progress, drafted.progress):
         return _verdict("failed", "The answers cannot be compared.")
     num_common = min(len(plain.tokens), len(drafted.tokens))
-    if (difference := race.first_difference()) is not None:
+    if (difference := first_difference(drafted, plain)) is not None:
         return _verdict(
             "different",
             f"≠ The answers differ from token {difference + 1} on. In 16 bits two tokens can tie, and rounding "
@@ -61,36 +49,30 @@ def verdict_html(race: Race) -> str:
     if are_done:
         if len(plain.tokens) != len(drafted.tokens):
             return _verdict("different", f"≠ The answers differ: one ends after token {num_common}.")
-        ratio = _speed(drafted) / _speed(plain)
+        ratio = drafted.speed / plain.speed
         return _verdict("equal", f"✓ Both answers are the same, token for token. Speed-up {ratio:.2f}x.")
     if is_over:
         return _verdict("stopped", f"Stopped. The first {num_common} tokens are the same.")
     return _verdict("running", f"The first {num_common} tokens are the same." if num_common else "")
 
 
-def tree_html(race: Race, tokenizer: PreTrainedTokenizerBase) -> str:
+def tree_html(race: Race) -> str:
     """Returns the newest draft tree of a question, once there is one."""
-    cycles = list(race.drafted.cycles)
-    if not cycles:
+    if not (cycles := list(race.drafted.cycles)):
         return ""
-    num_before = 1 + sum(len(cycle.committed) for cycle in cycles[:-1])
-    labels = label_cycle(tokenizer, [*race.prompt, *race.drafted.tokens[:num_before]], cycles[-1])
     cycle = cycles[-1]
+    labels = label_cycle(race.host.tokenizer, [*race.prompt, *race.drafted.tokens_before(len(cycles) - 1)], cycle)
     summary = (
         f"Cycle {len(cycles)}: {len(cycle.tokens) - 1} tokens drafted after <code>{escape(labels.context)}</code>, "
         f"{len(cycle.accepted)} accepted, {len(cycle.committed)} committed."
     )
     return (
         f'<p>{summary}</p><div style="overflow-x:auto">{tree_svg(cycle, labels)}</div>'
-        f'<p style="font-size:0.85em;opacity:0.8">{_LEGEND}</p>'
+        f'<p style="font-size:0.85em;opacity:0.8">{" ".join(LEGEND)}</p>'
     )
 
 
-def _speed(answer: LiveAnswer) -> float:
-    return len(answer.tokens) / max(answer.seconds, 1e-9)
-
-
-def _colored(answer: LiveAnswer) -> str:
+def _colored(answer: Answer) -> str:
     parts = []
     for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece[1]):
         text = escape("".join(piece for piece, _ in pieces))

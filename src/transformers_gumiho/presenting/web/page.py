@@ -3,23 +3,29 @@
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import gradio as gr
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ...drafting.settings import DraftingSettings
-from ...model.modeling_gumiho import GumihoModel
-from .lock import ModelLock
+from ..arguments import GenerateArguments
 from .markup import answer_html, tree_html, verdict_html
-from .race import Question, Race
+from .race import Host, Race
 
 
 # Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
 _INTERVAL = 0.2
 _LONGEST_QUEUE = 64
-_MOST_NODES, _MOST_WIDTH, _MOST_LOOKED_UP = 127, 32, 64
+# The settings of a question: label, explanation, least value, most, and step. What is lower for this page comes later.
+_SETTINGS = {
+    "max_new_tokens": ("New tokens", "Maximum.", 1, 0, 1),
+    "temperature": ("Temperature", "0 is greedy.", 0, 2, 0.1),
+    "seed": ("Seed", "Both answers are sampled with it.", 0, 2**31 - 1, 1),
+    "num_assistant_tokens": ("Nodes in the tree", "Drafted per cycle.", 1, 127, 1),
+    "branching_factor": ("Branching factor", "1 is a chain.", 1, 32, 1),
+    "prompt_lookup_num_tokens": ("Prompt-lookup drafts", "Maximum; 0 for none.", 0, 64, 1),
+}
 _CHATS = ["Why is the sky blue?", "Write a short poem about a fox with nine tails.", "What is 17 times 23?"]
 _TEXTS = ["def __init__(self, ", "def read(self):", "import os\n\nclass "]
 _INTRODUCTION = """\
@@ -31,36 +37,16 @@ green</span>. Both share the processor, a cycle or token each in turn. \
 Each clock runs only while its own answer is generated."""
 
 
-class Page:
+class Page(Host):
     """
     What the page does for its visitors. Nothing of a visit is kept here: a question and its answers belong to the
     visitor's session.
-
-    Args:
-        target: The target.
-        tokenizer: Its tokenizer.
-        drafter: The drafter.
-        max_new_tokens: The most that a visitor may ask for.
-        max_question_tokens: The most that a visitor may ask with.
     """
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        drafter: GumihoModel,
-        max_new_tokens: int,
-        max_question_tokens: int,
-    ):
-        self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
-        self.max_new_tokens, self.max_question_tokens = max_new_tokens, max_question_tokens
-        self.lock = ModelLock(target.device)
 
     def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
         """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
         try:
-            question = self._question(text, *settings)
-            race = Race(self.target, self.tokenizer, self.drafter, self.lock, question, self.max_question_tokens)
+            race = Race(self, self._question(text, *settings))
         except ValueError as error:
             # What it says is shown as HTML.
             raise gr.Error(escape(str(error)), print_exception=False) from error
@@ -73,45 +59,22 @@ class Page:
             yield gr.skip(), *self._show(race)
         finally:
             # Also where the visitor has gone.
-            race.stop()
+            race.wish_to_stop.set()
 
-    def _question(
-        self,
-        text: str,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-        num_assistant_tokens: int,
-        branching_factor: int,
-        full_tree_attention: bool,
-        prompt_lookup_num_tokens: int,
-    ) -> Question:
-        for name, value, least, most in (
-            ("New tokens", max_new_tokens, 1, self.max_new_tokens),
-            ("Nodes in the tree", num_assistant_tokens, 1, _MOST_NODES),
-            ("Branching factor", branching_factor, 1, _MOST_WIDTH),
-            ("Prompt-lookup drafts", prompt_lookup_num_tokens, 0, _MOST_LOOKED_UP),
-            ("The temperature", temperature, 0, 2),
-            ("The seed", seed, 0, 2**31 - 1),
-        ):
+    def _question(self, text: str, *settings: Any) -> GenerateArguments:
+        values: dict[str, Any] = {}
+        for (name, (label, _, least, most, step)), value in zip(_SETTINGS.items(), settings, strict=True):
+            most = most or self.max_new_tokens
             # Anything can be sent, of any length; only numbers are worth repeating.
             if not isinstance(value, (int, float)):
-                raise ValueError(f"{name} must be a number from {least} to {most}.")
+                raise ValueError(f"{label} must be a number from {least} to {most}.")
             if not least <= value <= most:
-                raise ValueError(f"{name} must be from {least} to {most}, got {value}.")
-        return Question(
-            text=text or "",
-            max_new_tokens=int(max_new_tokens),
-            temperature=float(temperature),
-            seed=int(seed),
-            num_assistant_tokens=int(num_assistant_tokens),
-            branching_factor=int(branching_factor),
-            full_tree_attention=bool(full_tree_attention),
-            prompt_lookup_num_tokens=int(prompt_lookup_num_tokens),
-        )
+                raise ValueError(f"{label} must be from {least} to {most}, got {value}.")
+            values[name] = int(value) if step == 1 else float(value)
+        return GenerateArguments(prompt=text, **values)
 
     def _show(self, race: Race) -> tuple[str, str, str, str]:
-        tree = tree_html(race, self.tokenizer)
+        tree = tree_html(race)
         return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree
 
     def build(self, max_visitors: int) -> gr.Blocks:
@@ -141,36 +104,27 @@ class Page:
                 concurrency_limit=max_visitors,
                 show_progress="hidden",
             )
-            stop.click(_stop, session, None, queue=False)
+            stop.click(lambda wish_to_stop: wish_to_stop and wish_to_stop.set(), session, None, queue=False)
         return blocks.queue(max_size=_LONGEST_QUEUE)
 
     def _settings(self) -> list[gr.components.Component]:
         """Returns the settings of a question, in the order in which [`ask`] takes them."""
+        begins = {"max_new_tokens": 128, "temperature": 0, "seed": 0}
+        drafter = self.drafter
         own = DraftingSettings.from_generation_config(
-            self.drafter.generation_config, self.drafter.config, None, device_type=self.target.device.type
+            drafter.generation_config, drafter.config, None, device_type=drafter.device.type
         )
-        length = min(128, self.max_new_tokens)
+        begins |= {name: getattr(own, name) for name in _SETTINGS if name not in begins}
+        shown: list[gr.components.Component] = []
         with gr.Row():
-            sampling = [
-                gr.Slider(
-                    1, self.max_new_tokens, length, step=1, label="New tokens", info="Maximum.", elem_id="length"
-                ),
-                gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
-                gr.Number(0, label="Seed", precision=0, minimum=0, info="Both answers are sampled with it."),
-            ]
-        with gr.Row():
-            nodes = min(own.num_assistant_tokens, _MOST_NODES)
-            width = min(own.branching_factor, _MOST_WIDTH)
-            lookup = min(own.prompt_lookup_num_tokens, _MOST_LOOKED_UP)
-            tree = [
-                gr.Slider(1, _MOST_NODES, nodes, step=1, label="Nodes in the tree", info="Drafted per cycle."),
-                gr.Slider(1, _MOST_WIDTH, width, step=1, label="Branching factor", info="1 is a chain."),
-                gr.Checkbox(own.full_tree_attention, label="Full tree attention", info="All recombinations."),
-                gr.Slider(
-                    0, _MOST_LOOKED_UP, lookup, step=1, label="Prompt-lookup drafts", info="Maximum; 0 for none."
-                ),
-            ]
-        return [*sampling, *tree]
+            for name, (label, info, least, most, step) in _SETTINGS.items():
+                most = most or self.max_new_tokens
+                value = min(begins[name], most)
+                if name == "seed":
+                    shown.append(gr.Number(value, label=label, precision=0, minimum=least, info=info))
+                else:
+                    shown.append(gr.Slider(least, most, value, step=step, label=label, info=info, elem_id=name))
+        return shown
 
 
 def _answer(name: str, heading: str) -> gr.HTML:
@@ -178,11 +132,6 @@ def _answer(name: str, heading: str) -> gr.HTML:
     with gr.Column():
         gr.Markdown(f"### {heading}")
         return gr.HTML(container=True, padding=True, elem_id=name)
-
-
-def _stop(wish_to_stop: Event | None) -> None:
-    if wish_to_stop is not None:
-        wish_to_stop.set()
 
 
 def _name(model: PreTrainedModel) -> str:

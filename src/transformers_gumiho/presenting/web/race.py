@@ -2,23 +2,19 @@
 
 import copy
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...decoding.observers import GenerationObserver, Stage, observing
-from ...drafting.settings import DraftingSettings
 from ...measuring.prompts import encode_turn
 from ...model.modeling_gumiho import GumihoModel
-from ..answering import sampling_settings
-from ..cycles import Cycle, watch_cycles
-from ..streaming import PieceStreamer
-from .lock import Hold, ModelLock
+from ...pairs import use_options
+from ...target.placement import drafter_device
+from ..answering import Answer, stream_answer
+from ..arguments import GenerateArguments
+from .lock import ModelLock
 
 
 logger = logging.get_logger(__name__)
@@ -26,74 +22,46 @@ logger = logging.get_logger(__name__)
 # More than nearly any text has; to count the tokens of a longer one would take long already.
 _CHARACTERS_PER_TOKEN = 16
 
-Progress = Literal["queued", "generating", "done", "stopped", "failed"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
+@dataclass
+class Host:
     """
-    What is asked, and how it is answered.
+    The models that answer all questions, whose settings stay as they are, and the limits of a question.
 
     Attributes:
-        text: The question, or a text to continue where the tokenizer has no chat template.
-        max_new_tokens: Maximum number of tokens in each answer.
-        temperature: 0 is greedy.
-        seed: For sampling.
-        num_assistant_tokens: Nodes of a draft tree.
-        branching_factor: Tokens kept at each serial step; 1 makes the tree a chain.
-        full_tree_attention: Whether a node may be any recombination of the heads' tokens.
-        prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup; 0 for none.
+        max_new_tokens: The most that a visitor may ask for.
+        max_question_tokens: The most that a visitor may ask with.
+        lock: The lock on the models.
     """
 
-    text: str
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
-    num_assistant_tokens: int
-    branching_factor: int
-    full_tree_attention: bool = True
-    prompt_lookup_num_tokens: int = 0
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: GumihoModel
+    max_new_tokens: int
+    max_question_tokens: int
 
+    def __post_init__(self) -> None:
+        self.lock = ModelLock(drafter_device(self.target))
 
-class Stopped(Exception):
-    """Ends a generation whose visitor has left or stopped it."""
-
-
-class LiveAnswer:
-    """
-    An answer as it is written; one thread writes it, and others read it.
-
-    Attributes:
-        pieces: Its text in pieces of complete characters, each with whether it holds accepted drafts alone.
-        tokens: Its tokens so far.
-        cycles: The verification cycles so far; none in plain decoding.
-        progress: Its state.
-        problem: Why it failed, as the page shows it.
-    """
-
-    def __init__(self) -> None:
-        self.pieces: list[tuple[str, bool]] = []
-        self.tokens: list[int] = []
-        self.cycles: list[Cycle] = []
-        self.progress: Progress = "queued"
-        self.problem: str | None = None
-        self.hold: Hold | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more comes."""
-        return self.progress in ("done", "stopped", "failed")
-
-    @property
-    def seconds(self) -> float:
-        """How long the models have worked on it."""
-        return self.hold.seconds if self.hold is not None else 0.0
-
-    @property
-    def tau(self) -> float | None:
-        """Tokens per verification cycle; `None` before the first one ends."""
-        cycles = list(self.cycles)
-        return sum(len(cycle.committed) for cycle in cycles) / len(cycles) if cycles else None
+    def encode(self, question: GenerateArguments) -> list[int]:
+        """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
+        text, most = question.prompt or "", self.max_question_tokens
+        longest = _CHARACTERS_PER_TOKEN * most
+        limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
+        if not text.strip():
+            raise ValueError("The question is empty. Write one first.")
+        if len(text) > longest:
+            raise ValueError(f"The question has {len(text)} characters; {limit}")
+        prompt = encode_turn(self.tokenizer, [text], [])
+        if len(prompt) > most:
+            raise ValueError(f"The question has {len(prompt)} tokens; {limit}")
+        positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if positions is not None and len(prompt) + question.max_new_tokens > positions:
+            raise ValueError(
+                f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the "
+                f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
+            )
+        return prompt
 
 
 class Race:
@@ -102,12 +70,8 @@ class Race:
     answers to other questions.
 
     Args:
-        target: The target.
-        tokenizer: Its tokenizer.
-        drafter: The drafter, whose settings stay as they are.
-        lock: The lock on the models.
+        host: The models.
         question: What is asked.
-        max_question_tokens: The most that a question may have.
 
     Attributes:
         prompt: The question's token ids.
@@ -117,157 +81,67 @@ class Race:
         ValueError: The question is empty or too long, or a setting is out of range.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        drafter: GumihoModel,
-        lock: ModelLock,
-        question: Question,
-        max_question_tokens: int = 1024,
-    ):
-        self.question = question
-        self.plain, self.drafted = LiveAnswer(), LiveAnswer()
-        self._target, self._tokenizer, self._lock = target, tokenizer, lock
-        self._drafter = with_settings(drafter, question)
-        self.prompt = _encode(target, tokenizer, question, max_question_tokens)
-        self.wish_to_stop, self._is_over = threading.Event(), threading.Event()
+    def __init__(self, host: Host, question: GenerateArguments):
+        self.host, self.question = host, question
+        self.plain, self.drafted = Answer(), Answer()
+        self._drafter = with_options(host.drafter, question)
+        self.prompt = host.encode(question)
+        self.wish_to_stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(answer, drafter), daemon=True)
+            for answer, drafter in ((self.drafted, self._drafter), (self.plain, None))
+        ]
 
     def start(self) -> None:
         """Begins to write both answers, in threads of their own."""
-        for answer, drafter in ((self.drafted, self._drafter), (self.plain, None)):
-            threading.Thread(target=self._run, args=(answer, drafter), daemon=True).start()
-
-    def stop(self) -> None:
-        """Ends both answers at their next token or cycle."""
-        self.wish_to_stop.set()
+        for thread in self._threads:
+            thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until both answers are over, for at most `seconds`; returns whether they are."""
-        return self._is_over.wait(seconds)
+        """Waits until both answers are over, for some `seconds`; returns whether they are."""
+        for thread in self._threads:
+            thread.join(seconds)
+        return self.is_over
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, for whatever reason."""
-        return self.plain.is_over and self.drafted.is_over
+        return not {self.plain.progress, self.drafted.progress} & {"queued", "generating"}
 
-    def first_difference(self) -> int | None:
-        """Returns the number of the first token that differs, from 0, among those that both have; `None` for none."""
-        pairs = zip(list(self.plain.tokens), list(self.drafted.tokens), strict=False)
-        return next((index for index, (plain, drafted) in enumerate(pairs) if plain != drafted), None)
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether the visitor has left or stopped it, or the page is closed."""
+        return self.wish_to_stop.is_set() or self.host.lock.is_closed
 
-    def _run(self, answer: LiveAnswer, drafter: GumihoModel | None) -> None:
+    def _run(self, answer: Answer, drafter: GumihoModel | None) -> None:
+        host, question = self.host, self.question
+
+        def hand_over() -> None:
+            hold.hand_over()
+            if self.is_unwanted:
+                raise KeyboardInterrupt
+
         try:
-            with self._lock.hold(self.question.seed) as answer.hold:
-                answer.progress = "generating"
-                self._generate(answer, answer.hold, drafter)
-            answer.progress = "done"
-        except Stopped:
-            answer.progress = "stopped"
+            with host.lock.hold(question.seed) as hold:
+                if self.is_unwanted:
+                    answer.progress = "stopped"
+                    return
+                stream_answer(
+                    host.target, host.tokenizer, drafter, self.prompt, answer, on_step=hand_over,
+                    max_new_tokens=question.max_new_tokens, temperature=question.temperature,
+                    clock=lambda: hold.seconds,
+                )  # fmt: skip
         except Exception as error:  # whatever it is, a visitor waits for the answer
             answer.problem = _explain(error)
             answer.progress = "failed"
-        finally:
-            if self.is_over:
-                self._is_over.set()
-
-    def _generate(self, answer: LiveAnswer, hold: Hold, drafter: GumihoModel | None) -> None:
-        def pause() -> None:
-            """Is called between two tokens, or two cycles."""
-            self._check_wanted()
-            hold.hand_over()
-            self._check_wanted()
-
-        def on_cycle(cycle: Cycle) -> None:
-            answer.cycles.append(cycle)
-            streamer.expect(cycle)
-
-        self._check_wanted()
-        streamer = _LiveStreamer(self._tokenizer, answer, pause if drafter is None else None)
-        answer.tokens = streamer.tokens
-        ids = torch.tensor([self.prompt], device=self._target.device)
-        with ExitStack() as watching:
-            if drafter is not None:
-                watching.enter_context(watch_cycles(on_cycle))
-                watching.enter_context(observing(_Pauses(pause)))
-            self._target.generate(
-                ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, streamer=streamer,
-                max_new_tokens=self.question.max_new_tokens, **sampling_settings(self.question.temperature),
-            )  # fmt: skip
-
-    def _check_wanted(self) -> None:
-        if self.wish_to_stop.is_set() or self._lock.is_closed:
-            raise Stopped
 
 
-class _Pauses(GenerationObserver):
-    """Pauses before a new tree is drafted, when the streamer has all tokens of the previous cycle."""
-
-    def __init__(self, pause: Callable[[], None]):
-        self.pause = pause
-
-    def on_stage_begin(self, stage: Stage) -> None:
-        if stage == "draft":
-            self.pause()
-
-
-class _LiveStreamer(PieceStreamer):
-    """Adds pieces to an answer; in plain decoding, which has no cycles, it pauses after each token."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, answer: LiveAnswer, pause: Callable[[], None] | None):
-        super().__init__(tokenizer, self._add, has_cycles=pause is None)
-        self.answer, self.pause = answer, pause
-
-    def put(self, value: torch.Tensor) -> None:
-        super().put(value)
-        if self.pause is not None and self.tokens:
-            self.pause()
-
-    def _add(self, text: str, is_draft: bool) -> None:
-        if text:
-            self.answer.pieces.append((text, is_draft))
-
-
-def with_settings(drafter: GumihoModel, question: Question) -> GumihoModel:
+def with_options(drafter: GumihoModel, question: GenerateArguments) -> GumihoModel:
     """Returns a drafter with the same weights and its own copy of the settings."""
     own = copy.copy(drafter)
     own.generation_config = copy.deepcopy(drafter.generation_config)
-    measured = DraftingSettings.from_generation_config(
-        own.generation_config, own.config, None, device_type=own.device.type
-    )
-    names = ("num_assistant_tokens", "branching_factor", "full_tree_attention", "prompt_lookup_num_tokens")
-    values = {name: getattr(question, name) for name in names}
-    if any(getattr(measured, name) != value for name, value in values.items()):
-        values["break_even"] = None
-    own.generation_config.update(**values)
-    DraftingSettings.from_generation_config(own.generation_config, own.config, question.temperature or None)
+    use_options(own, question)
     return own
-
-
-def _encode(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: Question, max_question_tokens: int
-) -> list[int]:
-    if not question.text.strip():
-        raise ValueError("The question is empty. Write one first.")
-    if len(question.text) > _CHARACTERS_PER_TOKEN * max_question_tokens:
-        raise ValueError(_too_long(f"{len(question.text)} characters", max_question_tokens))
-    prompt = encode_turn(tokenizer, [question.text], [])
-    if len(prompt) > max_question_tokens:
-        raise ValueError(_too_long(f"{len(prompt)} tokens", max_question_tokens))
-    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is not None and len(prompt) + question.max_new_tokens > most:
-        raise ValueError(
-            f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the target "
-            f"reads {most} at most. Shorten the question, or ask for fewer new tokens."
-        )
-    return prompt
-
-
-def _too_long(length: str, most: int) -> str:
-    return (
-        f"The question has {length}; the limit is {most} tokens and {_CHARACTERS_PER_TOKEN * most} characters "
-        f"(`max_question_tokens`). Shorten it."
-    )
 
 
 def _explain(error: Exception) -> str:
@@ -277,5 +151,4 @@ def _explain(error: Exception) -> str:
     if isinstance(error, ValueError):
         return str(error)
     logger.error("An answer failed.", exc_info=error)
-    kind = type(error).__name__
-    return f"The answer failed ({kind}). The server's log has the details."
+    return f"The answer failed ({type(error).__name__}). The server's log has the details."

@@ -1,0 +1,64 @@
+"""What a stopped run has measured, so that the next one continues with it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ..resumable_file import append_rows, check_begun_with, cut_after, settings_file, whole_lines
+
+
+class Journal:
+    """
+    Measurements as JSONL, on the disk as soon as they are taken. Those with the same key, several rows maybe, are a
+    group, which counts once it is complete.
+
+    Args:
+        path: The file.
+        settings: What measurements depend on, in what JSON holds. They are kept beside the file.
+        resume: Keep what the file holds instead of beginning anew.
+
+    Raises:
+        ValueError: The file was begun with other settings.
+        OSError: The disk is full.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool = True):
+        self.path = path
+        self._known: dict[str, list[dict[str, Any]]] = {}
+        if not resume:
+            self.delete()
+        check_begun_with(path, json.loads(json.dumps(settings)))  # as it is read again
+        num_kept = 0
+        for key, group in groupby(map(json.loads, whole_lines(path)), key=lambda row: row["of"]):
+            rows = list(group)
+            if len(rows) < rows[0]["num_rows"]:
+                break  # the run was stopped in it
+            num_kept += len(rows)
+            self._known[key] = [{name: row[name] for name in row if name not in ("of", "num_rows")} for row in rows]
+        cut_after(path, num_kept)
+
+    def __len__(self) -> int:
+        """The number of groups."""
+        return len(self._known)
+
+    def find(self, key: str) -> list[dict[str, Any]]:
+        """Returns the rows of a complete group; otherwise none."""
+        return self._known.get(key, [])
+
+    def append(self, key: str, rows: Sequence[dict[str, Any]], num_rows: int) -> None:
+        """
+        Writes rows of a group, which is complete once it has `num_rows`.
+
+        Raises:
+            OSError: The disk is full. What was written before stays.
+        """
+        append_rows(self.path, ({"of": key, "num_rows": num_rows} | row for row in rows))
+        if len(rows) == num_rows:
+            self._known[key] = list(rows)
+
+    def delete(self) -> None:
+        """Deletes the file, so that the next run measures anew."""
+        self.path.unlink(missing_ok=True)
+        settings_file(self.path).unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+"""The options that name a target and a drafter, the same in all commands."""
+
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from .known import find_pair
+
+
+Options = TypeVar("Options", bound="TargetArguments")
+PairOptions = TypeVar("PairOptions", bound="PairArguments")
+
+
+@dataclass(kw_only=True)
+class TargetArguments:
+    """The options that name a target: `pair` or `target`."""
+
+    pair: str | None = field(
+        default=None, metadata={"help": "Short name of a target and its drafter: demo or smollm2."}
+    )
+    target: str | None = field(default=None, metadata={"help": "Target model: a folder or a name on the Hub."})
+    dtype: str = field(default="auto", metadata={"help": "Precision of all models, e.g. `bfloat16`."})
+    device_map: str | None = field(
+        default=None, metadata={"help": "`device_map` for the target, e.g. `auto` (default: one device)."}
+    )
+
+    def resolved(self: Options) -> Options:
+        """
+        Returns the options with folders or names on the Hub in place of `pair`. On a CPU, a pair that you name without
+        a `dtype` runs in the pair's own precision. Progress is written to standard error.
+
+        Raises:
+            ImportError: A library that the pair needs is not installed.
+            OSError: A model is missing and cannot be downloaded.
+            ValueError: The options do not name the models, or name an unknown pair.
+        """
+        target, dtype = self.target, self.dtype
+        if self.pair is not None:
+            known = find_pair(self.pair)
+            target = target or known.find_target(_report)
+            if dtype == "auto" and not torch.accelerator.is_available():
+                dtype = known.cpu_dtype
+        if target is None:
+            raise ValueError("Specify --pair NAME, or --target.")
+        return replace(self, pair=None, target=target, dtype=dtype)
+
+
+@dataclass(kw_only=True)
+class PairArguments(TargetArguments):
+    """The options that name a target and a drafter: `pair`, or both of `target` and `assistant`."""
+
+    assistant: str | None = field(default=None, metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
+
+    def resolved(self: PairOptions) -> PairOptions:
+        """As in [`TargetArguments`]; the drafter is looked for first."""
+        assistant = self.assistant
+        if self.pair is not None:
+            assistant = assistant or find_pair(self.pair).find_drafter()
+        if assistant is None or (self.pair is None and self.target is None):
+            raise ValueError("Specify --pair NAME, or both --target and --assistant.")
+        return replace(super().resolved(), assistant=assistant)
+
+
+@dataclass(kw_only=True)
+class DraftingArguments(PairArguments):
+    """The options of a pair, and settings of its drafter."""
+
+    num_assistant_tokens: int | None = field(
+        default=None, metadata={"help": "Draft tokens verified per cycle (default: the drafter's setting)."}
+    )
+    branching_factor: int | None = field(
+        default=None,
+        metadata={"help": "Tokens kept at each serial step; 1 drafts a chain (default: the drafter's setting)."},
+    )
+    draft_temperature: float | None = field(
+        default=None, metadata={"help": "Temperature of the draft probabilities (default: the drafter's setting)."}
+    )
+    prompt_lookup_num_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Maximum number of tokens to draft by prompt lookup; 0 for none (default: the drafter's setting)."
+        },
+    )
+
+
+def prompts_field(**default: Any) -> Any:
+    """Returns the field of the option `prompts`: what `read_questions` reads."""
+    return field(
+        metadata={
+            "help": "Prompts: a JSONL, JSON or Parquet file with `turns`, `prompt` or `text`, or a dataset (a folder, "
+            "or a name on the Hub such as `nvidia/SPEED-Bench:qualitative`)."
+        },
+        **default,
+    )
+
+
+def _report(message: str) -> None:
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
