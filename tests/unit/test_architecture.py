@@ -36,6 +36,7 @@ ROOMS: dict[str, set[str]] = {
         "resumable_file",
     },
     "tuning": {"model", "target", "drafting", "measuring", "resumable_file"},
+    "recipe": {"model", "training", "measuring", "benchmarking", "tuning", "text_files"},
     "pairs": set(),
     "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "pairs"},
     "vllm": {"model"},
@@ -46,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "text_files": set(),
     "user_errors": set(),
     "resumable_file": set(),
-    "cli": {"__version__", "internals", "benchmarking", "presenting", "serving_folder", "tuning", "user_errors"},
+    "cli": {"__version__", "internals", "benchmarking", "presenting", "recipe", "serving_folder", "tuning", "user_errors"},
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 
