@@ -1,13 +1,12 @@
 """The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..model.configuration_gumiho import resolve_layer_ids
@@ -49,7 +48,7 @@ def train_phases(
     for name, training_args in phases.items():
         set_seed(training_args.seed)
         drafter = _make_drafter(args, start, fields, data["target"])
-        trainer = GumihoTrainer(drafter, training_args, **data, callbacks=[TokenRate()])
+        trainer = GumihoTrainer(drafter, training_args, **data)
         checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
         if checkpoint:
             _say(training_args, f"{name}: continues from {checkpoint}")
@@ -172,20 +171,6 @@ def whole_models(args: GumihoTrainingArguments) -> Iterator[None]:
     yield
     if args.deepspeed_plugin is not None:
         args.deepspeed_plugin.set_deepspeed_weakref()
-
-
-class TokenRate(TrainerCallback):
-    """Logs the tokens per second of the training beside its losses, and shows them with the progress bar."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the clock; a training that continues has seen tokens before."""
-        self._begin, self._seen = time.perf_counter(), state.num_input_tokens_seen
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Adds the rate to a log line of the training."""
-        if logs is not None and "loss" in logs:
-            seconds = time.perf_counter() - self._begin
-            logs["tokens_per_second"] = round((state.num_input_tokens_seen - self._seen) / max(seconds, 1e-9), 1)
 
 
 def _say(args: Any, text: str) -> None:
