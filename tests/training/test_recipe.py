@@ -174,9 +174,7 @@ def test_a_target_that_chats_makes_its_own_questions(
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert len(rows) == 5
     assert all([turn["role"] for turn in row["messages"]] == ["user", "assistant"] for row in rows)
-    refuse(
-        "has no chat template", "data", "--target", DEMO_TARGET, "--data", "none", "--output_file", tmp_path / "b"
-    )
+    refuse("has no chat template", "data", "--target", DEMO_TARGET, "--data", "none", "--output_file", tmp_path / "b")
     gumiho(
         "data", "--target", DEMO_TARGET, "--data", chats["data"], "--chat_template", chats["template"], "--num_rows",
         3, "--max_new_tokens", 4, "--output_file", tmp_path / "c.jsonl",
@@ -286,9 +284,7 @@ def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: 
 
 
 @pytest.mark.parametrize("option", ["--serial_unroll_steps", "--serial-unroll-steps=2"])
-def test_a_removed_option_says_what_to_do(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_removed_option_says_what_to_do(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gumiho("train", "--output_dir", tmp_path, "--target", "t", "--data", "x", option, 2)
     assert "--serial_unroll_steps was removed: steps beyond those of drafting lost 4.8%" in capsys.readouterr().err

@@ -47,7 +47,16 @@ ROOMS: dict[str, set[str]] = {
     "text_files": set(),
     "user_errors": set(),
     "resumable_file": set(),
-    "cli": {"__version__", "internals", "benchmarking", "presenting", "recipe", "serving_folder", "tuning", "user_errors"},
+    "cli": {
+        "__version__",
+        "internals",
+        "benchmarking",
+        "presenting",
+        "recipe",
+        "serving_folder",
+        "tuning",
+        "user_errors",
+    },
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 

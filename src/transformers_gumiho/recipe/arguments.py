@@ -91,7 +91,8 @@ class RecipeArguments(WritingArguments):
 
     recipe: str = _help(f"How to train: {' or '.join(RECIPES)}.", "recommended")
     stages: list[str] = field(
-        default_factory=lambda: list(STAGES), metadata={"help": f"Stages to run, of {' '.join(STAGES)} (default: all)."}
+        default_factory=lambda: list(STAGES),
+        metadata={"help": f"Stages to run, of {' '.join(STAGES)} (default: all)."},
     )
     plan: bool = _help("Print the plan (disk, memory, time) and stop.", False)
     regenerate: bool = _help("Let the target answer the data; `false` trains on the answers in it.", True)
@@ -131,7 +132,9 @@ class RecipeArguments(WritingArguments):
                 "merged drafter."
             )
         if self.streaming and (self.regenerate or self.cache_features):
-            raise ValueError("--streaming reads the data while training: add --regenerate false --cache_features false.")
+            raise ValueError(
+                "--streaming reads the data while training: add --regenerate false --cache_features false."
+            )
 
 
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:

@@ -59,9 +59,7 @@ def measure_speed(target: PreTrainedModel, batch_size: int) -> Speed:
     one, many = seconds(1), seconds(batch_size)
     begin = time.perf_counter()
     target(ids).logits[0, -1, 0].item()  # waits for the device
-    return Speed(
-        batch_size * _TIMED_STEPS / many, _TIMED_LENGTH / (time.perf_counter() - begin), _TIMED_STEPS / one
-    )
+    return Speed(batch_size * _TIMED_STEPS / many, _TIMED_LENGTH / (time.perf_counter() - begin), _TIMED_STEPS / one)
 
 
 def estimate(

@@ -221,9 +221,7 @@ def _answer(
 ) -> list[dict[str, Any]]:
     """Returns the rows of a batch, those that cannot be answered with the reason."""
     asked = {index: question for index, question in enumerate(batch) if not isinstance(question, str)}
-    sampled = [
-        random.Random(f"{settings.seed} {start + index}").random() < settings.sampled_share for index in asked
-    ]
+    sampled = [random.Random(f"{settings.seed} {start + index}").random() < settings.sampled_share for index in asked]
     rows: list[dict[str, Any]] = [{"skipped": question} for question in batch]
     texts = writer.answer(list(asked.values()), sampled, settings.seed + start)
     for (index, messages), is_sampled, text in zip(asked.items(), sampled, texts, strict=True):
