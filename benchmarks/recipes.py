@@ -74,9 +74,7 @@ def fitted_config(
         ValueError: The recipe needs layers that the cache does not hold, or its drafter cannot be made as large.
     """
     if recipe.needs_layers and layer_ids is None:
-        raise ValueError(
-            "it reads layers that the feature cache does not hold (`gumiho train --stages features --target_layer_ids`)"
-        )
+        raise ValueError("it reads layers that the feature cache does not hold (`--target_layer_ids`)")
     reads_layers = recipe.reads_layers and layer_ids is not None
     config = recipe.config | ({"target_layer_ids": list(layer_ids or ())} if reads_layers else {})
     aim = num_trained(GumihoConfig.from_target(target_config))

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import runpy
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,14 +201,6 @@ def test_a_full_disk_before_the_first_row_is_told(tmp_path: Path, monkeypatch: p
         with pytest.raises(OSError, match=r"Could not write '.*a.jsonl.settings.json': No space left on device"):
             check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
     check_begun_with(tmp_path / "a.jsonl", {"seed": 1})
-
-
-def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Path(__file__).parents[2] / "examples" / "regenerate_data.py"
-    options = ["--target_model", DEMO_TARGET, "--dataset_name", tmp_path / "no.jsonl", "--output_file", tmp_path / "a"]
-    monkeypatch.setattr("sys.argv", ["regenerate_data.py", *map(str, options)])
-    with pytest.raises(SystemExit, match=r"^regenerate_data.py: There is no file '.*no.jsonl'"):
-        runpy.run_path(str(example), run_name="__main__")
 
 
 def test_damaged_settings_beside_a_file_are_told(tmp_path: Path) -> None:

@@ -36,9 +36,16 @@ class WritingArguments:
     num_rows: int | None = _help("Number of rows of the data to read (default: all).")
     target_dtype: str = _help("Precision of the target, e.g. `bfloat16`.", "auto")
     device_map: str | None = _help("`device_map` for the target, e.g. `auto`; needs a single process.")
-    chat_template: Path | None = _help("File with a chat template for the target's tokenizer.")
-    system_prompts: Path | None = _help("With `--data none`: file with a system prompt in each line.")
-    openings: Path | None = _help("With `--data none`: file with a user's first words in each line; \\n breaks lines.")
+    chat_template: Path | None = field(
+        default=None, metadata={"help": "File with a chat template for the target's tokenizer."}
+    )
+    system_prompts: Path | None = field(
+        default=None, metadata={"help": "With `--data none`: file with a system prompt in each line."}
+    )
+    openings: Path | None = field(
+        default=None,
+        metadata={"help": "With `--data none`: file with a user's first words in each line; \\n breaks lines."},
+    )
     writing_batch_size: int = _help("Prompts or answers to write at a time.", 32)
     max_prompt_tokens: int = _help("Maximum number of tokens of a prompt that the target writes.", 256)
     max_new_tokens: int = _help("Maximum number of tokens of an answer.", 512)
@@ -96,7 +103,9 @@ class RecipeArguments(WritingArguments):
     )
     plan: bool = _help("Print the plan (disk, memory, time) and stop.", False)
     regenerate: bool = _help("Let the target answer the data; `false` trains on the answers in it.", True)
-    features: list[str] | None = _help("Feature caches of one target to train on, instead of data.")
+    features: list[str] | None = field(
+        default=None, metadata={"help": "Feature caches of one target to train on, instead of data."}
+    )
     cache_features: bool = _help("Run the target once and keep its states; `false` runs it in every step.", True)
     features_dtype: str = _help("Precision of the cached features.", "bfloat16")
     streaming: bool = _help("Read the data while training. Needs --max_steps and --cache_features false.", False)
@@ -106,7 +115,9 @@ class RecipeArguments(WritingArguments):
     num_eval_rows: int = _help("Rows to hold out for evaluation; at most a tenth of the data.", 128)
     drafter: str | None = _help("Continue training this drafter.")
     transition_rank: int | None = _help("Rank of the parallel heads' transitions (default: the recipe's).")
-    target_layer_ids: list[int] | None = _help("Layers of the target that the serial head reads (default: the last).")
+    target_layer_ids: list[int] | None = field(
+        default=None, metadata={"help": "Layers of the target that the serial head reads (default: the last one)."}
+    )
     lora_rank: int = _help("Train LoRA adapters of this rank, of `--drafter`.", 0)
     calibrate: bool = _help("Fit the draft temperature of each depth after training.", True)
     num_acceptance_prompts: int = _help("Held-out prompts for `--acceptance_steps`.", 16)

@@ -38,7 +38,8 @@ _COMMON = {"unroll_serial_head": True, "lr_scheduler_type": "cosine", "warmup_st
 # The serial head first, from the linear start and on its own features; then the parallel heads and their transitions
 # on what it has become.
 _SERIAL = _COMMON | {
-    "train_only": "serial", "linear_start": True, "learning_rate": 3e-4, "serial_ce_weight": 1.0, "feature_weight": 0.1,
+    "train_only": "serial", "linear_start": True, "learning_rate": 3e-4, "serial_ce_weight": 1.0,
+    "feature_weight": 0.1,
 }  # fmt: skip
 _HEADS = _COMMON | {
     "train_only": "parallel", "learning_rate": 4e-4, "serial_ce_weight": 0.0, "feature_weight": 0.0,

@@ -2,14 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ..benchmarking import BenchmarkSettings, SampleFile, decoding_modes, read_questions, run_benchmark, summarize
 from ..benchmarking.modes import PROMPT_LOOKUP, choose_modes
@@ -111,8 +112,10 @@ class Run:
                 dataset, report = prepared(args, tokenizer, self.target, rows)
             size = cache_size(dataset, self.target.config, dtype, args.target_layer_ids)
             self._say(f"{name}: {report}\n{name}: {size / 1e9:.2f} GB in {self.work / name}")
-            layers = {"target_layer_ids": args.target_layer_ids}
-            write_feature_cache(dataset, self.target, tokenizer, self.work / name, dtype=dtype, **layers)
+            layers = args.target_layer_ids
+            write_feature_cache(
+                dataset, self.target, tokenizer, self.work / name, dtype=dtype, target_layer_ids=layers
+            )
 
     def train(self) -> None:
         """Trains the drafter."""
@@ -136,10 +139,10 @@ class Run:
         """Finds the fastest decoding settings for this machine."""
         if self._can_measure("tune"):
             prompts, args = self._prompts(), self.args
-            settings = {"num_prompts": len(prompts), "max_new_tokens": args.measured_new_tokens}
             options = TuningArguments(
                 target=str(args.target), assistant=str(self.folder), prompts=str(self._prompt_file), batch_sizes=[1],
-                dtype=args.target_dtype, device_map=args.device_map, **settings,
+                dtype=args.target_dtype, device_map=args.device_map, num_prompts=len(prompts),
+                max_new_tokens=args.measured_new_tokens,
             )  # fmt: skip
             self._say(describe(tune(options)))
 
@@ -226,7 +229,8 @@ class Run:
 
     def _say(self, text: str) -> None:
         if self.is_main:
-            print(text, flush=True)  # noqa: T201: what the user waits for
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
 
 
 class Finished:

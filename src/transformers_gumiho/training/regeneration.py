@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from tqdm import tqdm
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import dataset_fingerprint
 from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
@@ -21,8 +21,7 @@ from .fingerprint import tokenizer_fingerprints
 from .preparation import check_settings
 from .rendering import decode, encode_prompt, render_prompt
 from .row_leaving import continue_rows
-from .sampling import Nucleus, Sampling
-from .target_features import why_not_finite
+from .sampling import Sampling
 from .written_rows import Turn, answer_text, written_row
 
 
@@ -192,21 +191,13 @@ class TargetWriter:
         if not prompts:
             return []
         room = self.max_length - max(map(len, prompts))
-        kwargs, processors = dict(self.generate_kwargs), [self._check_finite]
-        if self.sampling is not None:
-            kwargs |= self.sampling.generate_kwargs
-            processors.append(Nucleus(self.sampling))
+        kwargs = dict(self.generate_kwargs) | (self.sampling.generate_kwargs if self.sampling is not None else {})
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        settings = {"do_sample": False, "pad_token_id": pad, "logits_processor": LogitsProcessorList(processors)}
+        settings = {"do_sample": False, "pad_token_id": pad}
         limit = min(kwargs.pop("max_new_tokens", room), room)
         found = continue_rows(self.target, prompts, limit, self._end_tokens(), pad or 0, settings | kwargs)
         self.num_tokens += sum(map(len, found))
         return found
-
-    def _check_finite(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if scores.isnan().any():
-            raise ValueError(why_not_finite(self.target.dtype))
-        return scores
 
     def _end_tokens(self) -> set[int]:
         ends = self.target.generation_config.eos_token_id

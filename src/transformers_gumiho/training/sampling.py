@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, TopPLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 
 # Most nuclei have fewer tokens. Sorting a large vocabulary in each step costs as much as a small target.
@@ -32,8 +32,9 @@ class Sampling:
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """The arguments of `generate()`, next to the [`Nucleus`] among its logits processors."""
-        return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        """The arguments of `generate()`: the [`Nucleus`] takes the place of its own warpers."""
+        processors = LogitsProcessorList([Nucleus(self)])
+        return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "logits_processor": processors}
 
 
 class Nucleus(LogitsProcessor):

@@ -74,10 +74,6 @@ class PromptFile:
             self._check_yield()
         progress.close()
 
-    def dropped_in_words(self) -> str:
-        """Returns how many prompts were dropped, by reason."""
-        return ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
-
     def _screen(self, texts: list[Text], starts: list[Start]) -> Iterator[dict[str, str]]:
         for text, start in zip(texts, starts, strict=True):
             reason = text.problem or why_degenerate(text.text, text.ended, self.special_tokens)
@@ -100,7 +96,12 @@ class PromptFile:
         num_written = self._num_written
         if num_written >= 10 * self.batch_size and len(self.rows) < num_written / 100:
             raise ValueError(
-                f"Of {num_written} prompts that the target wrote, {len(self.rows)} are of use "
-                f"({self.dropped_in_words()}). It does not know its own users: give questions (`--data FILE`), system "
-                f"prompts (`--system_prompts FILE`) or first words (`--openings FILE`)."
+                f"Of {num_written} prompts that the target wrote, {len(self.rows)} are of use. Dropped: "
+                f"{count_in_words(self.dropped)}. Give questions (`--data FILE`), system prompts "
+                f"(`--system_prompts FILE`) or first words (`--openings FILE`)."
             )
+
+
+def count_in_words(reasons: Counter[str]) -> str:
+    """Returns how often each reason was counted."""
+    return ", ".join(f"{count} ({reason})" for reason, count in reasons.most_common()) or "none"

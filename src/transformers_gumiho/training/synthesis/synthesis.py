@@ -1,6 +1,7 @@
 """Training data without data: the target writes its own users' prompts, and answers them."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..preparation import check_settings
 from ..regeneration import regenerate_dataset
 from ..sampling import Sampling
 from .endpoint import Endpoint, EndpointWriter
-from .prompt_file import PromptFile
+from .prompt_file import PromptFile, count_in_words
 from .user_turn import find_user_turn
 from .writing import TargetWriter, Writer
 
@@ -166,12 +167,15 @@ def synthesize_from_endpoint(
     asked = {"rows": dataset_fingerprint(Dataset.from_list([dict(row) for row in rows]))}
     with sole_writer(path):
         check_begun_with(path, fingerprints | asked | asdict(settings))
-        done = cut_unfinished_batch(path, settings.batch_size)
+        done, problems = cut_unfinished_batch(path, settings.batch_size), Counter[str]()
         with tqdm(desc="server answers", total=len(rows), initial=done, unit="row") as progress:
             for start in range(done, len(rows), settings.batch_size):
                 batch = list(map(_question_of, rows[start : start + settings.batch_size]))
-                append_rows(path, _answer(writer, batch, settings, start))
+                answers = _answer(writer, batch, settings, start)
+                append_rows(path, answers)
+                problems.update(answer["skipped"] for answer in answers if "skipped" in answer)
                 progress.update(len(batch))
+    tqdm.write(f"{len(rows)} rows. Left out: {count_in_words(problems)}.")
 
 
 def _write_prompts(
@@ -195,7 +199,7 @@ def _write_prompts(
         special = list(tokenizer.all_special_tokens)
         file = PromptFile(path, writer, list(systems), list(openings), special, settings.batch_size, settings.seed)
         file.grow(settings.num_prompts)
-    tqdm.write(f"{settings.num_prompts} prompts. Dropped: {file.dropped_in_words()}.")
+    tqdm.write(f"{settings.num_prompts} prompts. Dropped: {count_in_words(file.dropped)}.")
     return _by_length(file.rows[: settings.num_prompts], _SORTED_BATCHES * settings.batch_size)
 
 

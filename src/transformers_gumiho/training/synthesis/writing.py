@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..row_leaving import continue_rows
-from ..sampling import Nucleus, Sampling
+from ..sampling import Sampling
 from .user_turn import UserTurn, find_user_turn
 
 
@@ -78,7 +78,6 @@ class TargetWriter:
         prompts = [turn.opening_ids(self.tokenizer, start.opening) for turn, start in zip(turns, starts, strict=True)]
         pad = min(ends, default=0)
         kwargs = self.sampling.generate_kwargs | {"eos_token_id": sorted(ends) or None, "pad_token_id": pad}
-        kwargs["logits_processor"] = LogitsProcessorList([Nucleus(self.sampling)])
         written = continue_rows(self.target, prompts, self.max_prompt_tokens, ends, pad, kwargs)
         return [self._read(*parts, ends) for parts in zip(turns, starts, prompts, written, strict=True)]
 
