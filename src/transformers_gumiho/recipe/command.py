@@ -45,8 +45,6 @@ def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], out
     args.check()
     for number, phase in enumerate(phases.values()):
         check_training(args, phase, has_drafter=args.drafter is not None or number > 0)
-        if not args.packing and not args.streaming:
-            phase.train_sampling_strategy = "group_by_length"
     (Path(output_dir) / "work").mkdir(parents=True, exist_ok=True)
     run = Run(args, phases, Path(output_dir))
     run.plan()
@@ -80,9 +78,10 @@ def phases_of(
     if args.drafter is not None or training_args.train_only is not None:
         phases = [Phase("train")]
     found = {}
+    order = {} if args.packing or args.streaming else {"train_sampling_strategy": "group_by_length"}
     for phase in phases:
         folder = str(Path(training_args.output_dir) / "work" / phase.name)
-        found[phase.name] = _parse([*words, "--output_dir", folder], phase.training)[1]
+        found[phase.name] = _parse([*words, "--output_dir", folder], order | phase.training)[1]
     return found
 
 
