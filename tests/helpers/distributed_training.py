@@ -61,7 +61,7 @@ def train(run: str, folder: Path) -> None:
             {k: v for k, v in log.items() if "_feature" in k or "_ce" in k or k == "loss"}
             for log in trainer.state.log_history[:6]
         ]
-        sharded = any(isinstance(parameter, DTensor) for parameter in drafter.parameters())
+        sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in drafter.parameters())
         metrics = {"sharded": sharded} | {
             k: v for k, v in metrics.items() if "agreement" in k or "loss" in k or "length" in k
         }
