@@ -131,8 +131,7 @@ class Run:
         else:
             data = online_data(args, self.target, load_tokenizer(args), *self._split(), self.training_args)
         self._limit_vocabulary(data["target"].config)
-        with whole_models(self.training_args):
-            train_phases(args, self.phases, self.fields, data, self.folder)
+        train_phases(args, self.phases, self.fields, data, self.folder)
         self._target = None
 
     def tune(self) -> None:

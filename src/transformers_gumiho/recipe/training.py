@@ -48,7 +48,8 @@ def train_phases(
     start, last = args.drafter, list(phases)[-1]
     for name, training_args in phases.items():
         set_seed(training_args.seed)
-        drafter = _make_drafter(args, start, fields, data["target"])
+        with whole_models(training_args):
+            drafter = _make_drafter(args, start, fields, data["target"])
         trainer = GumihoTrainer(drafter, training_args, **data)
         checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
         if checkpoint:
