@@ -86,7 +86,10 @@ def phases_of(
 
 
 def _parse(words: Sequence[str], defaults: dict[str, Any]) -> list[Any]:
-    common: dict[str, Any] = {"report_to": "none", "include_num_input_tokens_seen": True}
+    # With the tokens seen, each log line has the tokens per second.
+    common: dict[str, Any] = {"report_to": "none", "include_num_input_tokens_seen": True, "logging_steps": 50}
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        common["bf16"] = "--fp16" not in words
     if not torch.accelerator.is_available():
         common["dataloader_pin_memory"] = False
     return parse([RecipeArguments, GumihoTrainingArguments], "train", words, common | defaults, _summary(train))

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ def train_phases(
         folder: Receives the drafter.
     """
     start, last = args.drafter, list(phases)[-1]
-    for name, training_args in phases.items():
+    for name, planned in phases.items():
+        # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
+        training_args = replace(planned)
         set_seed(training_args.seed)
         with whole_models(training_args):
             drafter = _make_drafter(args, start, fields, data["target"])
