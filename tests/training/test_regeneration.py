@@ -28,7 +28,13 @@ from training_data import (
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from transformers_gumiho.resumable_file import check_begun_with
-from transformers_gumiho.training import load_conversations, prepare_dataset, regenerate_dataset, regeneration
+from transformers_gumiho.training import (
+    Sampling,
+    load_conversations,
+    prepare_dataset,
+    regenerate_dataset,
+    regeneration,
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +73,38 @@ def test_each_answer_is_the_targets_after_its_own_earlier_ones(target: PreTraine
                 continue
             prompt = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
             assert message["content"] == answer(target, prompt, 8)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"messages": MESSAGES[:2]},
+        {
+            "conversations": [
+                {"from": "system", "value": "You write Python."},
+                {"from": "human", "value": "import what?"},
+            ]
+        },
+        {"prompt": MESSAGES[:2]},
+    ],
+)
+def test_questions_without_an_answer_are_answered(
+    question: dict[str, Any], target: PreTrainedModel, tmp_path: Path
+) -> None:
+    (row,) = regenerate([question], target, tmp_path / "out.jsonl", max_new_tokens=8, max_length=200)
+    prompt = make_tokenizer().apply_chat_template(MESSAGES[:2], tokenize=False, add_generation_prompt=True)
+    assert row["messages"] == [*MESSAGES[:2], {"role": "assistant", "content": answer(target, prompt, 8)}]
+
+
+def test_a_share_of_the_batches_is_sampled(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"prompt": f"def f{index}(self):\n    return"} for index in range(8)]
+    sampling = {"sampling": Sampling(1.0, 0.95, share=0.5), "max_new_tokens": 12}
+    found = regenerate(rows, target, tmp_path / "a.jsonl", None, **sampling)
+    greedy = regenerate(rows, target, tmp_path / "b.jsonl", None, max_new_tokens=12)
+    assert [row["sampled"] for row in found] == [False, False, True, True] * 2
+    same = [row["completion"] == other["completion"] for row, other in zip(found, greedy, strict=True)]
+    assert all(same[index] for index in (0, 1, 4, 5))
+    assert not all(same)
 
 
 def test_texts_are_continued(target: PreTrainedModel, tmp_path: Path) -> None:
