@@ -35,10 +35,10 @@ class Recipe:
 
 _TRANSITION = {"transition_rank": TRANSITION_RANK}
 _CROSS_ENTROPY = {"serial_ce_weight": 1.0, "parallel_ce_weight": 1.0, "parallel_ce_start_epoch": 0.0}
-_UNROLL = {"serial_unroll_steps": 2}
+_OWN_FEATURES = {"unroll_serial_head": True}
 _REACH = {"weigh_by_reach": True}
 _LINEAR = {"linear_start": True}
-_ALL = _CROSS_ENTROPY | _UNROLL | _REACH | _LINEAR
+_ALL = _CROSS_ENTROPY | _OWN_FEATURES | _REACH | _LINEAR
 _SERIAL = {"num_serial_tokens": 7, "num_parallel_heads": 0}
 _PARALLEL = {"num_serial_tokens": 1, "num_parallel_heads": 6}
 
@@ -48,18 +48,17 @@ RECIPES: dict[str, Recipe] = {
     "layers": Recipe(reads_layers=True, needs_layers=True),
     "cross_entropy": Recipe(training=_CROSS_ENTROPY | {"feature_weight": 0.0}),
     "more_cross_entropy": Recipe(training=_CROSS_ENTROPY),
-    "own_features": Recipe(training={"unroll_serial_head": True}),
-    "unroll": Recipe(training=_UNROLL),
+    "own_features": Recipe(training=_OWN_FEATURES),
     "reach": Recipe(training=_REACH),
     "linear_start": Recipe(training=_LINEAR),
     "transition_and_start": Recipe(_TRANSITION, _LINEAR),
     "all": Recipe(_TRANSITION, _ALL, reads_layers=True),
     # Other divisions into serial and parallel tokens, first with the published losses. Serial tokens beyond the second
     # are of no use without training on own features.
-    "all_serial": Recipe(_SERIAL, {"unroll_serial_head": True}),
+    "all_serial": Recipe(_SERIAL, _OWN_FEATURES),
     "all_parallel": Recipe(_PARALLEL),
-    "all_on_serial": Recipe(_SERIAL, _ALL | {"serial_unroll_steps": 0, "unroll_serial_head": True}, reads_layers=True),
-    "all_on_parallel": Recipe(_PARALLEL | _TRANSITION, _ALL | {"serial_unroll_steps": 0}, reads_layers=True),
+    "all_on_serial": Recipe(_SERIAL, _ALL, reads_layers=True),
+    "all_on_parallel": Recipe(_PARALLEL | _TRANSITION, _ALL | {"unroll_serial_head": False}, reads_layers=True),
 }
 
 
@@ -75,9 +74,7 @@ def fitted_config(
         ValueError: The recipe needs layers that the cache does not hold, or its drafter cannot be made as large.
     """
     if recipe.needs_layers and layer_ids is None:
-        raise ValueError(
-            "it reads layers that the feature cache does not hold (`extract_features --target_layer_ids`)"
-        )
+        raise ValueError("it reads layers that the feature cache does not hold (`--target_layer_ids`)")
     reads_layers = recipe.reads_layers and layer_ids is not None
     config = recipe.config | ({"target_layer_ids": list(layer_ids or ())} if reads_layers else {})
     aim = num_trained(GumihoConfig.from_target(target_config))

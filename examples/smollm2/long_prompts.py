@@ -1,7 +1,7 @@
 """Makes long questions out of a target's own answers: summarise them, or answer with their help.
 
     python examples/smollm2/long_prompts.py --answers examples/smollm2/answers.jsonl --output_file long_prompts.jsonl
-    python examples/synthesize_data.py --target_model target --num_prompts 0 --questions long_prompts.jsonl ...
+    gumiho data --target target --data long_prompts.jsonl --output_file long.jsonl
 
 A target that writes its own prompts seldom writes long ones. Here its earlier answers stand for the documents that
 people paste into a chat, so that it still takes no data of others. Answers that repeat themselves are left out.
@@ -36,7 +36,7 @@ MAX_QUESTION_WORDS = 30
 
 @dataclass
 class LongPromptArguments:
-    answers: Path = field(metadata={"help": "JSONL of `messages`, as synthesize_data.py writes it."})
+    answers: Path = field(metadata={"help": "JSONL of `messages`, as `gumiho data` writes it."})
     output_file: Path = field(metadata={"help": "The prompts, as JSONL."})
     num_prompts: int = 1000
     max_words: int = field(default=550, metadata={"help": "Words of the answers in a prompt, at most."})

@@ -24,6 +24,8 @@ usage: gumiho COMMAND ...
   benchmark   benchmark against plain, prompt-lookup and assisted decoding
   tune        find the fastest settings for this machine and save them
   attach      write a folder of a target that drafts wherever it is loaded by name
+  train       make a drafter for a target: data, training, tuning and evaluation
+  data        let a target write training data
 
 `gumiho COMMAND --help` lists a command's options. `gumiho --version` prints the version.
 """
@@ -38,6 +40,8 @@ def main() -> None:
         "benchmark": run_benchmark_command,
         "tune": run_tune_command,
         "attach": run_attach_command,
+        "train": run_train_command,
+        "data": run_data_command,
     }
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "--version":
@@ -101,6 +105,20 @@ def run_attach_command(arguments: list[str]) -> None:
     if len(arguments) > 1 and not any(argument.startswith("-") for argument in arguments[:2]):
         arguments = ["--target", arguments[0], "--drafter", *arguments[1:]]
     sys.stdout.write(f"{write_served_target(_parse(AttachArguments, 'attach', write_served_target, arguments))}\n")
+
+
+def run_train_command(arguments: list[str]) -> None:
+    """`gumiho train`."""
+    from .recipe.command import run_train_command
+
+    run_train_command(arguments)
+
+
+def run_data_command(arguments: list[str]) -> None:
+    """`gumiho data`."""
+    from .recipe.command import run_data_command
+
+    run_data_command(arguments)
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):

@@ -15,8 +15,8 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
 from transformers_gumiho.target.feature_reader import FeatureReader
 from transformers_gumiho.target.output_head import drafting_head, output_head
-from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.training.synthesis.continuation import BatchContinuation, Sampling
+from transformers_gumiho.training import GumihoTrainer, OnlineFeatures
+from transformers_gumiho.training.row_leaving import continue_rows
 
 
 # A dense layer with a norm in the head, or beside it; and states that are divided before a plain head.
@@ -129,11 +129,11 @@ def test_data_is_written_as_the_target_writes(model_type: str) -> None:
     target = make_target(model_type)
     prompt = prompts([5])
     plain = target.generate(**prompt, max_new_tokens=12, do_sample=False)
-    written = BatchContinuation(target, set(), Sampling(), torch.float64)(prompt["input_ids"].tolist(), 12, [False], 0)
-    assert written[0].tokens == plain[0, 5:].tolist()
-    with torch.no_grad():
-        logits = output_head(target)(written[0].states)
-    assert logits[4:16].argmax(dim=1).tolist() == plain[0, 5:].tolist()
+    written = continue_rows(target, prompt["input_ids"].tolist(), 12, set(), 0, {"do_sample": False})
+    assert written == [plain[0, 5:].tolist()]
+    states = OnlineFeatures(target).states({"input_ids": plain}).last
+    logits = output_head(target)(states)
+    assert logits[0, 4:16].argmax(dim=1).tolist() == plain[0, 5:].tolist()
 
 
 @pytest.mark.parametrize("model_type", ["bert", "electra"])

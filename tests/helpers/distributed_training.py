@@ -14,6 +14,7 @@ from targets import make_drafter, make_target
 from torch.distributed.tensor import DTensor
 from trainers import make_args, make_rows
 
+from transformers_gumiho.recipe.training import whole_models
 from transformers_gumiho.training import GumihoTrainer
 
 
@@ -34,8 +35,6 @@ def train(run: str, folder: Path) -> None:
             `resumed` goes on from its first checkpoint; `streamed` has batches of two from a stream.
         folder: Of all runs.
     """
-    torch.manual_seed(0)
-    target = make_target("llama").float()
     batch_size = {"alone": 4, "whole": 1, "resumed": 1, "streamed": 2}[run]
     args = make_args(
         folder / run, max_steps=6, per_device_train_batch_size=batch_size, per_device_eval_batch_size=3,
@@ -44,7 +43,10 @@ def train(run: str, folder: Path) -> None:
     )  # fmt: skip
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         allow_fsdp_on_cpu()
-    drafter = make_drafter(target)
+    torch.manual_seed(0)
+    with whole_models(args):
+        target = make_target("llama").float()
+        drafter = make_drafter(target)
     rows: Any = make_rows()
     if run == "streamed":
         rows = IterableDataset.from_generator(make_rows)
@@ -61,7 +63,7 @@ def train(run: str, folder: Path) -> None:
             {k: v for k, v in log.items() if "_feature" in k or "_ce" in k or k == "loss"}
             for log in trainer.state.log_history[:6]
         ]
-        sharded = any(isinstance(parameter, DTensor) for parameter in drafter.parameters())
+        sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in drafter.parameters())
         metrics = {"sharded": sharded} | {
             k: v for k, v in metrics.items() if "agreement" in k or "loss" in k or "length" in k
         }

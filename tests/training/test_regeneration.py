@@ -2,7 +2,6 @@
 
 import errno
 import json
-import runpy
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,13 @@ from training_data import (
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from transformers_gumiho.resumable_file import check_begun_with
-from transformers_gumiho.training import load_conversations, prepare_dataset, regenerate_dataset, regeneration
+from transformers_gumiho.training import (
+    Sampling,
+    load_conversations,
+    prepare_dataset,
+    regenerate_dataset,
+    regeneration,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,38 @@ def test_each_answer_is_the_targets_after_its_own_earlier_ones(target: PreTraine
                 continue
             prompt = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
             assert message["content"] == answer(target, prompt, 8)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"messages": MESSAGES[:2]},
+        {
+            "conversations": [
+                {"from": "system", "value": "You write Python."},
+                {"from": "human", "value": "import what?"},
+            ]
+        },
+        {"prompt": MESSAGES[:2]},
+    ],
+)
+def test_questions_without_an_answer_are_answered(
+    question: dict[str, Any], target: PreTrainedModel, tmp_path: Path
+) -> None:
+    (row,) = regenerate([question], target, tmp_path / "out.jsonl", max_new_tokens=8, max_length=200)
+    prompt = make_tokenizer().apply_chat_template(MESSAGES[:2], tokenize=False, add_generation_prompt=True)
+    assert row["messages"] == [*MESSAGES[:2], {"role": "assistant", "content": answer(target, prompt, 8)}]
+
+
+def test_a_share_of_the_batches_is_sampled(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"prompt": f"def f{index}(self):\n    return"} for index in range(8)]
+    sampling = {"sampling": Sampling(1.0, 0.95, share=0.5), "max_new_tokens": 12}
+    found = regenerate(rows, target, tmp_path / "a.jsonl", None, **sampling)
+    greedy = regenerate(rows, target, tmp_path / "b.jsonl", None, max_new_tokens=12)
+    assert [row["sampled"] for row in found] == [False, False, True, True] * 2
+    same = [row["completion"] == other["completion"] for row, other in zip(found, greedy, strict=True)]
+    assert all(same[index] for index in (0, 1, 4, 5))
+    assert not all(same)
 
 
 def test_texts_are_continued(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -202,14 +239,6 @@ def test_a_full_disk_before_the_first_row_is_told(tmp_path: Path, monkeypatch: p
         with pytest.raises(OSError, match=r"Could not write '.*a.jsonl.settings.json': No space left on device"):
             check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
     check_begun_with(tmp_path / "a.jsonl", {"seed": 1})
-
-
-def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Path(__file__).parents[2] / "examples" / "regenerate_data.py"
-    options = ["--target_model", DEMO_TARGET, "--dataset_name", tmp_path / "no.jsonl", "--output_file", tmp_path / "a"]
-    monkeypatch.setattr("sys.argv", ["regenerate_data.py", *map(str, options)])
-    with pytest.raises(SystemExit, match=r"^regenerate_data.py: There is no file '.*no.jsonl'"):
-        runpy.run_path(str(example), run_name="__main__")
 
 
 def test_damaged_settings_beside_a_file_are_told(tmp_path: Path) -> None:

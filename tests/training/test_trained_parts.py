@@ -40,7 +40,7 @@ def test_only_the_part_changes(tmp_path: Path, part: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"unroll_serial_head": True}, {"serial_unroll_steps": 2}, {"gradient_accumulation_steps": 2}],
+    [{}, {"unroll_serial_head": True}, {"gradient_accumulation_steps": 2}],
     ids=str,
 )
 def test_the_serial_head_learns_as_if_there_were_no_heads(tmp_path: Path, settings: dict[str, object]) -> None:

@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "measuring": {"model", "target", "decoding", "open_text", "resumable_file", "text_files"},
     "benchmarking": {"internals", "model", "target", "measuring", "metrics", "pairs"},
     "tuning": {"model", "target", "drafting", "measuring", "pairs"},
+    "recipe": {"model", "training", "measuring", "benchmarking", "tuning", "pairs", "text_files"},
     "presenting": {"internals", "tree", "model", "target", "drafting", "decoding", "measuring", "pairs"},
     "vllm": {"model"},
     "custom_generation": {"internals", "model", "decoding"},
@@ -35,7 +36,16 @@ ROOMS: dict[str, set[str]] = {
     "text_files": set(),
     "user_errors": set(),
     "resumable_file": set(),
-    "cli": {"__version__", "internals", "benchmarking", "presenting", "serving_folder", "tuning", "user_errors"},
+    "cli": {
+        "__version__",
+        "internals",
+        "benchmarking",
+        "presenting",
+        "recipe",
+        "serving_folder",
+        "tuning",
+        "user_errors",
+    },
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 

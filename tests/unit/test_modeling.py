@@ -232,20 +232,18 @@ def test_forward_follows_the_architecture() -> None:
             torch.testing.assert_close(output.parallel_features[:, index, position], hidden)
 
 
-@pytest.mark.parametrize("further_steps", [0, 2])
 @pytest.mark.parametrize("num_serial_tokens", [1, 2, 3])
-def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int, further_steps: int) -> None:
+def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int) -> None:
     """At each position, one run of the serial head over the text up to there, going on from its own features."""
     model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
     ids, states = inputs["input_ids"], inputs["hidden_states"]
-    output = model(**inputs, unroll=True, further_steps=further_steps)
-    num_steps = num_serial_tokens + further_steps
-    assert [features.shape[1] for features in output.unrolled_features] == [8, 7, 6, 5][: num_steps - 1]
+    output = model(**inputs, unroll=True)
+    assert [features.shape[1] for features in output.unrolled_features] == [8, 7][: num_serial_tokens - 1]
     torch.testing.assert_close(output.serial_features, model(**inputs).serial_features)
-    for position in range(9 - num_steps):
+    for position in range(9 - num_serial_tokens):
         fused = model.fuse(ids[:, : position + 1], states[:, : position + 1])
         path_inputs = []
-        for step in range(1, num_steps + 1):
+        for step in range(1, num_serial_tokens + 1):
             feature = model.run_serial_head(fused)[:, -1:]
             if step > 1:
                 unrolled = output.unrolled_features[step - 2]
@@ -256,14 +254,13 @@ def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int, further
         torch.testing.assert_close(output.parallel_features[:, :, position : position + 1], heads)
 
 
-@pytest.mark.parametrize("further_steps", [0, 2])
 @pytest.mark.parametrize("num_serial_tokens", [1, 2, 3])
-def test_short_texts_unroll_as_the_beginnings_of_long_ones(num_serial_tokens: int, further_steps: int) -> None:
+def test_short_texts_unroll_as_the_beginnings_of_long_ones(num_serial_tokens: int) -> None:
     model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
-    whole = model(**inputs, unroll=True, further_steps=further_steps)
+    whole = model(**inputs, unroll=True)
     for length in range(1, num_serial_tokens + 3):
         short = {name: values[:, :length] for name, values in inputs.items()}
-        output = model(**short, unroll=True, further_steps=further_steps)
+        output = model(**short, unroll=True)
         torch.testing.assert_close(output.serial_features, whole.serial_features[:, :length])
         num_paths = max(length - num_serial_tokens, 0)
         torch.testing.assert_close(output.parallel_features, whole.parallel_features[:, :, :num_paths])
@@ -401,7 +398,7 @@ def wrap_layers(model: GumihoModel) -> None:
 
 
 @pytest.mark.parametrize("change", [checkpoint_layers, wrap_layers])
-@pytest.mark.parametrize("unrolling", [{}, {"unroll": True, "further_steps": 2}], ids=["text", "unrolled"])
+@pytest.mark.parametrize("unrolling", [{}, {"unroll": True}], ids=["text", "unrolled"])
 def test_layers_that_keep_no_activations_have_the_same_gradients(
     change: Callable[[GumihoModel], None], unrolling: dict[str, Any]
 ) -> None:

@@ -292,7 +292,6 @@ class GumihoModel(GumihoPreTrainedModel):
         cache: Cache | None = None,
         use_cache: bool | None = None,
         unroll: bool = False,
-        further_steps: int = 0,
         serial_only: bool = False,
         **kwargs: Any,
     ) -> GumihoOutput:
@@ -310,7 +309,6 @@ class GumihoModel(GumihoPreTrainedModel):
             unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
                 feature instead of the target's state, at every position, as it happens in drafting. For training and
                 evaluation, without a cache.
-            further_steps (`int`, defaults to 0): With `unroll`, as many serial tokens beyond those of drafting.
             serial_only (`bool`, defaults to `False`): Leave the parallel heads out, as if there were none.
 
         Raises:
@@ -330,7 +328,7 @@ class GumihoModel(GumihoPreTrainedModel):
         unrolled_features = None
         if unroll:
             serial_features, unrolled_features, path_inputs = unroll_serial_head(
-                self, input_ids, fused, further_steps, attention_mask, position_ids, **kwargs
+                self, input_ids, fused, attention_mask, position_ids, **kwargs
             )
         else:
             serial_features = self.run_serial_head(fused, attention_mask, position_ids, cache, **kwargs)

@@ -22,9 +22,8 @@ class GumihoOutput(ModelOutput):
             with `unroll=True` those that the drafter itself would have at this point. Where the drafter has
             transitions, moved by the token `input_ids[:, t + S + i]`, which state t+1+S+i belongs to.
         unrolled_features (`tuple[torch.Tensor]`, *optional*, with `unroll=True`):
-            For each serial token j = 1..S-1 beyond the first, and any `further_steps` after them, `(B, T - j, H)`: at
-            position t, the prediction of the target's hidden state t+1+j that the serial head makes from its own
-            feature of token j-1.
+            For each serial token j = 1..S-1 beyond the first, `(B, T - j, H)`: at position t, the prediction of the
+            target's hidden state t+1+j that the serial head makes from its own feature of token j-1.
         cache (`Cache`, *optional*):
             The keys and values of the serial head, with `use_cache=True`.
         hidden_states (`tuple[torch.Tensor]`, *optional*):

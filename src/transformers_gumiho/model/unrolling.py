@@ -33,13 +33,12 @@ def unroll_serial_head(
     drafter: Any,
     input_ids: torch.Tensor,
     fused: torch.Tensor,
-    further_steps: int,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """
-    Drafts the serial tokens, and `further_steps` more, each beyond the first from the feature of the one before it.
+    Drafts the serial tokens, each beyond the first from the feature of the one before it.
 
     A step reads the keys and values of those before it. Layers under gradient checkpointing take no cache: there each
     step runs the inputs of those before it again.
@@ -48,7 +47,6 @@ def unroll_serial_head(
         drafter: A [`GumihoModel`].
         input_ids (`(B, T)`): As in its `forward`.
         fused (`(B, T, H)`): The inputs of the first step.
-        further_steps: Steps beyond those of drafting.
         attention_mask: As in [`GumihoModel.run_serial_head`].
         position_ids (`(B, T)`, *optional*): As there.
         **kwargs: For it.
@@ -67,7 +65,7 @@ def unroll_serial_head(
         mask = unrolled_attention_mask(num_tokens, range(1), fused.dtype, fused.device, attention_mask, position_ids)
     features = serial_features = drafter.run_serial_head(fused, mask, position_ids, cache, **kwargs)
     unrolled, inputs = [], [fused]
-    for step in range(1, serial_tokens + further_steps):
+    for step in range(1, serial_tokens):
         count = max(num_tokens - step, 0)
         inputs.append(drafter.fuse(input_ids[:, step:], features[:, :count]))
         if count == 0:  # the text is too short for this step
@@ -81,10 +79,9 @@ def unroll_serial_head(
         features = whole[:, whole.shape[1] - count :]
         unrolled.append(features)
     num_paths = max(num_tokens - serial_tokens, 0)
-    if not further_steps:
-        # The next token read with the last step's feature is an input of the parallel heads alone.
-        inputs.append(drafter.fuse(input_ids[:, serial_tokens:], features[:, :num_paths]))
-    path_inputs = [of_step[:, :num_paths] for of_step in inputs[1 : serial_tokens + 1]]
+    # The next token read with the last step's feature is an input of the parallel heads alone.
+    inputs.append(drafter.fuse(input_ids[:, serial_tokens:], features[:, :num_paths]))
+    path_inputs = [of_step[:, :num_paths] for of_step in inputs[1:]]
     return serial_features, tuple(unrolled), torch.cat(path_inputs, dim=-1)
 
 

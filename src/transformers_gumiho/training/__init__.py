@@ -21,12 +21,12 @@ from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
 from .preparation import PreparationReport, collect_prompts, prepare_dataset
 from .regeneration import regenerate_dataset
+from .sampling import Sampling
 from .synthesis import (
     Endpoint,
     EndpointError,
     SynthesisSettings,
     UserTurnNotFoundError,
-    read_questions,
     synthesize_dataset,
     synthesize_from_endpoint,
 )
@@ -46,6 +46,7 @@ __all__ = [
     "LossWeights",
     "OnlineFeatures",
     "PreparationReport",
+    "Sampling",
     "SynthesisSettings",
     "TargetFeatures",
     "UserTurnNotFoundError",
@@ -58,7 +59,6 @@ __all__ = [
     "load_conversations",
     "measure_acceptance",
     "prepare_dataset",
-    "read_questions",
     "regenerate_dataset",
     "synthesize_dataset",
     "synthesize_from_endpoint",

@@ -47,13 +47,6 @@ class GumihoTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Train serial tokens beyond the first on the drafter's own features, as in drafting."},
     )
-    serial_unroll_steps: int = field(
-        default=0,
-        metadata={
-            "help": "Train so many steps of the serial head on its own features beyond those of drafting; with any, "
-            "those are trained on its own features, too."
-        },
-    )
     unrolled_weight: float = field(default=1.0, metadata={"help": "Weight of those tokens' loss."})
     linear_start: bool = field(
         default=False,
@@ -126,8 +119,6 @@ class GumihoTrainingArguments(TrainingArguments):
                 f"`draft_vocabulary_size` must be at least 1, or `None` for all tokens, got "
                 f"{self.draft_vocabulary_size}."
             )
-        if self.serial_unroll_steps < 0:
-            raise ValueError(f"`serial_unroll_steps` must not be negative, got {self.serial_unroll_steps}.")
         if self.loss_chunk_size < 1:
             raise ValueError(f"`loss_chunk_size` must be at least 1, got {self.loss_chunk_size}.")
         if self.remove_unused_columns:
@@ -135,11 +126,6 @@ class GumihoTrainingArguments(TrainingArguments):
                 "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
                 "not. Leave it `False`."
             )
-
-    @property
-    def unrolls(self) -> bool:
-        """Whether serial tokens beyond the first are trained on the drafter's own features."""
-        return self.unroll_serial_head or self.serial_unroll_steps > 0
 
     def loss_weights(self, epoch: float | None) -> LossWeights:
         """Returns the weights of the loss terms at `epoch`; `None` stands for the end of the schedule."""

@@ -26,6 +26,7 @@ _ROLES = {
     "model": "assistant",
     "tool": "tool",
 }
+_PLACEHOLDER = "?"
 FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
 
 
@@ -126,7 +127,7 @@ def read_row(row: Mapping[str, Any], has_template: bool) -> Example:
     return WrittenTokens(turns, str(said))
 
 
-def read_text(row: Mapping[str, Any], has_template: bool) -> Conversation | RawText:
+def read_text(row: Mapping[str, Any], has_template: bool, answered: bool = True) -> Conversation | RawText:
     """
     Reads a row in any of the known forms.
 
@@ -135,6 +136,7 @@ def read_text(row: Mapping[str, Any], has_template: bool) -> Conversation | RawT
             `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these. Where `ended`
             is false, the last answer was cut at a limit.
         has_template: Whether the target's tokenizer has a chat template; without one a text prompt is taken as it is.
+        answered: Whether a question without an answer is malformed. Otherwise a placeholder stands for its answer.
 
     Raises:
         MalformedRowError: It has none of these forms.
@@ -143,6 +145,8 @@ def read_text(row: Mapping[str, Any], has_template: bool) -> Conversation | RawT
         row = _parse(row[JSON_LINE])
     if row.get("skipped"):
         raise MalformedRowError(str(row["skipped"]))
+    if not answered:
+        row = _with_placeholder(row)
     ended = row.get("ended") is not False
     if row.get("messages") is not None:
         return Conversation(_read_messages(row["messages"], "role", "content"), ended=ended)
@@ -153,6 +157,20 @@ def read_text(row: Mapping[str, Any], has_template: bool) -> Conversation | RawT
     if isinstance(row.get("text"), str) and row["text"]:
         return RawText("", row["text"], ended)
     raise MalformedRowError(f"has none of {FORMATS}")
+
+
+def _with_placeholder(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a row in which a question that comes last has an answer, for the target to replace."""
+    for name, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
+        turns = row.get(name)
+        if isinstance(turns, list) and turns and isinstance(turns[-1], Mapping):
+            is_answer = _ROLES.get(str(turns[-1].get(role)).lower()) == "assistant"
+            return row if is_answer else {**row, name: [*turns, {role: "assistant", content: _PLACEHOLDER}]}
+    prompt = row.get("prompt")
+    if prompt is None or row.get("completion") is not None or row.get("text"):
+        return row
+    answer = _PLACEHOLDER if isinstance(prompt, str) else [{"role": "assistant", "content": _PLACEHOLDER}]
+    return {**row, "completion": answer}
 
 
 def _parse(line: str) -> Mapping[str, Any]:

@@ -104,9 +104,13 @@ def write_feature_cache(
         mine = range(state.process_index, manifest.num_shards, state.num_processes)
         columns, seed = [*manifest.columns, *manifest.feature_columns], manifest.checksum_seed
         missing = [i for i in mine if not is_intact(shard_path(folder, i), columns, seed, len(_rows_of(manifest, i)))]
-        for index in tqdm(missing, desc="extracting features", unit="shard", disable=not state.is_local_main_process):
-            rows = _extract(dataset, _rows_of(manifest, index), features, manifest, batch_size)
-            save_whole(make_shard(rows, seed), shard_path(folder, index))
+        lengths = _row_lengths(dataset)
+        total = sum(lengths[row] for index in missing for row in _rows_of(manifest, index))
+        quiet = not (missing and state.is_local_main_process)
+        with tqdm(desc="extracting features", total=total, unit="token", unit_scale=True, disable=quiet) as progress:
+            for index in missing:
+                rows = _extract(dataset, _rows_of(manifest, index), features, manifest, batch_size, progress)
+                save_whole(make_shard(rows, seed), shard_path(folder, index))
         state.wait_for_everyone()
 
 
@@ -236,7 +240,12 @@ def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _extract(
-    dataset: Dataset, rows: range, features: OnlineFeatures, manifest: CacheManifest, batch_size: int
+    dataset: Dataset,
+    rows: range,
+    features: OnlineFeatures,
+    manifest: CacheManifest,
+    batch_size: int,
+    progress: tqdm,
 ) -> list[dict[str, torch.Tensor]]:
     """Returns the rows of a shard."""
     collate, extracted = GumihoDataCollator(), []
@@ -252,6 +261,7 @@ def _extract(
                 for name, values in zip(manifest.feature_columns, found, strict=True)
             }
             extracted.append(tokens | states)
+        progress.update(sum(len(row["input_ids"]) for row in chosen))
     return extracted
 
 

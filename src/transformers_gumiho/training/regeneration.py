@@ -1,7 +1,8 @@
 """Letting the target answer itself: a drafter has to imitate what the target says, not what someone else said."""
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,17 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from tqdm import tqdm
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import dataset_fingerprint
 from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
 from ..target.fingerprint import model_fingerprint
-from ..target.placement import drafter_device
 from .conversations import Conversation, MalformedRowError, RawText, read_text
 from .fingerprint import tokenizer_fingerprints
 from .preparation import check_settings
 from .rendering import decode, encode_prompt, render_prompt
-from .target_features import why_not_finite
+from .row_leaving import continue_rows
+from .sampling import Sampling
 from .written_rows import Turn, answer_text, written_row
 
 
@@ -34,12 +35,14 @@ def regenerate_dataset(
     max_length: int = 2048,
     num_prompt_tokens: int = 64,
     seed: int = 0,
+    sampling: Sampling | None = None,
     **generate_kwargs: Any,
 ) -> None:
     """
     Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
-    earlier answers, until it ends or the longest text of the batch has `max_length` tokens. Of a raw text, the target
-    continues the first `num_prompt_tokens`, or the prompt where there is one. A row whose text does not encode back to
+    earlier answers, until it ends or the longest text of the batch has `max_length` tokens. A question without an
+    answer is answered, too. Of a raw text, the target continues the first `num_prompt_tokens`, or the prompt where
+    there is one. A row whose text does not encode back to
     the tokens that the target wrote holds these, too, and training reads them. A row that cannot be answered stays as
     a line that says why.
 
@@ -54,6 +57,7 @@ def regenerate_dataset(
         max_length: Tokens of a text, at most.
         num_prompt_tokens: Tokens of a raw text that the target continues.
         seed: For sampling.
+        sampling: Where given, a share of the batches is sampled so, and each row says whether it was `sampled`.
         **generate_kwargs: For `generate()`. Greedy unless they say otherwise.
 
     Raises:
@@ -71,22 +75,29 @@ def regenerate_dataset(
             {"target": model_fingerprint(target)}
             | tokenizer_fingerprints(tokenizer)
             | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
-            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)},
+            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)}
+            | ({} if sampling is None else {"sampling": repr(sampling)}),
         )
         done = cut_unfinished_batch(path, batch_size)
         remaining = islice(iter(dataset), done, None)
         writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
         total = len(dataset) if isinstance(dataset, Dataset) else None
-        with tqdm(desc="target answers", total=total, initial=done) as progress:
+        begin = time.perf_counter()
+        with tqdm(desc="target answers", total=total, initial=done, unit="row") as progress:
             while batch := list(islice(remaining, batch_size)):
                 torch.manual_seed(seed + done)
-                texts = writer.rewrite(batch)
-                append_rows(path, texts)
+                if sampling is not None:
+                    writer.sampling = sampling if sampling.samples(done // batch_size) else None
+                rows = writer.rewrite(batch)
+                if sampling is not None:
+                    rows = [row | {"sampled": writer.sampling is not None} for row in rows]
+                append_rows(path, rows)
                 done += len(batch)
+                progress.set_postfix_str(f"{writer.num_tokens / (time.perf_counter() - begin):.0f} tokens/s")
                 progress.update(len(batch))
 
 
-@dataclass(frozen=True)
+@dataclass
 class TargetWriter:
     """Rewrites batches of rows; the fields are the arguments of [`regenerate_dataset`]."""
 
@@ -95,6 +106,8 @@ class TargetWriter:
     max_length: int
     num_prompt_tokens: int
     generate_kwargs: dict[str, Any]
+    sampling: Sampling | None = None
+    num_tokens: int = field(default=0, init=False)  # written so far
 
     def rewrite(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns each row as the target would have it."""
@@ -108,7 +121,7 @@ class TargetWriter:
 
     def _read(self, row: Mapping[str, Any]) -> Conversation | RawText | dict[str, Any]:
         try:
-            return read_text(row, has_template=bool(self.tokenizer.chat_template))
+            return read_text(row, has_template=bool(self.tokenizer.chat_template), answered=False)
         except MalformedRowError as error:
             return {"skipped": str(error)}
 
@@ -173,27 +186,18 @@ class TargetWriter:
         history[:] = asked
         return prompt
 
-    @torch.inference_mode()
     def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """Returns what the target says after each prompt, with its end, and without the padding that follows that."""
         if not prompts:
             return []
-        longest = max(map(len, prompts))
+        room = self.max_length - max(map(len, prompts))
+        kwargs = dict(self.generate_kwargs) | (self.sampling.generate_kwargs if self.sampling is not None else {})
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        ids = torch.tensor([[pad or 0] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        device = drafter_device(self.target)
-        settings = {"do_sample": False, "max_new_tokens": self.max_length - longest, "pad_token_id": pad}
-        settings["logits_processor"] = LogitsProcessorList([self._check_finite])
-        output = self.target.generate(
-            ids.to(device), attention_mask=mask.to(device), **(settings | self.generate_kwargs)
-        )
-        return [_through_end(row, self._end_tokens()) for row in output[:, longest:].tolist()]
-
-    def _check_finite(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if scores.isnan().any():
-            raise ValueError(why_not_finite(self.target.dtype))
-        return scores
+        settings = {"do_sample": False, "pad_token_id": pad}
+        limit = min(kwargs.pop("max_new_tokens", room), room)
+        found = continue_rows(self.target, prompts, limit, self._end_tokens(), pad or 0, settings | kwargs)
+        self.num_tokens += sum(map(len, found))
+        return found
 
     def _end_tokens(self) -> set[int]:
         ends = self.target.generation_config.eos_token_id
@@ -201,7 +205,3 @@ class TargetWriter:
 
     def _has_ended(self, tokens: list[int]) -> bool:
         return bool(tokens) and tokens[-1] in self._end_tokens()
-
-
-def _through_end(ids: list[int], ends: set[int]) -> list[int]:
-    return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]

@@ -164,9 +164,7 @@ class GumihoTrainer(Trainer):
             self._measure_reach(model, inputs, states)
         args = self.args
         serial_only = args.train_only == "serial"
-        output = self._forward(
-            model, inputs, drafter_input, args.unrolls, further_steps=args.serial_unroll_steps, serial_only=serial_only
-        )
+        output = self._forward(model, inputs, drafter_input, args.unroll_serial_head, serial_only=serial_only)
         loss, terms = chunked_gumiho_loss(
             output,
             states.last,
@@ -366,7 +364,7 @@ class GumihoTrainer(Trainer):
         num_heads, num_unrolled = config.num_parallel_heads, config.num_serial_tokens - 1
         if in_training:
             num_heads = 0 if args.train_only == "serial" else num_heads
-            num_unrolled = num_unrolled + args.serial_unroll_steps if args.unrolls else 0
+            num_unrolled = num_unrolled if args.unroll_serial_head else 0
         return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights(epoch=None))
 
     def _shifts(self) -> list[int]:

@@ -10,9 +10,9 @@ from huggingface_hub import AsyncInferenceClient, InferenceTimeoutError, constan
 from huggingface_hub.utils import HfHubHTTPError, get_async_session, hf_raise_for_status
 from transformers import PreTrainedTokenizerBase
 
-from .continuation import Sampling
+from ..sampling import Sampling
 from .user_turn import UserTurn, find_user_turn
-from .writing import Request, Start, Text
+from .writing import Start, Text
 
 
 NONSENSE = "the server answers nonsense"
@@ -22,7 +22,7 @@ _LATER = {408, 425, 429}
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
-class EndpointError(RuntimeError):
+class EndpointError(ConnectionError):
     """A server that does not answer, refuses, or answers nonsense only."""
 
 
@@ -109,8 +109,10 @@ class EndpointWriter:
             )
         return texts
 
-    def answer(self, requests: Sequence[Request], seed: int) -> list[Text]:
-        sends = [partial(self._chat, request, seed + index) for index, request in enumerate(requests)]
+    def answer(self, conversations: Sequence[list[dict[str, str]]], sampled: Sequence[bool], seed: int) -> list[Text]:
+        """Returns the answer to each conversation, of which some are `sampled` and the others greedy."""
+        pairs = enumerate(zip(conversations, sampled, strict=True))
+        sends = [partial(self._chat, messages, is_sampled, seed + index) for index, (messages, is_sampled) in pairs]
         return asyncio.run(self._send_all(sends))
 
     async def _complete(self, turn: UserTurn, opening: str, seed: int, client: "_Client") -> Text:
@@ -129,10 +131,10 @@ class EndpointWriter:
         ended = choice["finish_reason"] == "stop" or cut != text.strip()
         return Text(cut, ended, int((answer.get("usage") or {}).get("completion_tokens") or 0))
 
-    async def _chat(self, request: Request, seed: int, client: "_Client") -> Text:
+    async def _chat(self, messages: list[dict[str, str]], is_sampled: bool, seed: int, client: "_Client") -> Text:
         sampling = self.sampling
-        how = {"temperature": sampling.temperature, "top_p": sampling.top_p} if request.sampled else {"temperature": 0}
-        answer = await client.chat(request.messages, max_tokens=self.max_new_tokens, seed=seed, **how)
+        how = {"temperature": sampling.temperature, "top_p": sampling.top_p} if is_sampled else {"temperature": 0}
+        answer = await client.chat(messages, max_tokens=self.max_new_tokens, seed=seed, **how)
         choice = answer.choices[0]
         if not isinstance(choice.message.content, str):
             raise TypeError("the content is no text")

@@ -57,7 +57,7 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None
     if not tokenizer.chat_template:
         raise UserTurnNotFoundError(
             f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so the target cannot be asked for a "
-            f"user's turn. Give a template (`--chat_template FILE`), or a target that was made for chats."
+            f"user's turn. Give a template (`--chat_template FILE`), or questions (`--data FILE`)."
         )
     messages = [{"role": "system", "content": system}] if system is not None else []
     try:
@@ -66,15 +66,14 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None
         raise UserTurnNotFoundError(
             f"The chat template of {tokenizer.name_or_path!r} refuses a user's turn"
             f"{' after a system prompt' if system is not None else ''}: {error}. "
-            f"{'Leave the system prompts away' if system is not None else 'Give another template'}, or give prompts "
-            f"of your own (`--questions FILE --num_prompts 0`)."
+            f"{'Leave the system prompts out' if system is not None else 'Give another template'}, or give questions "
+            f"(`--data FILE`)."
         ) from error
     opening, *rest = text.split(_MARK)
     if len(rest) != 1 or not opening.strip():
         how = "writes nothing before it" if len(rest) == 1 else f"shows it {len(rest)} times"
         raise UserTurnNotFoundError(
-            f"The chat template of {tokenizer.name_or_path!r} does not tell where the user speaks: it {how}. Give a "
-            f"template with a user opening (`--chat_template FILE`), or prompts of your own (`--questions FILE "
-            f"--num_prompts 0`)."
+            f"The chat template of {tokenizer.name_or_path!r} does not show where the user speaks: it {how}. Give a "
+            f"template with a user opening (`--chat_template FILE`), or questions (`--data FILE`)."
         )
     return UserTurn(opening, rest[0])

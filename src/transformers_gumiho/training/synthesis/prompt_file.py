@@ -1,10 +1,11 @@
 """The prompts that a target writes itself, without the useless ones and those that say the same again."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -12,20 +13,6 @@ from ...resumable_file import append_rows, cut_unfinished_batch, whole_lines
 from .degenerate import why_degenerate
 from .near_duplicates import NearDuplicates
 from .writing import Start, Text, Writer
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a user says first, and what the system says before, if anything."""
-
-    text: str
-    system: str | None = None
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """The messages that the target answers."""
-        system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        return [*system, {"role": "user", "content": self.text}]
 
 
 class PromptFile:
@@ -56,21 +43,23 @@ class PromptFile:
         given: list[str | None] = [*systems]
         self.starts = [Start(system, words) for words in openings or [""] for system in given or [None]]
         self.special_tokens = special_tokens
-        self.prompts: list[Prompt] = []
+        self.rows: list[dict[str, Any]] = []  # `messages` of each prompt of use
         self.dropped: Counter[str] = Counter()
         self._seen = NearDuplicates()
         self._num_written = cut_unfinished_batch(path, batch_size)
         for line in whole_lines(path):
             self._count(json.loads(line))
 
-    def grow(self, num_prompts: int, progress: tqdm) -> None:
+    def grow(self, num_prompts: int) -> None:
         """
         Writes until there are `num_prompts`.
 
         Raises:
             ValueError: Hardly any prompt that is written is of use.
         """
-        while len(self.prompts) < num_prompts:
+        begin, num_tokens = time.perf_counter(), 0
+        progress = tqdm(desc="target asks", total=num_prompts, initial=min(len(self.rows), num_prompts), unit="prompt")
+        while len(self.rows) < num_prompts:
             before = self._num_written
             starts = [self.starts[index % len(self.starts)] for index in range(before, before + self.batch_size)]
             texts = self.writer.write_user_turns(starts, self.seed + before)
@@ -79,9 +68,11 @@ class PromptFile:
             self._num_written += len(rows)
             for row in rows:
                 self._count(row)
-            progress.set_postfix_str(f"{len(self.prompts)} prompts")
-            progress.update(sum(text.num_tokens for text in texts))
+            num_tokens += sum(text.num_tokens for text in texts)
+            progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - begin):.0f} tokens/s")
+            progress.update(min(len(self.rows), num_prompts) - progress.n)
             self._check_yield()
+        progress.close()
 
     def _screen(self, texts: list[Text], starts: list[Start]) -> Iterator[dict[str, str]]:
         for text, start in zip(texts, starts, strict=True):
@@ -98,14 +89,19 @@ class PromptFile:
             self.dropped[reason] += 1
             return
         self._seen.add(row["prompt"])
-        self.prompts.append(Prompt(row["prompt"], row.get("system")))
+        system = [{"role": "system", "content": row["system"]}] if "system" in row else []
+        self.rows.append({"messages": [*system, {"role": "user", "content": row["prompt"]}]})
 
     def _check_yield(self) -> None:
         num_written = self._num_written
-        if num_written >= 10 * self.batch_size and len(self.prompts) < num_written / 100:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
+        if num_written >= 10 * self.batch_size and len(self.rows) < num_written / 100:
             raise ValueError(
-                f"Of {num_written} prompts that the target wrote, {len(self.prompts)} are of use ({reasons}). It "
-                f"seems not to know its own users: give prompts of your own (`--questions FILE --num_prompts 0`), or "
-                f"system prompts (`--system_prompts FILE`) or first words (`--openings FILE`)."
+                f"Of {num_written} prompts that the target wrote, {len(self.rows)} are of use. Dropped: "
+                f"{count_in_words(self.dropped)}. Give questions (`--data FILE`), system prompts "
+                f"(`--system_prompts FILE`) or first words (`--openings FILE`)."
             )
+
+
+def count_in_words(reasons: Counter[str]) -> str:
+    """Returns how often each reason was counted."""
+    return ", ".join(f"{count} ({reason})" for reason, count in reasons.most_common()) or "none"

@@ -1,0 +1,200 @@
+"""The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from ..training import GumihoTrainingArguments, SynthesisSettings
+from .recipes import RECIPES
+
+
+_USAGES = {
+    "train": "--target NAME --data FILE|DATASET|none --output_dir DIR",
+    "data": "--target NAME --data FILE|DATASET|none --output_file FILE",
+}
+STAGES = ["write", "features", "train", "tune", "evaluate"]
+
+
+def _help(text: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(kw_only=True)
+class WritingArguments:
+    """What a target answers, and how."""
+
+    target: str | None = _help("Target model: a folder or a name on the Hub.")
+    data: str | None = _help(
+        "Questions that the target answers: a file, a folder or a dataset on the Hub; `none` lets it write its own."
+    )
+    data_split: str = _help("Split of the dataset.", "train")
+    num_prompts: int = _help("With `--data none`: number of prompts that the target writes.", 10_000)
+    num_rows: int | None = _help("Number of rows of the data to read (default: all).")
+    target_dtype: str = _help("Precision of the target, e.g. `bfloat16`.", "auto")
+    device_map: str | None = _help("`device_map` for the target, e.g. `auto`; needs a single process.")
+    chat_template: Path | None = field(
+        default=None, metadata={"help": "File with a chat template for the target's tokenizer."}
+    )
+    system_prompts: Path | None = field(
+        default=None, metadata={"help": "With `--data none`: file with a system prompt in each line."}
+    )
+    openings: Path | None = field(
+        default=None,
+        metadata={"help": "With `--data none`: file with a user's first words in each line; \\n breaks lines."},
+    )
+    writing_batch_size: int = _help("Prompts or answers to write at a time.", 32)
+    max_prompt_tokens: int = _help("Maximum number of tokens of a prompt that the target writes.", 256)
+    max_new_tokens: int = _help("Maximum number of tokens of an answer.", 512)
+    sampled_share: float = _help("Share of the answers that are sampled; the others are greedy.", 0.25)
+    temperature: float = _help("Temperature of sampled text.", 1.0)
+    top_p: float = _help("Nucleus sampling threshold of sampled text.", 0.95)
+    endpoint: str | None = _help(
+        "Address of a server that runs the target, e.g. http://localhost:8000. ENDPOINT_API_KEY holds its key."
+    )
+    endpoint_model: str | None = _help("Name of the target on the server (default: --target).")
+    concurrency: int = _help("Requests to the server at a time.", 32)
+
+    @property
+    def writes_prompts(self) -> bool:
+        """Whether the target writes the prompts, too."""
+        return self.data == "none"
+
+    def synthesis(self, seed: int) -> SynthesisSettings:
+        """Returns how prompts and answers are written."""
+        return SynthesisSettings(
+            num_prompts=self.num_prompts if self.writes_prompts else 0,
+            batch_size=self.writing_batch_size,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            sampled_share=self.sampled_share,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=seed,
+        )
+
+    def check(self) -> None:
+        """Raises `ValueError` for options that are missing or contradict each other."""
+        if self.target is None or self.data is None:
+            raise ValueError("Give the target with --target, and the data with --data FILE, --data DATASET or none.")
+        if not self.writes_prompts and (self.system_prompts or self.openings):
+            raise ValueError("--system_prompts and --openings are for prompts of the target: use --data none.")
+
+
+@dataclass(kw_only=True)
+class DataArguments(WritingArguments):
+    """The options of `gumiho data`; [`data`] takes them, too."""
+
+    output_file: str = field(metadata={"help": "The new dataset, as JSONL."})
+    seed: int = _help("Seed for sampling.", 0)
+
+
+@dataclass(kw_only=True)
+class RecipeArguments(WritingArguments):
+    """The options of `gumiho train` besides those of `GumihoTrainingArguments`; [`train`] takes both."""
+
+    recipe: str = _help(f"How to train: {' or '.join(RECIPES)}.", "recommended")
+    stages: list[str] = field(
+        default_factory=lambda: list(STAGES),
+        metadata={"help": f"Stages to run, of {' '.join(STAGES)} (default: all)."},
+    )
+    plan: bool = _help("Print the plan (disk, memory, time) and stop.", False)
+    regenerate: bool = _help("Let the target answer the data; `false` trains on the answers in it.", True)
+    features: list[str] | None = field(
+        default=None, metadata={"help": "Feature caches of one target to train on, instead of data."}
+    )
+    cache_features: bool = _help("Run the target once and keep its states; `false` runs it in every step.", True)
+    features_dtype: str = _help("Precision of the cached features.", "bfloat16")
+    streaming: bool = _help("Read the data while training. Needs --max_steps and --cache_features false.", False)
+    max_length: int = _help("Maximum number of tokens of a row.", 2048)
+    packing: bool | None = _help("Put several texts into a row (default: the recipe's).")
+    num_proc: int | None = _help("Processes that prepare the data.")
+    num_eval_rows: int = _help("Rows to hold out for evaluation; at most a tenth of the data.", 128)
+    drafter: str | None = _help("Continue training this drafter.")
+    transition_rank: int | None = _help("Rank of the parallel heads' transitions (default: the recipe's).")
+    target_layer_ids: list[int] | None = field(
+        default=None, metadata={"help": "Layers of the target that the serial head reads (default: the last one)."}
+    )
+    lora_rank: int = _help("Train LoRA adapters of this rank, of `--drafter`.", 0)
+    calibrate: bool = _help("Fit the draft temperature of each depth after training.", True)
+    num_acceptance_prompts: int = _help("Held-out prompts for `--acceptance_steps`.", 16)
+    num_measured_prompts: int = _help("Held-out prompts to tune and evaluate with.", 18)
+    measured_new_tokens: int = _help("Tokens to generate for each of these prompts.", 64)
+
+    def check(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
+        if unknown := set(self.stages) - set(STAGES):
+            raise ValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
+        if self.features is None:
+            super().check()
+        elif self.data is not None or self.streaming:
+            raise ValueError("--features holds prepared data: leave --data and --streaming out.")
+        if self.num_eval_rows < 0 or self.lora_rank < 0:
+            raise ValueError("--num_eval_rows and --lora_rank must not be negative.")
+        if self.lora_rank and self.drafter is None:
+            raise ValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
+        if self.lora_rank and (self.transition_rank or self.target_layer_ids is not None):
+            raise ValueError(
+                "Adapters hold neither transitions nor a fusion of layers: train these without --lora_rank, on the "
+                "merged drafter."
+            )
+        if self.streaming and (self.regenerate or self.cache_features):
+            raise ValueError(
+                "--streaming reads the data while training: add --regenerate false --cache_features false."
+            )
+
+
+def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
+    """Raises `ValueError` for training arguments of a phase that contradict the other options."""
+    part = training_args.train_only
+    if args.features is not None and training_args.acceptance_steps:
+        raise ValueError("--acceptance_steps needs prompts, which --features does not hold: leave it out.")
+    if args.cache_features and training_args.acceptance_steps:
+        raise ValueError("--acceptance_steps decodes while training: add --cache_features false.")
+    if args.streaming and training_args.max_steps <= 0:
+        raise ValueError("--streaming needs --max_steps: a stream has no length.")
+    if args.streaming and training_args.draft_vocabulary_size is not None and not has_drafter:
+        raise ValueError("--draft_vocabulary_size counts the data before training: leave it or --streaming out.")
+    if args.lora_rank and part:
+        raise ValueError("--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out.")
+    if training_args.linear_start and has_drafter:
+        raise ValueError("--linear_start is for new drafters: leave --drafter or --linear_start out.")
+    if part in ("parallel", "transition") and not has_drafter:
+        raise ValueError(f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter.")
+    if args.device_map is not None and training_args.world_size > 1:
+        raise ValueError("--device_map splits the target of one process: start a single process.")
+
+
+def parse(kind: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
+    """Returns an object of each kind. `defaults` replace those of options that `words` does not give."""
+    parser = HfArgumentParser(
+        kind,
+        prog=f"gumiho {name}",
+        usage=f"gumiho {name} {_USAGES[name]} [options]",
+        description=summary,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    known = {item.name for options in kind for item in fields(options)}
+    parser.set_defaults(**{option: value for option, value in defaults.items() if option in known})
+    for word in words:
+        option = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and option in REMOVED:
+            parser.error(f"--{option} was removed: {REMOVED[option]}")
+    *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return parsed
+
+
+# Options of earlier command lines, and why they are gone.
+REMOVED = {
+    "serial_unroll_steps": "steps beyond those of drafting lost 4.8% of the tokens per cycle. Leave it out, or use "
+    "--unroll_serial_head.",
+    "target_model": "use --target.",
+    "dataset_name": "use --data.",
+    "features_dir": "use --features.",
+}

@@ -1,0 +1,99 @@
+"""`gumiho data` and `gumiho train`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..training import GumihoTrainingArguments
+from .arguments import DataArguments, RecipeArguments, check_training, parse
+from .recipes import RECIPES, Phase
+from .stages import Run
+from .writing import load_target, load_tokenizer, write_answers
+
+
+def data(args: DataArguments) -> None:
+    """
+    Lets a target answer questions, its own or those of a data set, and writes the conversations as JSONL. Stopped, it
+    continues where it was when it is called again with the same options.
+
+    Raises:
+        EndpointError: The server does not answer.
+        ValueError: Options contradict each other, or the file was begun with others.
+        OSError: The disk is full. What was written stays.
+    """
+    args.check()
+    target = None if args.endpoint is not None else load_target(args)
+    write_answers(args, target, load_tokenizer(args), args.output_file, args.seed)
+
+
+def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], output_dir: str) -> None:
+    """
+    Makes a drafter for a target: the target writes its training data, its states are kept, the drafter is trained,
+    tuned for this machine and compared with plain decoding. Stopped, it continues when it is called again.
+
+    Args:
+        args: The options.
+        phases: Training arguments by the name of the phase: see [`phases_of`].
+        output_dir: Receives the drafter with its tokenizer and card; everything else goes into `work/` within it.
+
+    Raises:
+        ValueError: Options contradict each other, or a file was begun with others.
+        OSError: The disk is too small or full. What was written stays.
+    """
+    args.check()
+    for number, phase in enumerate(phases.values()):
+        check_training(args, phase, has_drafter=args.drafter is not None or number > 0)
+    (Path(output_dir) / "work").mkdir(parents=True, exist_ok=True)
+    run = Run(args, phases, Path(output_dir))
+    run.plan()
+    if not args.plan:
+        run.run()
+
+
+def run_data_command(words: Sequence[str]) -> None:
+    """`gumiho data`."""
+    (args,) = parse([DataArguments], "data", words, {}, _summary(data))
+    data(args)
+
+
+def run_train_command(words: Sequence[str]) -> None:
+    """`gumiho train`."""
+    args, training_args = _parse(words, {})
+    args.check()
+    if args.packing is None:
+        args.packing = RECIPES[args.recipe].packing
+    train(args, phases_of(words, args, training_args), training_args.output_dir)
+
+
+def phases_of(
+    words: Sequence[str], args: RecipeArguments, training_args: GumihoTrainingArguments
+) -> dict[str, GumihoTrainingArguments]:
+    """
+    Returns the trainings of a command line. One that names a drafter or a part of it asks for a single training;
+    otherwise they are the recipe's phases, each with the options that are given.
+    """
+    phases: Sequence[Phase] = RECIPES[args.recipe].phases
+    if args.drafter is not None or training_args.train_only is not None:
+        phases = [Phase("train")]
+    found = {}
+    order = {} if args.packing or args.streaming else {"train_sampling_strategy": "group_by_length"}
+    for phase in phases:
+        folder = str(Path(training_args.output_dir) / "work" / phase.name)
+        found[phase.name] = _parse([*words, "--output_dir", folder], order | phase.training)[1]
+    return found
+
+
+def _parse(words: Sequence[str], defaults: dict[str, Any]) -> list[Any]:
+    # With the tokens seen, each log line has the tokens per second.
+    common: dict[str, Any] = {"report_to": "none", "include_num_input_tokens_seen": True, "logging_steps": 50}
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        common["bf16"] = "--fp16" not in words
+    if not torch.accelerator.is_available():
+        common["dataloader_pin_memory"] = False
+    return parse([RecipeArguments, GumihoTrainingArguments], "train", words, common | defaults, _summary(train))
+
+
+def _summary(command: Any) -> str:
+    return " ".join((command.__doc__ or "").partition("\n\n")[0].split())

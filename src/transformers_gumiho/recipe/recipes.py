@@ -1,0 +1,57 @@
+"""The recipes of `gumiho train`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Phase:
+    """
+    One training.
+
+    Attributes:
+        name: Of its folder.
+        training: Fields of `GumihoTrainingArguments`, where the user gives no others.
+    """
+
+    name: str
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """
+    Attributes:
+        phases: Trainings, each of which begins with the drafter of the one before it.
+        config: Fields of the drafter's config.
+        vocabulary_share: Share of the target's tokens that a new drafter drafts.
+        packing: Whether a row holds several texts.
+    """
+
+    phases: tuple[Phase, ...]
+    config: dict[str, Any] = field(default_factory=dict)
+    vocabulary_share: float = 1.0
+    packing: bool = True
+
+
+_COMMON = {"unroll_serial_head": True, "lr_scheduler_type": "cosine", "warmup_steps": 20, "save_total_limit": 2}
+# The serial head first, from the linear start and on its own features; then the parallel heads and their transitions
+# on what it has become.
+_SERIAL = _COMMON | {
+    "train_only": "serial", "linear_start": True, "learning_rate": 3e-4, "serial_ce_weight": 1.0,
+    "feature_weight": 0.1,
+}  # fmt: skip
+_HEADS = _COMMON | {
+    "train_only": "parallel", "learning_rate": 4e-4, "serial_ce_weight": 0.0, "feature_weight": 0.0,
+    "parallel_ce_weight": 1.0,
+}  # fmt: skip
+
+RECIPES = {
+    "recommended": Recipe(
+        phases=(Phase("serial", _SERIAL), Phase("heads", _HEADS)),
+        config={"transition_rank": 64},
+        vocabulary_share=0.25,
+        packing=False,  # steps of few tokens train better than few steps of many
+    ),
+    "published": Recipe(phases=(Phase("published"),)),
+}

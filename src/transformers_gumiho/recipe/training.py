@@ -1,0 +1,184 @@
+"""The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from ..model.configuration_gumiho import resolve_layer_ids
+from ..model.modeling_gumiho import GumihoModel
+from ..training import (
+    CachedFeatures,
+    FeatureDataset,
+    GumihoTrainer,
+    GumihoTrainingArguments,
+    collect_prompts,
+    last_complete_checkpoint,
+    prepare_dataset,
+)
+from .arguments import RecipeArguments
+
+
+_ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
+
+
+def train_phases(
+    args: RecipeArguments,
+    phases: dict[str, GumihoTrainingArguments],
+    fields: dict[str, Any],
+    data: dict[str, Any],
+    folder: Path,
+) -> None:
+    """
+    Trains the phases one after the other, and leaves the drafter, its tokenizer and its card in a folder. Each phase
+    continues from its newest checkpoint.
+
+    Args:
+        args: The options.
+        phases: Training arguments by the name of the phase.
+        fields: Of the config of a new drafter.
+        data: From [`cached_data`] or [`online_data`].
+        folder: Receives the drafter.
+    """
+    start, last = args.drafter, list(phases)[-1]
+    for name, planned in phases.items():
+        # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
+        training_args = replace(planned)
+        set_seed(training_args.seed)
+        with whole_models(training_args):
+            drafter = _make_drafter(args, start, fields, data["target"])
+        trainer = GumihoTrainer(drafter, training_args, **data)
+        checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
+        if checkpoint:
+            _say(training_args, f"{name}: continues from {checkpoint}")
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model()  # the training's result is kept, whatever becomes of what follows
+        if name == last:
+            _finish(args, trainer, training_args, folder)
+        start = training_args.output_dir
+        trainer.accelerator.wait_for_everyone()
+
+
+def _finish(args: RecipeArguments, trainer: GumihoTrainer, training_args: Any, folder: Path) -> None:
+    """Calibrates and evaluates the drafter, and saves it in the target's precision with a card."""
+    if trainer.eval_dataset is not None:
+        if args.calibrate and not args.lora_rank and (temperatures := trainer.calibrate()):
+            _say(training_args, f"draft temperatures: {temperatures}")
+        trainer.save_metrics("eval", trainer.evaluate())
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        # Trained in float32, used next to the target.
+        dtype = str(trainer.target_features.config.dtype).removeprefix("torch.")
+        trainer.model.to(getattr(torch, dtype, torch.float32))
+    trainer.save_model(str(folder))
+    training_args.output_dir = str(folder)  # where the card goes, which names the folder
+    card = {"finetuned_from": args.target, "dataset": None if args.writes_prompts else args.data}
+    if training_args.push_to_hub:
+        trainer.push_to_hub(**card)
+    else:
+        trainer.create_model_card(**card)
+
+
+def cached_data(
+    folders: list[str], target: PreTrainedModel | None, num_eval_rows: int, held_out: Path | None = None
+) -> dict[str, Any]:
+    """
+    Returns the trainer's arguments for training on feature caches.
+
+    Args:
+        folders: The caches.
+        target: Where given, they must have been made from it.
+        num_eval_rows: Rows that are held out, of each cache its share, from its beginning.
+        held_out: A cache of the rows that are held out, where they are in one of their own.
+    """
+    caches = [FeatureDataset(folder, target) for folder in folders]
+    if len({cache.manifest.fingerprints["data"] for cache in caches}) < len(caches):
+        raise ValueError("--features names caches of the same texts. Give each of them once.")
+    rows: Any = torch.utils.data.ConcatDataset(caches)
+    num_eval = 0 if held_out is not None else min(num_eval_rows, len(rows) // 10)
+    chosen = [
+        index
+        for start, cache in zip([0, *rows.cumulative_sizes], caches, strict=False)
+        for index in range(start, start + num_eval * len(cache) // len(rows))
+    ]
+    eval_rows: Any = FeatureDataset(held_out, target) if held_out is not None else None
+    if chosen:
+        eval_rows = torch.utils.data.Subset(rows, chosen)
+    return {
+        "target": CachedFeatures(folders[0]),
+        "eval_dataset": eval_rows,
+        "train_dataset": torch.utils.data.Subset(rows, sorted({*range(len(rows))} - {*chosen})),
+        "processing_class": AutoTokenizer.from_pretrained(Path(folders[0]) / "target"),
+    }
+
+
+def online_data(
+    args: RecipeArguments, target: PreTrainedModel, tokenizer: Any, rows: Any, held_out: Any, training_args: Any
+) -> dict[str, Any]:
+    """Returns the trainer's arguments for running the target in every step, on rows of conversations."""
+    with training_args.main_process_first(desc="preparing the data"):
+        train_rows, report = prepared(args, tokenizer, target, rows)
+        eval_rows = prepared(args, tokenizer, target, held_out)[0] if held_out is not None else None
+    if args.streaming:
+        train_rows = train_rows.shuffle(seed=training_args.seed, buffer_size=1000)
+    else:
+        _say(training_args, f"training data: {report}")
+    prompts = None
+    if training_args.acceptance_steps:
+        prompts = collect_prompts(held_out or [], tokenizer, args.num_acceptance_prompts)
+        if not prompts:
+            raise ValueError("--acceptance_steps needs prompts, and none of the rows held out has one.")
+    return {
+        "target": target,
+        "train_dataset": train_rows,
+        "eval_dataset": eval_rows,
+        "acceptance_prompts": prompts,
+        "processing_class": tokenizer,
+    }
+
+
+def prepared(args: RecipeArguments, tokenizer: Any, target: PreTrainedModel, rows: Any) -> tuple[Any, Any]:
+    """Returns rows of token ids, and what became of the data."""
+    return prepare_dataset(
+        rows, tokenizer, target.config, max_length=args.max_length, packing=bool(args.packing), num_proc=args.num_proc
+    )
+
+
+def _make_drafter(
+    args: RecipeArguments, start: str | None, fields: dict[str, Any], source: PreTrainedModel | CachedFeatures
+) -> torch.nn.Module:
+    """Returns the drafter to train, in float32: mixed precision is the trainer's affair."""
+    if (layers := fields.get("target_layer_ids")) is not None:
+        fields = fields | {"target_layer_ids": resolve_layer_ids(source.config, layers)}
+    if start is not None:
+        drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
+    elif isinstance(source, CachedFeatures):
+        drafter = source.make_drafter(**fields).float()
+    else:
+        drafter = GumihoModel.from_target(source, **fields).float()
+    if not args.lora_rank:
+        return drafter
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=_ADAPTED)
+    return get_peft_model(drafter, config)
+
+
+@contextmanager
+def whole_models(args: GumihoTrainingArguments) -> Iterator[None]:
+    """Keeps DeepSpeed's ZeRO-3 from splitting models as they are made: the trainer splits the drafter alone."""
+    unset_hf_deepspeed_config()
+    yield
+    if args.deepspeed_plugin is not None:
+        args.deepspeed_plugin.set_deepspeed_weakref()
+
+
+def _say(args: Any, text: str) -> None:
+    if args.process_index == 0:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()

@@ -1,0 +1,290 @@
+"""`gumiho train` and `gumiho data`, as a user runs them: from nothing to a drafter that `generate()` uses."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.cli import main
+from transformers_gumiho.recipe import stages
+from transformers_gumiho.training import FeatureDataset, feature_extraction, regeneration
+
+
+DEMO_DRAFTER = DEMO_TARGET.parent / "gumiho"
+TOY = [
+    "--use_cpu", "--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, "--per_device_train_batch_size", 2,
+    "--max_new_tokens", 16, "--writing_batch_size", 16, "--num_eval_rows", 4, "--num_measured_prompts", 3,
+    "--measured_new_tokens", 3,
+]  # fmt: skip
+UP_TO_TRAINING = ["--stages", "write", "features", "train"]
+
+
+def gumiho(*words: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["gumiho", *map(str, words)])
+        main()
+
+
+def refuse(message: str, *words: object) -> None:
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        gumiho(*words)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Questions without answers; the demo pair's target has no chat template, and continues them."""
+    rows = [{"prompt": f"def f{index}(self, x):\n    "} for index in range(40)]
+    return write_jsonl(tmp_path_factory.mktemp("data") / "questions.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Conversations, one broken line, and a chat template for the demo pair's target."""
+    folder = tmp_path_factory.mktemp("chats")
+    answers = [{"role": "assistant", "content": f"return self.path[{index}]\n" * 6} for index in range(40)]
+    rows = [{"messages": [*MESSAGES[:4], answer]} for answer in answers]
+    (folder / "template.jinja").write_text(CHATML)
+    return {
+        "data": write_jsonl(folder / "chats.jsonl", [*rows, "broken"]), "template": str(folder / "template.jinja")
+    }  # fmt: skip
+
+
+def check_drafter(folder: Path) -> GumihoModel:
+    """The folder holds a drafter with its tokenizer and card, in the target's precision, that drafts for it."""
+    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    drafter = GumihoModel.from_pretrained(folder)
+    assert drafter.dtype == torch.bfloat16
+    ids = AutoTokenizer.from_pretrained(folder)("def __init__(self", return_tensors="pt")["input_ids"]
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    assert torch.equal(target.generate(ids, max_new_tokens=24, do_sample=False, assistant_model=drafter), plain)
+    card = (folder / "README.md").read_text()
+    assert f"\n# {folder.name}\n" in card, "a folder's place means nothing to others"
+    assert "expected_acceptance_length" in card
+    return drafter
+
+
+def test_one_command_makes_a_drafter_from_nothing(
+    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY]
+    gumiho(*command)
+    output = capsys.readouterr()
+    plan, *_ = output.out.partition("[1/5]")
+    for stage in ("write", "features", "train", "tune", "evaluate", "all"):
+        assert re.search(rf"^{stage} +[\d.]+ [GM]B +[\d.]+ [GM]B +[\d.]+ (minutes|hours)$", plan, re.MULTILINE)
+    for bar in ("target answers", "extracting features", "decoding in turns", "decoding:"):
+        assert bar in output.err
+    assert "tokens/s" in output.err
+    assert "train_tokens_per_second" in output.out
+    drafter = check_drafter(tmp_path / "gumiho")
+    assert drafter.config.transition_rank == 64
+    assert drafter.generation_config.break_even is not None  # it was tuned for this machine
+    serial = GumihoModel.from_pretrained(tmp_path / "gumiho" / "work" / "serial").generation_config
+    assert len(serial.draft_vocabulary) == drafter.config.get_text_config().vocab_size // 4
+    card = (tmp_path / "gumiho" / "README.md").read_text()
+    for mode in ("plain", "prompt lookup", "gumiho"):
+        assert f"\n| {mode} |" in card
+    steps = {
+        phase: json.loads((tmp_path / "gumiho/work" / phase / "checkpoint-4/trainer_state.json").read_text())
+        for phase in ("serial", "heads")
+    }
+    assert "serial_ce" in steps["serial"]["log_history"][0]
+    assert "parallel_0_ce" in steps["heads"]["log_history"][0]
+
+    # Run again, it has nothing left to do.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "gumiho").glob("*.*")}
+    gumiho(*command)
+    assert capsys.readouterr().out.count("finished before") == 5
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "gumiho").glob("*.*")} == before
+
+
+def test_a_stopped_run_continues_to_the_same_drafter(
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped while it writes, at half a line, while it keeps states, and in the second phase of the training."""
+
+    def command(folder: str) -> list[object]:
+        return [
+            "train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / folder, *TOY,
+            *UP_TO_TRAINING,
+        ]  # fmt: skip
+
+    gumiho(*command("whole"))
+
+    def stop_after(owner: Any, name: str, num_calls: int) -> None:
+        real, calls = getattr(owner, name), []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) > num_calls:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, run)
+            with pytest.raises(KeyboardInterrupt):
+                gumiho(*command("stopped"))
+
+    stop_after(regeneration, "append_rows", 1)
+    with (tmp_path / "stopped" / "work" / "answers.jsonl").open("a") as file:
+        file.write('{"prompt": "half a')
+    stop_after(feature_extraction, "save_whole", 1)
+    stop_after(Trainer, "training_step", 7)
+    assert (tmp_path / "stopped" / "work" / "heads" / "checkpoint-2").is_dir()
+    gumiho(*command("stopped"))
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert (stopped / "work/answers.jsonl").read_bytes() == (whole / "work/answers.jsonl").read_bytes()
+    expected, found = (load_file(folder / "model.safetensors") for folder in (whole, stopped))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_published_recipe_is_one_training(questions: str, tmp_path: Path) -> None:
+    gumiho(
+        "train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY,
+        *UP_TO_TRAINING, "--recipe", "published",
+    )  # fmt: skip
+    drafter = check_drafter(tmp_path / "gumiho")
+    assert drafter.config.transition_rank == 0
+    assert drafter.generation_config.draft_vocabulary is None
+    state = json.loads((tmp_path / "gumiho/work/published/checkpoint-4/trainer_state.json").read_text())
+    first = state["log_history"][0]
+    assert {"serial_feature", "serial_ce", "parallel_4_feature"} <= set(first)
+
+
+def test_a_target_that_chats_makes_its_own_questions(
+    chats: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from chat_target import make_chat_target, make_chat_tokenizer
+
+    make_chat_target().save_pretrained(tmp_path / "target")
+    make_chat_tokenizer().save_pretrained(tmp_path / "target")
+    small = ["--num_prompts", 5, "--max_prompt_tokens", 40, "--max_new_tokens", 12]
+    gumiho("data", "--target", tmp_path / "target", "--data", "none", "--output_file", tmp_path / "a.jsonl", *small)
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+    assert all([turn["role"] for turn in row["messages"]] == ["user", "assistant"] for row in rows)
+    refuse("has no chat template", "data", "--target", DEMO_TARGET, "--data", "none", "--output_file", tmp_path / "b")
+    gumiho(
+        "data", "--target", DEMO_TARGET, "--data", chats["data"], "--chat_template", chats["template"], "--num_rows",
+        3, "--max_new_tokens", 4, "--output_file", tmp_path / "c.jsonl",
+    )  # fmt: skip
+    assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 3
+
+
+def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
+    chats: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "train", "--target", DEMO_TARGET, "--data", chats["data"], "--chat_template", chats["template"],
+        "--regenerate", "false", "--cache_features", "false", "--output_dir", tmp_path / "gumiho", *TOY,
+        "--max_length", 256, "--stages", "train", "--recipe", "published", "--bf16", "--acceptance_steps", 4,
+        "--num_acceptance_prompts", 2, "--acceptance_max_new_tokens", 16,
+    ]  # fmt: skip
+    gumiho(*command)
+    assert "1 skipped" in (output := capsys.readouterr().out)
+    assert "is not JSON" in output
+    gumiho(*command, "--max_steps", 6)
+    assert "continues from" in (output := capsys.readouterr().out)
+    assert "checkpoint-4" in output
+    state = json.loads((tmp_path / "gumiho/work/published/checkpoint-6/trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    assert any("tau" in entry for entry in state["log_history"])
+    check_drafter(tmp_path / "gumiho")
+    gumiho(
+        "train", "--target", DEMO_TARGET, "--data", chats["data"], "--chat_template", chats["template"],
+        "--regenerate", "false", "--cache_features", "false", "--streaming", "--drafter", DEMO_DRAFTER, "--output_dir",
+        tmp_path / "streamed", "--max_length", 256, *TOY, "--stages", "train",
+    )  # fmt: skip
+    check_drafter(tmp_path / "streamed")
+
+
+def test_stages_run_alone_and_parts_are_trained_alone(questions: str, tmp_path: Path) -> None:
+    layers = ["--target_layer_ids", 3, -1]
+    gumiho(
+        "train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "first", *TOY, "--stages",
+        "write", "features", *layers,
+    )  # fmt: skip
+    cache = tmp_path / "first" / "work" / "features"
+    assert len(FeatureDataset(cache)) == 36
+    assert not (tmp_path / "first" / "model.safetensors").exists()
+    serial, whole = tmp_path / "serial", tmp_path / "whole"
+    common = ["train", "--features", cache, *TOY, "--stages", "train", "--max_steps", 2, "--learning_rate", 2e-3]
+    gumiho(*common, "--output_dir", serial, "--linear_start", "--train_only", "serial", *layers)
+    gumiho(*common, "--output_dir", whole, "--drafter", serial, "--train_only", "parallel", "--warmup_steps", 0)
+    assert check_drafter(whole).config.target_layer_ids == [3, 19]
+    before, after = (load_file(folder / "model.safetensors") for folder in (serial, whole))
+    changed = {name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"mlp", "transition"}
+    shutil.rmtree(whole)
+    gumiho(*common, "--output_dir", whole, "--drafter", DEMO_DRAFTER, "--lora_rank", 2)
+    assert (whole / "adapter_model.safetensors").exists()
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("transformers_gumiho.recipe.plan.shutil.disk_usage", lambda _: usage)
+    command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY]
+    refuse("The run needs about", *command)
+    assert not list((tmp_path / "gumiho" / "work").iterdir())
+
+
+def test_a_plan_starts_nothing(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gumiho("train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "gumiho", "--plan")
+    assert "40 rows of data" in capsys.readouterr().out
+    assert not list((tmp_path / "gumiho" / "work").iterdir())
+
+
+def test_a_file_without_its_marks_is_looked_at_again(tmp_path: Path) -> None:
+    """Which stages are finished is written to the end or not at all; without it, stages look at what they find."""
+    (tmp_path / "finished.json").write_text('{"write"')
+    finished = stages.Finished(tmp_path / "finished.json")
+    assert not finished.has("write", {})
+    finished.add("write", {"a": 1})
+    finished.add("features", {"a": 1})
+    again = stages.Finished(tmp_path / "finished.json")
+    assert again.has("features", {"a": 1})
+    assert not again.has("features", {"a": 2})
+    again.add("write", {"a": 2})
+    assert not stages.Finished(tmp_path / "finished.json").has("features", {"a": 1}), "it was made from other answers"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Give the target with --target, and the data with --data"),
+        (["--target", DEMO_TARGET, "--data", "missing.jsonl"], "There is no file 'missing.jsonl'"),
+        (["--features", "."], "is no feature cache"),
+        (["--features", ".", "--data", "x"], "leave --data and --streaming out"),
+        (["--target", "t", "--data", "x", "--lora_rank", "4"], "give it with --drafter"),
+        (["--target", "t", "--data", "x", "--train_only", "parallel"], "serial head: give it with --drafter"),
+        (["--target", "t", "--data", "x", "--recipe", "best"], "must be one of recommended, published, got 'best'"),
+        (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
+        (["--target", "t", "--data", "x", "--openings", "o"], "use --data none"),
+        pytest.param(
+            ["--features", ".", "--bf16"], "You need to assign use_cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
+    refuse(message, "train", "--output_dir", tmp_path, *arguments)
+
+
+@pytest.mark.parametrize("option", ["--serial_unroll_steps", "--serial-unroll-steps=2"])
+def test_a_removed_option_says_what_to_do(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gumiho("train", "--output_dir", tmp_path, "--target", "t", "--data", "x", option, 2)
+    assert "--serial_unroll_steps was removed: steps beyond those of drafting lost 4.8%" in capsys.readouterr().err
