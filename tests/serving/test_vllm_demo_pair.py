@@ -43,7 +43,8 @@ def plain_texts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def llm(plain_texts: list[list[int]]) -> Iterator[Any]:
     # A cache for fewer tokens than eight requests write: some are put off in the middle, and go on later.
-    with engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 7), num_gpu_blocks_override=14) as llm:
+    settings = {"num_gpu_blocks_override": 14, "per_request_spec_decode_metrics": "summary"}
+    with engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 7), **settings) as llm:
         yield llm
 
 
@@ -54,6 +55,15 @@ def test_texts_are_those_without_a_drafter(llm: Any, plain_texts: list[list[int]
     # The serial head alone would not come so far.
     assert 1 + accepted / drafts > 3
     assert all(count > 0 for count in metric(llm, "spec_decode_num_accepted_tokens_per_pos"))
+
+
+def test_each_request_counts_its_accepted_drafts(llm: Any) -> None:
+    before = metric(llm, "spec_decode_num_accepted_tokens")
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0), use_tqdm=False)
+    steps = [output.outputs[0].spec_decode_metrics.histogram for output in outputs]
+    accepted = [sum(length * count for length, count in enumerate(counts)) for counts in steps]
+    assert all(count > 0 for count in accepted)
+    assert sum(accepted) == metric(llm, "spec_decode_num_accepted_tokens") - before
 
 
 def test_prompts_in_pieces_and_cached_prefixes_change_nothing(llm: Any, plain_texts: list[list[int]]) -> None:
