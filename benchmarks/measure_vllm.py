@@ -4,8 +4,9 @@
 
 For each way of drafting it starts a server, sends prompts at each concurrency, and writes a row: tokens per second,
 time to the first token, time per token, and of the drafts the acceptance length and the share that is accepted at each
-position. The ways are vLLM without a drafter, its n-gram method, Gumiho's chains, and the drafter's serial head alone,
-which drafts each token of a chain in a pass of its own, as an EAGLE head does.
+position. `choose_vllm_tokens.py` makes vLLM's settings of these rows. The ways are vLLM without a drafter, its n-gram
+method, Gumiho's chains, and the drafter's serial head alone, which drafts each token of a chain in a pass of its own,
+as an EAGLE head does.
 
 Run it on a machine that does nothing else, with vLLM, pandas and this package installed. Called again with the same
 output, it goes on after the rows that are there; with more `--rounds`, it adds to them.
@@ -13,6 +14,7 @@ output, it goes on after the rows that are there; with more `--rounds`, it adds 
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -20,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", default=str(PAIR / "target"))
     parser.add_argument("--drafter", default=str(PAIR / "gumiho"))
     parser.add_argument("--prompts", type=Path, default=PAIR / "prompts.jsonl", help="As for `gumiho benchmark`.")
-    parser.add_argument("--num-tokens", type=int, nargs="*", default=[2, 3, 4, 5, 6, 7], help="Lengths of the chain.")
+    parser.add_argument(
+        "--num-tokens", type=int, nargs="*", default=[0, 2, 3, 4, 5, 6, 7],
+        help="Lengths of the chain. With 0, nothing is drafted, and the drafter only reads along.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--speculative-config", type=json.loads, help="Measured as well: what choose_vllm_tokens.py printed.",
+    )  # fmt: skip
     parser.add_argument(
         "--num-serial-tokens", type=int, nargs="*", default=[2, 4, 7], help="Lengths of the serial head's own chains."
     )
@@ -64,7 +72,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1, help="Each server measures so often; all are kept.")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument("--port", type=int, default=8765, help="Of the first server; others follow it.")
+    parser.add_argument("--no-ngram", action="store_true", help="Leave vLLM's n-gram method out.")
+    parser.add_argument(
+        "--together", action="store_true",
+        help="Start all servers first, and measure them in turns: a machine that drifts does so for all of them.",
+    )  # fmt: skip
     parser.add_argument(
         "--server-argument", nargs="*", default=SERVER_ARGUMENTS,
         help="More for the server, as in `key=value`. Compiled models take a minute longer to start.",
@@ -79,11 +92,24 @@ def ways_of_drafting(
     """Yields the names of what is compared, and what makes the `--speculative-config` of each; it may use `folder`."""
     yield "plain", lambda: None
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    yield "n-gram", lambda: ngram
+    if not arguments.no_ngram:
+        yield "n-gram", lambda: ngram
     for num_tokens in arguments.num_tokens:
-        yield f"Gumiho, {num_tokens} tokens", partial(drafting_with, arguments.drafter, num_tokens)
+        yield name_of(num_tokens), partial(drafting_with, arguments.drafter, num_tokens)
+    if (config := arguments.speculative_config) is not None:
+        yield f"Gumiho, {json.dumps(config['num_speculative_tokens_per_batch_size'])}", lambda: config
     for num_tokens in arguments.num_serial_tokens:
         yield f"serial head, {num_tokens} passes", partial(serial_drafting, arguments.drafter, num_tokens, folder)
+
+
+def name_of(num_tokens: int) -> str:
+    return f"Gumiho, {num_tokens} tokens"
+
+
+def tokens_of(name: str) -> int | None:
+    """Returns the length of the chain in a name of Gumiho's; `None` for other ways of drafting."""
+    found = re.fullmatch(r"Gumiho, (\d+) tokens", name)
+    return int(found[1]) if found else None
 
 
 def serial_drafting(drafter: str, num_tokens: int, folder: Path) -> dict[str, Any]:
@@ -97,23 +123,25 @@ def serial_drafting(drafter: str, num_tokens: int, folder: Path) -> dict[str, An
 def drafting_with(drafter: str, num_tokens: int) -> dict[str, Any]:
     reads_layers = GumihoConfig.from_pretrained(drafter).target_layer_ids is not None
     method = "eagle3" if reads_layers else "eagle"
-    return {"method": method, "model": drafter, "num_speculative_tokens": num_tokens}
+    config = {"method": method, "model": drafter, "num_speculative_tokens": max(num_tokens, 1)}
+    # Only a length by the number of requests may be 0.
+    return config if num_tokens else config | {"num_speculative_tokens_per_batch_size": [[1, 1, 0]]}
 
 
 @contextmanager
-def server(arguments: argparse.Namespace, speculative_config: dict[str, Any] | None) -> Iterator[str]:
+def server(arguments: argparse.Namespace, port: int, speculative_config: dict[str, Any] | None) -> Iterator[str]:
     """
     Yields the address of a server that is ready.
 
     Raises:
         RuntimeError: Something else answers at the port, or the server ends.
     """
-    address = f"http://127.0.0.1:{arguments.port}"
+    address = f"http://127.0.0.1:{port}"
     if answers(address):
         raise RuntimeError(f"There is a server at {address} already. End it, or give another `--port`.")
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", arguments.target,
-        "--served-model-name", "target", "--dtype", arguments.dtype, "--port", str(arguments.port),
+        "--served-model-name", "target", "--dtype", arguments.dtype, "--port", str(port),
         *(f"--{argument}" for argument in arguments.server_argument),
     ]  # fmt: skip
     if speculative_config is not None:
@@ -163,7 +191,7 @@ def measure(arguments: argparse.Namespace, address: str, prompts: Path, concurre
         *(() if is_chat else ("--skip-chat-template",)),
         "--custom-output-len", str(arguments.output_tokens), "--ignore-eos", "--temperature", "0",
         "--num-prompts", str(num_requests(arguments, concurrency)), "--max-concurrency", str(concurrency),
-        "--num-warmups", "2",
+        "--num-warmups", "1",
     ]))  # fmt: skip
 
 
@@ -178,12 +206,19 @@ def measure_all(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> It
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-        for name, make_config in ways_of_drafting(arguments, Path(folder)):
-            missing = [row for row in rows_of(arguments, name) if key_of(row) not in known]
-            if not missing:
-                continue
-            with server(arguments, make_config()) as address:
-                for row in missing:
+        missing = {
+            make_config: rows
+            for name, make_config in ways_of_drafting(arguments, Path(folder))
+            if (rows := [row for row in rows_of(arguments, name) if key_of(row) not in known])
+        }
+        for group in [list(missing)] if arguments.together else [[make_config] for make_config in missing]:
+            with ExitStack() as running:
+                addresses = {
+                    make_config: running.enter_context(server(arguments, port, make_config()))
+                    for port, make_config in enumerate(group, arguments.port)
+                }
+                turns = [(row, addresses[make_config]) for make_config in group for row in missing[make_config]]
+                for row, address in sorted(turns, key=lambda turn: turn[0]["round"]):
                     found = measure(arguments, address, prompts, row["concurrency"])
                     # Without what is listed request by request.
                     kept = {name: v for name, v in found.items() if name == PER_POSITION or not isinstance(v, list)}

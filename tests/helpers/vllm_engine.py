@@ -39,13 +39,14 @@ def engine(target: Path, speculative_config: dict[str, Any] | None = None, **set
         cleanup_dist_env_and_memory()
 
 
-def write_texts(llm: Any, prompts: list[Any], max_tokens: int = 24, **sampling: Any) -> list[list[int]]:
-    """Returns the tokens after each prompt (a text or token ids), by default the greedy ones."""
+def write_texts(llm: Any, prompts: list[Any], max_tokens: int | list[int] = 24, **sampling: Any) -> list[list[int]]:
+    """Returns the tokens after each prompt (a text or token ids), by default the greedy ones, `max_tokens` of each."""
     from vllm import SamplingParams
 
     given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
     settings = {"temperature": 0.0, "ignore_eos": True} | sampling
-    outputs = llm.generate(given, SamplingParams(max_tokens=max_tokens, **settings), use_tqdm=False)
+    lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    outputs = llm.generate(given, [SamplingParams(max_tokens=n, **settings) for n in lengths], use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

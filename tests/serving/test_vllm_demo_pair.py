@@ -1,5 +1,6 @@
 """The demo pair in vLLM: the texts of vLLM without a drafter, from the chains that transformers drafts."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def plain_texts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def llm(plain_texts: list[list[int]]) -> Iterator[Any]:
     # A cache for fewer tokens than eight requests write: some are put off in the middle, and go on later.
-    with engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 7), num_gpu_blocks_override=14) as llm:
+    settings = {"num_gpu_blocks_override": 14, "per_request_spec_decode_metrics": "summary"}
+    with engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 7), **settings) as llm:
         yield llm
 
 
@@ -53,6 +55,15 @@ def test_texts_are_those_without_a_drafter(llm: Any, plain_texts: list[list[int]
     # The serial head alone would not come so far.
     assert 1 + accepted / drafts > 3
     assert all(count > 0 for count in metric(llm, "spec_decode_num_accepted_tokens_per_pos"))
+
+
+def test_each_request_counts_its_accepted_drafts(llm: Any) -> None:
+    before = metric(llm, "spec_decode_num_accepted_tokens")
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0), use_tqdm=False)
+    steps = [output.outputs[0].spec_decode_metrics.histogram for output in outputs]
+    accepted = [sum(length * count for length, count in enumerate(counts)) for counts in steps]
+    assert all(count > 0 for count in accepted)
+    assert sum(accepted) == metric(llm, "spec_decode_num_accepted_tokens") - before
 
 
 def test_prompts_in_pieces_and_cached_prefixes_change_nothing(llm: Any, plain_texts: list[list[int]]) -> None:
@@ -111,12 +122,30 @@ def test_the_auto_classes_give_what_they_give_without_vllm(llm: Any) -> None:
     assert type(AutoModel.from_pretrained(DEMO_DRAFTER)) is GumihoModel
 
 
-def test_more_tokens_than_were_trained_are_refused(tmp_path: Path) -> None:
+def test_more_tokens_than_were_trained_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_TARGET, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
     with (
         pytest.raises(ValueError, match=r"`num_speculative_tokens` is 8.*at most 7 tokens: 2 serial ones"),
-        engine(DEMO_TARGET, drafting_with(DEMO_DRAFTER, 8)),
+        engine(tmp_path / "target", drafting_with(DEMO_DRAFTER, 8)),
     ):
         pass
+
+
+def test_how_much_is_drafted_follows_the_number_of_requests(plain_texts: list[list[int]]) -> None:
+    schedule = [[1, 1, 7], [2, 3, 2], [4, 4, 1], [5, 8, 0]]
+    config = drafting_with(DEMO_DRAFTER, 7, num_speculative_tokens_per_batch_size=schedule)
+    runs: list[list[list[list[int]]]] = []
+    with engine(DEMO_TARGET, config) as llm:
+        for num_requests in (1, 3, 4, 8, 1):
+            with recorded_chains(llm) as steps:
+                assert write_texts(llm, PROMPTS[:num_requests], NUM_TOKENS) == plain_texts[:num_requests]
+            runs.append(steps)
+    lengths = {(len(chains), len(chains[0])) for steps in runs for chains in steps}
+    # The cache is too small for eight requests at once, so their number changes on the way.
+    assert {(1, 7), (2, 2), (3, 2), (4, 1), (5, 0)} <= lengths
+    assert all(length == (7, 2, 2, 1, 0, 0, 0, 0)[count - 1] for count, length in lengths)
+    assert runs[0] == runs[-1]
+    assert len(runs[0]) < NUM_TOKENS / 2
 
 
 def test_a_drafter_is_no_target() -> None:

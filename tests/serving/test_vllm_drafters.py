@@ -28,7 +28,6 @@ from vllm_pairs import (
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model import released_configs
 from transformers_gumiho.vllm.heads import DraftingHead
-from transformers_gumiho.vllm.model import check_verification
 
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 1, 2], [3, 3, 5, 1, 7, 2, 6]]
@@ -157,13 +156,6 @@ def test_a_checkpoint_of_another_config_is_refused(
         engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 3, method=method), skip_tokenizer_init=True),
     ):
         pass
-
-
-def test_verification_by_confidence_is_refused() -> None:
-    """Directly, as vLLM itself refuses it on a CPU."""
-    check_verification(SimpleNamespace(enable_adaptive_verification=False))
-    with pytest.raises(ValueError, match="`enable_adaptive_verification` needs a drafter that tells how sure it is"):
-        check_verification(SimpleNamespace(enable_adaptive_verification=True))
 
 
 def test_a_drafter_that_another_class_drafts_with_says_so(tmp_path: Path) -> None:

@@ -57,6 +57,24 @@ def test_chains_with_transitions_from_several_layers(tmp_path: Path, monkeypatch
     assert transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8, monkeypatch) != [drafted]
 
 
+def test_how_much_is_drafted_follows_the_number_of_requests() -> None:
+    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    tokenizer, lengths = AutoTokenizer.from_pretrained(DEMO_TARGET), [3, 6, 20]
+    prompts = [tokenizer(text).input_ids for text in ("import os", "def __init__(self, ", "class A:\n    def ")]
+    texts = []
+    for ids, length in zip(prompts, lengths, strict=True):
+        text = target.generate(torch.tensor([ids]), max_new_tokens=length, do_sample=False, eos_token_id=None)
+        texts.append(text[0, len(ids) :].tolist())
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 1, 7], [2, 2, 3], [3, 8, 0]]}
+    found = run(DEMO_TARGET, DEMO_DRAFTER, 7, prompts=prompts, max_tokens=lengths, speculation=schedule)
+    assert found["texts"] == texts
+    # V2 returns chains of full length, of which only the first are drafted.
+    drafted = [(len(chains), {sum(token >= 0 for token in chain) for chain in chains}) for chains in found["steps"]]
+    assert {num_requests for num_requests, _ in drafted} == {1, 2, 3}
+    assert all(counts == {{1: 7, 2: 3, 3: 0}[num_requests]} for num_requests, counts in drafted)
+    assert len([num_requests for num_requests, _ in drafted if num_requests == 1]) < 14
+
+
 def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draw has the key of its own position, and its logits are kept in its own column."""
     drawn: list[tuple[list[int], int, list[float]]] = []
@@ -81,11 +99,12 @@ def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     vars(speculator).update(
         model=model, dtype=torch.float32,
         draft_logits=torch.zeros(4, 4, 8), draft_tokens=torch.zeros(4, 4, dtype=torch.long), temperature=None,
-        seeds=None, idx_mapping=torch.arange(4), current_draft_step=torch.tensor(1),
+        seeds=None, idx_mapping=torch.arange(4), current_draft_step=torch.tensor(0), acceptance_estimator=None,
         _serial_features=torch.zeros(2, 4, 3), _first_positions=torch.zeros(4, dtype=torch.long),
     )  # fmt: skip
     for step in range(2):
         features, positions = torch.full((2, 3), 5.0 + step), torch.tensor([20, 30]) + step
+        speculator.current_draft_step.fill_(step)
         speculator.draft_tokens[:2, step] = speculator.sample_draft(
             features, positions, None, None, None, torch.tensor(step), speculator.draft_logits
         )
@@ -96,3 +115,36 @@ def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     assert read[0].tolist() == [[10, 11], [10, 11]]
     assert read[1][:, :, 0].tolist() == [[5.0, 6.0], [5.0, 6.0]]
     assert speculator.draft_tokens[:2].tolist() == [[10, 11, 12, 13]] * 2
+
+
+def test_the_acceptance_of_every_token_is_estimated() -> None:
+    """Adaptive verification needs this. vLLM refuses it on a CPU, so its own `sample_draft` is called directly."""
+    seen: list[tuple[int, list[list[float]]]] = []
+
+    def predict(logits: torch.Tensor, idx_mapping: torch.Tensor, step: torch.Tensor, *others: Any) -> None:
+        seen.append((int(step), logits.tolist()))
+
+    speculator = object.__new__(GumihoSpeculator)
+    model = SimpleNamespace(
+        draft_in_parallel=lambda tokens, features: torch.eye(4)[None, 2:].repeat(2, 1, 1),
+        moved_features=lambda head, features, tokens: features, compute_logits=lambda features: 3 * features,
+        # With a draft vocabulary, the best tokens are found without the logits of the others.
+        drafting_head=object(),
+    )  # fmt: skip
+    vars(speculator).update(
+        model=model, dtype=torch.float32, draft_logits=None, draft_tokens=torch.zeros(4, 4, dtype=torch.long),
+        temperature=torch.zeros(4), seeds=None, idx_mapping=torch.arange(4), current_draft_step=torch.tensor(0),
+        use_local_argmax_reduction=False, acceptance_estimator=SimpleNamespace(predict=predict),
+        draft_token_confidence_probs=torch.zeros(4, 4), _serial_features=torch.zeros(2, 4, 4),
+        _first_positions=torch.zeros(4, dtype=torch.long),
+    )  # fmt: skip
+    for step in range(2):
+        features = torch.eye(4)[step].repeat(2, 1)
+        speculator.current_draft_step.fill_(step)
+        speculator.draft_tokens[:2, step] = speculator.sample_draft(
+            features, torch.tensor([20, 30]) + step, speculator.idx_mapping[:2], speculator.temperature, None,
+            speculator.current_draft_step, None,
+        )  # fmt: skip
+    speculator._draft_in_parallel(2, Chain(2, 2))
+    assert seen == [(step, [(3 * torch.eye(4)[step]).tolist()] * 2) for step in range(4)]
+    assert speculator.draft_tokens[:2].tolist() == [[0, 1, 2, 3]] * 2

@@ -27,8 +27,7 @@ from transformers_gumiho.vllm.chain import Chain
 from transformers_gumiho.vllm.checkpoint import (
     EMBEDDING,
     FUSION,
-    HeadTensor,
-    TransitionTensor,
+    copy_tensor,
     expected_names,
     is_readable,
     plain_name,
@@ -288,7 +287,7 @@ def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path:
         assert expected_names(SimpleNamespace(**fields), chain) == set(expected_shapes(fields, num_tokens)) - {
             EMBEDDING
         }
-        assert all(HeadTensor.named(name).head >= chain.num_heads for name in dropped)  # type: ignore[union-attr]
+        assert all(int(name.split(".")[1]) >= chain.num_heads for name in dropped)
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch, stubs: dict[str, Any]) -> Any:
@@ -307,7 +306,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch, stubs: dict[str, Any]) -> A
 
 class EAGLEConfig:
     def __init__(self, model: Any, **kwargs: Any) -> None:
-        self.model = model
+        vars(self).update(kwargs, model=model)
 
 
 def read_drafter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -337,24 +336,6 @@ def test_layers_of_the_target_are_counted_as_vllm_does(
     config = read_drafter(tmp_path / "last", monkeypatch)
     assert config.target_layer_ids is None
     assert not hasattr(config, "eagle_aux_hidden_state_layer_ids")
-
-
-def test_the_log_says_what_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace) -> None:
-    gumiho = GumihoModel.from_target(make_target())
-    gumiho.generation_config.draft_vocabulary = [3, 1, 2]
-    gumiho.save_pretrained(tmp_path)
-    config = read_drafter(tmp_path, monkeypatch)
-    lines: list[str] = []
-    logger = SimpleNamespace(info=lambda message, *values: lines.append(message % values))
-    log = load("log", monkeypatch, {
-        "vllm.logger": {"init_logger": lambda name: logger},
-        "transformers_gumiho.vllm.model": {"GumihoForCausalLM": object},
-    })  # fmt: skip
-    log.log_drafter(SimpleNamespace(chain=Chain.of_drafter(config, 4), config=config))
-    assert lines == [
-        "The Gumiho plug-in drafts: 4 tokens per step (2 from the serial head, 2 from parallel heads), of 3 that may "
-        "be drafted."
-    ]
 
 
 def test_a_checkpoint_holds_what_its_config_has_a_place_for() -> None:
@@ -393,7 +374,6 @@ def test_a_rank_without_requests_runs_the_passes_of_a_draft(
         "vllm.config": {"VllmConfig": object},
         "vllm.v1.sample": {},
         "vllm.v1.sample.metadata": {"SamplingMetadata": object},
-        "transformers_gumiho.vllm.log": {"log_drafter": print},
     }).GumihoProposer  # fmt: skip
     proposer = object.__new__(ours)
     config = SimpleNamespace(num_serial_tokens=2, num_parallel_heads=5)
@@ -431,13 +411,13 @@ def test_batched_heads_are_the_drafters_own() -> None:
     torch.manual_seed(0)
     drafter = make_drafter(make_target()).float()
     heads = BatchedHeads(3, 32, 2, 5)
-    for name, tensor in drafter.state_dict().items():
-        if (place := HeadTensor.named(name)) and place.head < 3:
-            heads.load(place, tensor)
+    tensors = drafter.state_dict()
+    for name, place in heads.places().items():
+        copy_tensor(name, tensors[name], place)
     inputs = torch.randn(4, 64)
     torch.testing.assert_close(heads(inputs), drafter.mlp(inputs[:, None])[:, :3, 0])
     with pytest.raises(ValueError, match=r"`mlp.0.1.linear.weight` has the shape \(2, 2\), expected \(32, 32\)"):
-        heads.load(HeadTensor(0, 1, "weight"), torch.zeros(2, 2))
+        copy_tensor("mlp.0.1.linear.weight", torch.zeros(2, 2), heads.places()["mlp.0.1.linear.weight"])
 
 
 @pytest.mark.parametrize("token_ids", [None, torch.arange(60, 10, -1)])
@@ -449,9 +429,8 @@ def test_chains_follow_the_transitions(token_ids: torch.Tensor | None) -> None:
     embedding, output_head, bias = torch.randn(64, 32), torch.randn(64, 32), torch.randn(64)
     transitions = ChainTransitions(3, 32, 4)
     down, up = torch.randn(3, 4, 32), torch.randn(3, 32, 4)
-    for head in range(3):
-        transitions.load(TransitionTensor(head, "down"), down[head])
-        transitions.load(TransitionTensor(head, "up"), up[head])
+    for name, place in transitions.places().items():
+        copy_tensor(name, {"down": down, "up": up}[name[13:]][int(name[11])], place)
     transitions.adopt_output_head(lambda features: features @ output_head.T + bias)
     if token_ids is not None:
         transitions.keep_tokens(token_ids)
@@ -470,5 +449,3 @@ def test_chains_follow_the_transitions(token_ids: torch.Tensor | None) -> None:
         expected.append(above)
     assert torch.equal(chains, torch.stack(expected, dim=1))
     assert not torch.equal(chains, kept[logits.argmax(dim=-1)])
-    with pytest.raises(ValueError, match=r"`transition.0.up` has the shape \(2, 2\), expected \(32, 4\)"):
-        transitions.load(TransitionTensor(0, "up"), torch.zeros(2, 2))

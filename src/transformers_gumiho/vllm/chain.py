@@ -21,6 +21,10 @@ class Chain:
     def num_tokens(self) -> int:
         return self.num_serial_tokens + self.num_heads
 
+    def __str__(self) -> str:
+        serial, heads = self.num_serial_tokens, self.num_heads
+        return f"{self.num_tokens} tokens per step ({serial} from the serial head, {heads} from parallel heads)"
+
     @classmethod
     def of_drafter(cls, config: Any, num_tokens: int) -> "Chain":
         """

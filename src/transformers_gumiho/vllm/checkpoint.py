@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..model.checkpoint_conversion import IGNORED_KEYS
 from ..model.draft_vocabulary import is_vocabulary_entry
@@ -13,37 +14,28 @@ from .chain import Chain
 EMBEDDING = "embed_tokens.weight"
 FUSION = "layer_fusion.weight"
 
-_HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(weight|bias)")
-_TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(down|up)")
+# Of the parallel heads and their transitions.
+_OF_A_HEAD = re.compile(r"(?:mlp|transition)\.\d+\.(?:(\d+)\.linear\.(?:weight|bias)|down|up)")
 
 
-@dataclass(frozen=True)
-class HeadTensor:
-    """Where a tensor of the parallel heads is: in which head and block, and which of the two."""
-
-    head: int
-    block: int
-    kind: str
-
-    @classmethod
-    def named(cls, name: str) -> "HeadTensor | None":
-        """Returns the place that a plain name is of, `None` where it is not of a head."""
-        match = _HEAD_TENSOR.fullmatch(name)
-        return match and cls(int(match[1]), int(match[2]), match[3])
+def is_of_a_head(name: str) -> bool:
+    """Returns whether a plain name is that of a tensor of a parallel head, or of its transition."""
+    return _OF_A_HEAD.fullmatch(name) is not None
 
 
-@dataclass(frozen=True)
-class TransitionTensor:
-    """Where a tensor of the transitions is: of which head, and which of the two."""
+def copy_tensor(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
+    """
+    Copies a tensor of a checkpoint to its place.
 
-    head: int
-    kind: str
-
-    @classmethod
-    def named(cls, name: str) -> "TransitionTensor | None":
-        """Returns the place that a plain name is of, `None` where it is not of a transition."""
-        match = _TRANSITION_TENSOR.fullmatch(name)
-        return match and cls(int(match[1]), match[2])
+    Raises:
+        ValueError: It has another shape than its place.
+    """
+    if tensor.shape != place.shape:
+        raise ValueError(
+            f"`{name}` has the shape {tuple(tensor.shape)}, expected {tuple(place.shape)}. Check that the drafter's "
+            f"config belongs to its weights."
+        )
+    place.copy_(tensor)
 
 
 def plain_name(name: str) -> str | None:
@@ -80,9 +72,9 @@ def is_readable(config: Any, name: str) -> bool:
     Returns whether a checkpoint for this config may hold the tensor `name`, whatever of it a chain needs. As in
     transformers, it may have more heads than the config, and transitions that the config leaves out.
     """
-    if head := HeadTensor.named(name):
-        return head.block <= config.num_residual_blocks
-    if name == EMBEDDING or is_vocabulary_entry(name) or TransitionTensor.named(name):
+    if of_a_head := _OF_A_HEAD.fullmatch(name):
+        return int(of_a_head[1] or 0) <= config.num_residual_blocks
+    if name == EMBEDDING or is_vocabulary_entry(name):
         return True
     return name in expected_names(config, Chain(config.num_serial_tokens, 0))
 
@@ -103,4 +95,4 @@ def _serial_names(config: Any) -> Iterator[str]:
             yield f"layers.{layer}.input_layernorm.weight"
 
 
-__all__ = ["EMBEDDING", "FUSION", "HeadTensor", "TransitionTensor", "expected_names", "is_readable", "plain_name"]
+__all__ = ["EMBEDDING", "FUSION", "copy_tensor", "expected_names", "is_of_a_head", "is_readable", "plain_name"]

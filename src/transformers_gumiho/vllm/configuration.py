@@ -7,7 +7,13 @@ from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.draft_vocabulary import find_fault
-from .chain import Chain
+
+
+# Of a drafter's config, what the serial head's Llama config does not hold.
+_FIELDS = (
+    "num_serial_tokens", "num_parallel_heads", "num_residual_blocks", "gumiho_fc_bias", "transition_rank",
+    "target_layer_ids",
+)  # fmt: skip
 
 
 class GumihoEagleConfig(EAGLEConfig):
@@ -16,51 +22,18 @@ class GumihoEagleConfig(EAGLEConfig):
 
     Args:
         model: The Llama config of the serial head.
-        num_serial_tokens: As in [`GumihoConfig`], like the four that follow.
-        num_parallel_heads: See there.
-        num_residual_blocks: See there.
-        gumiho_fc_bias: See there.
-        transition_rank: See there.
-        target_layer_ids: See there.
-        draft_vocabulary: Ids of the tokens that may be drafted; by default all.
+        kwargs: Fields of [`GumihoConfig`], and as `draft_vocabulary` the ids of the tokens that may be drafted, or
+            `None` for all.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        num_serial_tokens: int = 2,
-        num_parallel_heads: int = 5,
-        num_residual_blocks: int = 5,
-        gumiho_fc_bias: bool = True,
-        transition_rank: int = 0,
-        target_layer_ids: list[int] | None = None,
-        draft_vocabulary: list[int] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, model: Any = None, **kwargs: Any) -> None:
         # Its prefix and this name make the architecture that vLLM's registry knows.
         if model is not None and not isinstance(model, dict):
             model.architectures = ["GumihoModel"]
         super().__init__(model, method="eagle", **kwargs | {"model_type": "eagle"})
-        self.num_serial_tokens = num_serial_tokens
-        self.num_parallel_heads = num_parallel_heads
-        self.num_residual_blocks = num_residual_blocks
-        self.gumiho_fc_bias = gumiho_fc_bias
-        self.transition_rank = transition_rank
-        self.target_layer_ids = target_layer_ids
-        if target_layer_ids is not None:
+        if (layer_ids := kwargs.get("target_layer_ids")) is not None:
             # vLLM counts what the first layer reads as well.
-            self.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in target_layer_ids]
-        self.draft_vocabulary = draft_vocabulary
-        self._num_lookahead_tokens = 0
-
-    @property
-    def num_lookahead_tokens(self) -> int:
-        """The length of the chain. vLLM sets it for configs that have it, before any process starts."""
-        return self._num_lookahead_tokens
-
-    @num_lookahead_tokens.setter
-    def num_lookahead_tokens(self, num_tokens: int) -> None:
-        self._num_lookahead_tokens = Chain.of_drafter(self, num_tokens).num_tokens
+            self.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in layer_ids]
 
 
 def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> GumihoEagleConfig:
@@ -88,12 +61,7 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
         )
     return GumihoEagleConfig(
         model=config.get_text_config(),
-        num_serial_tokens=config.num_serial_tokens,
-        num_parallel_heads=config.num_parallel_heads,
-        num_residual_blocks=config.num_residual_blocks,
-        gumiho_fc_bias=config.gumiho_fc_bias,
-        transition_rank=config.transition_rank,
-        target_layer_ids=config.target_layer_ids,
+        **{name: getattr(config, name) for name in _FIELDS},
         draft_vocabulary=_draft_vocabulary(model, config, options),
     )
 

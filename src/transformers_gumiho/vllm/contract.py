@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-# The releases that the tests have run with.
-TESTED_RELEASES = ("0.31", "0.32")
+# The releases that the tests have run with; 0.33 has no build for CPUs, so its Python ran with 0.32's kernels.
+TESTED_RELEASES = ("0.31", "0.32", "0.33")
 
 # By module and name, what is used of it: parameters of functions in their order, nothing for other names. "..." ends
 # the parameters of a function whose remaining ones are passed on as they come; elsewhere these need defaults.
@@ -75,7 +75,7 @@ HOOKS: dict[tuple[str, str], dict[str, str]] = {
 # Of the methods that the plug-in overrides, what `digest` returns for their sources in the releases above.
 DIGESTS = {
     "EagleProposer.__init__": "0612a10d",
-    "EagleProposer.load_model": "b2bdf943",
+    "EagleProposer.load_model": "b2bdf943 8a194cc2",
     "EagleProposer.propose": "0164aa5a",
     "EagleProposer.set_inputs_first_pass": "cba6ffb8",
     "EagleProposer.dummy_run": "b8f1a5c6",
@@ -83,11 +83,11 @@ DIGESTS = {
     "EagleProposer._greedy_sample": "f54e7d68",
     "EagleSpeculator.__init__": "77b42a07 489a782d",
     "EagleSpeculator.load_model": "b839e899",
-    "EagleSpeculator.propose": "7b8eab9e 3b7fe7e1",
+    "EagleSpeculator.propose": "7b8eab9e 3b7fe7e1 12123b06",
     "EagleSpeculator.capture": "a4b3cc43 edb5df19",
     "EagleSpeculator._generate_fused_drafts": "b54ffadd e4b2da58",
     "EagleSpeculator._multi_step_decode": "2e09eb09 3aa43be3",
-    "EagleSpeculator.sample_draft": "d2289e71 b5416a86",
+    "EagleSpeculator.sample_draft": "d2289e71 b5416a86 5fc4eda0",
     "EagleLlamaForCausalLM.__init__": "83ff4d1d",
     "EagleLlamaForCausalLM.load_weights": "69e0c78d",
 }

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ..model.parallel_heads import run_batched_heads
-from .checkpoint import HeadTensor
 
 
 class BatchedHeads(nn.Module):
@@ -27,20 +26,14 @@ class BatchedHeads(nn.Module):
         self.weight = nn.ParameterList(_empty(num_heads, hidden_size, width) for width in widths)
         self.bias = nn.ParameterList(_empty(num_heads, hidden_size) for _ in widths)
 
-    def load(self, place: HeadTensor, tensor: torch.Tensor) -> None:
-        """
-        Takes a tensor of a checkpoint over.
-
-        Raises:
-            ValueError: It has another shape than its place.
-        """
-        row = getattr(self, place.kind)[place.block].data[place.head]
-        if tensor.shape != row.shape:
-            raise ValueError(
-                f"`mlp.{place.head}.{place.block}.linear.{place.kind}` has the shape {tuple(tensor.shape)}, expected "
-                f"{tuple(row.shape)}. Check that the drafter's config belongs to its weights."
-            )
-        row.copy_(tensor)
+    def places(self) -> dict[str, torch.Tensor]:
+        """Returns where the tensors of a checkpoint go, by their plain names."""
+        return {
+            f"mlp.{head}.{block}.linear.{kind}": parameter.data[head]
+            for kind, blocks in (("weight", self.weight), ("bias", self.bias))
+            for block, parameter in enumerate(blocks)
+            for head in range(self.num_heads)
+        }
 
     def forward(self, path_inputs: torch.Tensor) -> torch.Tensor:
         """Maps the fused inputs of `n` chains, `(n, S * H)`, to the features of all heads, `(n, P, H)`."""

@@ -27,20 +27,6 @@ class TargetLayers(nn.Module):
         # In a list, as the norm is no part of the drafter.
         self._final_norm: list[Any] = []
 
-    def load(self, tensor: torch.Tensor) -> None:
-        """
-        Takes the tensor of a checkpoint over.
-
-        Raises:
-            ValueError: It has another shape.
-        """
-        if tensor.shape != self.weight.shape:
-            raise ValueError(
-                f"`layer_fusion.weight` has the shape {tuple(tensor.shape)}, expected {tuple(self.weight.shape)}. "
-                f"Check that the drafter's config belongs to its weights."
-            )
-        self.weight.data.copy_(tensor)
-
     def adopt_target(self, target: Any) -> None:
         """
         Takes the final norm from the target's language model.

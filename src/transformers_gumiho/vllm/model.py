@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
@@ -12,10 +13,14 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, pr
 
 from ..model.draft_vocabulary import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
 from .chain import Chain
-from .checkpoint import FUSION, HeadTensor, TransitionTensor, expected_names, is_readable, plain_name
+from .checkpoint import FUSION, copy_tensor, expected_names, is_of_a_head, is_readable, plain_name
 from .heads import BatchedHeads, DraftingHead
 from .layer_fusion import TargetLayers
 from .transitions import ChainTransitions
+
+
+# vLLM's handlers and level are those of its own loggers.
+logger = init_logger("vllm.transformers_gumiho")
 
 
 class GumihoForCausalLM(EagleLlamaForCausalLM):
@@ -40,7 +45,6 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.config
         _check_method(vllm_config.speculative_config.method, config.target_layer_ids)
-        check_verification(vllm_config.speculative_config)
         self.chain = Chain.of_drafter(config, vllm_config.speculative_config.num_speculative_tokens)
         if config.gumiho_fc_bias:
             self.model.fc = ReplicatedLinear(
@@ -174,6 +178,8 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             self.drafting_head = DraftingHead(self.lm_head, token_ids)
             if self.transitions is not None and self.drafting_head.is_cut:
                 self.transitions.keep_tokens(token_ids)
+        among = "" if vocabulary is None else f", among {len(vocabulary)} that may be drafted"
+        logger.info("The Gumiho plug-in drafts %s%s.", self.chain, among)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """
@@ -198,26 +204,27 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Loads what is not of the serial head; yields the rest, under vLLM's names."""
+        places = self._places()
         for given, tensor in weights:
             name = plain_name(given)
             if name is None or is_vocabulary_mask(name):
                 continue
             seen.add(name)
-            if not is_readable(self.config, name):
-                continue
-            if place := HeadTensor.named(name):
-                if place.head < self.chain.num_heads:
-                    self.heads.load(place, tensor)
-            elif transition := TransitionTensor.named(name):
-                if self.transitions is not None and transition.head < self.chain.num_heads:
-                    self.transitions.load(transition, tensor)
-            elif name == FUSION and self.target_layers is not None:
-                self.target_layers.load(tensor)
+            if name in places:
+                copy_tensor(name, tensor, places[name])
             elif is_vocabulary_entry(name):
                 self._adopt_vocabulary(name, tensor)
-            else:
+            elif is_readable(self.config, name) and not is_of_a_head(name):
                 process_eagle_weight(self, name)
                 yield f"model.{name}", tensor
+
+    def _places(self) -> dict[str, torch.Tensor]:
+        places = self.heads.places()
+        if self.transitions is not None:
+            places |= self.transitions.places()
+        if self.target_layers is not None:
+            places[FUSION] = self.target_layers.weight.data
+        return places
 
     def _adopt_vocabulary(self, name: str, entry: torch.Tensor) -> None:
         if self.config.draft_vocabulary is None:
@@ -236,13 +243,4 @@ def _check_method(method: str | None, layer_ids: list[int] | None) -> None:
         )
 
 
-def check_verification(speculative_config: Any) -> None:
-    """Raises `ValueError` where vLLM would choose what to verify by confidences, which these drafters do not tell."""
-    if speculative_config.enable_adaptive_verification:
-        raise ValueError(
-            "`enable_adaptive_verification` needs a drafter that tells how sure it is of each token, and a Gumiho "
-            "drafter does not. Leave it out."
-        )
-
-
-__all__ = ["GumihoForCausalLM", "check_verification"]
+__all__ = ["GumihoForCausalLM"]

@@ -8,7 +8,6 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from .chain import Chain
-from .log import log_drafter
 
 
 class GumihoProposer(EagleProposer):
@@ -23,6 +22,7 @@ class GumihoProposer(EagleProposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
+        self._chain_of(self.num_speculative_tokens)  # refuses chains that are too long before any weights are loaded
         # From here on, what is "eagle3" to the base class is done by `set_inputs_first_pass`.
         self.method = "eagle"
         # Of the chain that is being drafted: each serial token, and the feature that it is drafted from.
@@ -30,16 +30,18 @@ class GumihoProposer(EagleProposer):
         self._features: list[torch.Tensor] = []
         self._sampling_metadata: SamplingMetadata | None = None
 
+    def _chain_of(self, num_tokens: int) -> Chain:
+        return Chain.of_drafter(self.draft_model_config.hf_config, num_tokens)
+
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Loads the drafter, and lends it the target's embedding and output head."""
         super().load_model(target_model)
         self.model.adopt_target(target_model)
-        log_drafter(self.model)
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns chains `(n, num_speculative_tokens)`; the arguments are those of `EagleProposer`."""
         self._tokens, self._features = [], []
-        chain = Chain.of_drafter(self.draft_model_config.hf_config, num_speculative_tokens)
+        chain = self._chain_of(num_speculative_tokens)
         tokens = super().propose(chain.num_serial_tokens, *args, **kwargs)
         self.num_speculative_tokens = num_speculative_tokens
         if not chain.num_heads:
@@ -74,7 +76,7 @@ class GumihoProposer(EagleProposer):
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
         """Runs the passes of the serial tokens, the only ones that other data-parallel ranks may be waiting in."""
         num_tokens = self.num_speculative_tokens
-        self.num_speculative_tokens = Chain.of_drafter(self.draft_model_config.hf_config, num_tokens).num_serial_tokens
+        self.num_speculative_tokens = self._chain_of(num_tokens).num_serial_tokens
         try:
             super().dummy_run(*args, **kwargs)
         finally:

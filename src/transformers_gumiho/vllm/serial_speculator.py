@@ -1,7 +1,7 @@
 """An EAGLE head in vLLM's model runner V2 that drafts only the first tokens of a chain, in each release of vLLM."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,15 @@ class SerialSpeculator(EagleSpeculator):
     num_speculative_steps: int  # of the base class
 
     def draft_serially(self, num_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns chains `(n, num_speculative_steps)` with only the first `num_tokens` drafted, in place."""
+        """
+        Returns chains `(n, num_speculative_steps)` with the serial ones of the first `num_tokens` drafted, in place.
+        """
+        serial = min(num_tokens, self._num_serial_tokens)
         if _LENGTH_IN_CALLS:
+            # vLLM has captured graphs of the lengths that users choose, so it is to look for one of these.
+            num_tokens = num_tokens if serial > 1 else serial
             return super().propose(*args, num_speculative_tokens=num_tokens, **kwargs)
-        with self._length_of_chains(num_tokens):
+        with self._length_of_chains(serial):
             drafted = super().propose(*args, **kwargs)
         return self.draft_tokens[: len(drafted)]
 
@@ -39,13 +44,20 @@ class SerialSpeculator(EagleSpeculator):
             super().capture()
 
     def _generate_fused_drafts(self, *args: Any, **kwargs: Any) -> None:
+        method = super()._generate_fused_drafts
+        method(*self._shortened(method, *args, **kwargs))
+
+    def _multi_step_decode(self, *args: Any, **kwargs: Any) -> None:
+        method = super()._multi_step_decode
+        method(*self._shortened(method, *args, **kwargs))
+
+    def _shortened(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Returns the arguments of a method that drafts a chain, with no more than the serial tokens as its length."""
+        arguments = inspect.signature(method).bind(*args, **kwargs)
         if _LENGTH_IN_CALLS:
-            # Where a graph of all steps is captured, this is called with the length of the whole chain.
-            bound = inspect.signature(super()._generate_fused_drafts).bind(*args, **kwargs)
-            length = min(bound.arguments["num_speculative_steps"], self._num_serial_tokens)
-            bound.arguments["num_speculative_steps"] = length
-            args, kwargs = bound.args, bound.kwargs
-        super()._generate_fused_drafts(*args, **kwargs)
+            length = min(arguments.arguments["num_speculative_steps"], self._num_serial_tokens)
+            arguments.arguments["num_speculative_steps"] = length
+        return arguments.args
 
     @contextmanager
     def _length_of_chains(self, num_tokens: int) -> Iterator[None]:

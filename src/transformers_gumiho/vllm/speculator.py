@@ -6,7 +6,6 @@ import torch
 from vllm.config import VllmConfig
 
 from .chain import Chain
-from .log import log_drafter
 from .serial_speculator import SerialSpeculator
 
 
@@ -36,7 +35,6 @@ class GumihoSpeculator(SerialSpeculator):
         """Loads the drafter, and lends it the target's embedding and output head."""
         super().load_model(target_model)
         self.model.adopt_target(target_model)
-        log_drafter(self.model)
 
     @torch.inference_mode()
     def propose(
@@ -46,7 +44,7 @@ class GumihoSpeculator(SerialSpeculator):
         chain = self._chain_of(
             self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         )
-        tokens = self.draft_serially(chain.num_serial_tokens, input_batch, *args, **kwargs)
+        tokens = self.draft_serially(chain.num_tokens, input_batch, *args, **kwargs)
         if chain.num_heads:
             self._draft_in_parallel(input_batch.num_reqs, chain)
         return tokens
@@ -57,7 +55,7 @@ class GumihoSpeculator(SerialSpeculator):
         serial_features = self._serial_features[:, :num_reqs].transpose(0, 1)
         features = self.model.draft_in_parallel(self.draft_tokens[:num_reqs, :first], serial_features)
         features = features[:, : chain.num_heads]
-        if self.draft_logits is None:
+        if self._takes_best_tokens():
             tokens = self.model.best_chains(self.draft_tokens[:num_reqs, first - 1], features)
             self.draft_tokens[:num_reqs, first : chain.num_tokens] = tokens
             return
@@ -75,35 +73,20 @@ class GumihoSpeculator(SerialSpeculator):
             )
 
     def sample_draft(
-        self,
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
+        self, hidden_states: torch.Tensor, sample_src_positions: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Drafts one serial token of each request, and keeps the features that it is drafted from."""
-        num_reqs = len(hidden_states)
+        num_reqs, step = len(hidden_states), self.current_draft_step
         # With the step on the device: a captured graph holds this once for all steps.
-        self._serial_features[:, :num_reqs].index_copy_(0, draft_step.view(1), hidden_states[None].to(self.dtype))
-        self._first_positions[:num_reqs] = sample_src_positions - draft_step
-        if draft_logits is None and self.model.drafting_head is not None:
+        self._serial_features[:, :num_reqs].index_copy_(0, step.view(1), hidden_states[None].to(self.dtype))
+        self._first_positions[:num_reqs] = sample_src_positions - step
+        if self._takes_best_tokens() and self.model.drafting_head is not None:
             return self.model.best_tokens(hidden_states)
-        return super().sample_draft(
-            hidden_states,
-            sample_src_positions,
-            idx_mapping,
-            temperature,
-            seeds,
-            draft_step,
-            draft_logits,
-            *args,
-            **kwargs,
-        )
+        return super().sample_draft(hidden_states, sample_src_positions, *args, **kwargs)
+
+    def _takes_best_tokens(self) -> bool:
+        """Whether the logits of other tokens are needed neither for draws nor for estimates of the acceptance."""
+        return self.draft_logits is None and self.acceptance_estimator is None
 
 
 __all__ = ["GumihoSpeculator"]

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ..model.transition import NUM_CANDIDATES
-from .checkpoint import TransitionTensor
 
 
 class ChainTransitions(nn.Module):
@@ -26,20 +25,13 @@ class ChainTransitions(nn.Module):
         # `(P, K, R)`: what the output head makes of `up`.
         self._below: torch.Tensor | None = None
 
-    def load(self, place: TransitionTensor, tensor: torch.Tensor) -> None:
-        """
-        Takes a tensor of a checkpoint over.
-
-        Raises:
-            ValueError: It has another shape than its place.
-        """
-        part = getattr(self, place.kind).data[place.head]
-        if tensor.shape != part.shape:
-            raise ValueError(
-                f"`transition.{place.head}.{place.kind}` has the shape {tuple(tensor.shape)}, expected "
-                f"{tuple(part.shape)}. Check that the drafter's config belongs to its weights."
-            )
-        part.copy_(tensor)
+    def places(self) -> dict[str, torch.Tensor]:
+        """Returns where the tensors of a checkpoint go, by their plain names."""
+        return {
+            f"transition.{head}.{kind}": parameter.data[head]
+            for kind, parameter in (("down", self.down), ("up", self.up))
+            for head in range(len(parameter))
+        }
 
     @torch.no_grad()
     def adopt_output_head(self, score: Callable[[torch.Tensor], torch.Tensor]) -> None:

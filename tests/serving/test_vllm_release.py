@@ -8,6 +8,8 @@ import textwrap
 from pathlib import Path
 
 import vllm
+from choose_vllm_tokens import schedule
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from transformers_gumiho.vllm.contract import DIGESTS, HOOKS, digest, read_hooks
 
@@ -36,3 +38,9 @@ def test_sources_are_those_that_python_finds() -> None:
                 source = textwrap.dedent(inspect.getsource(function))
                 source = source[source.index("def ") :]  # without its decorators
                 assert digest(source.rstrip()) in known
+
+
+def test_chosen_lengths_are_read_as_they_are_meant() -> None:
+    ranges = schedule({1: {0: 1.0, 7: 2.0}, 4: {0: 1.0, 2: 1.5}, 16: {0: 1.0, 2: 0.8}})
+    # Beyond the last range, its length goes on.
+    assert build_dynamic_sd_schedule_lookup(ranges, 20, 7)[1:] == [7] * 2 + [2] * 6 + [0] * 12
