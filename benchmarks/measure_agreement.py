@@ -17,19 +17,17 @@ from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerB
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.measuring.prompts import Question, encode_turn, pad_left, read_questions
-from transformers_gumiho.pairs import load_target, prompts_field
+from transformers_gumiho.pairs import TargetArguments, load_target, prompts_field
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 
-@dataclass
-class AgreementArguments:
-    target: str = field(metadata={"help": "The target: a folder or a name on the Hub."})
+@dataclass(kw_only=True)
+class AgreementArguments(TargetArguments):
     assistants: list[str] = field(metadata={"help": "Drafters for it."})
     prompts: str = prompts_field()
     prompts_per_category: int = 12
     max_new_tokens: int = 128
     batch_size: int = 12
-    dtype: str = "auto"
 
 
 @torch.inference_mode()
@@ -60,7 +58,7 @@ def main() -> None:
     (args,) = HfArgumentParser(AgreementArguments, description=__doc__).parse_args_into_dataclasses()
     logging.set_verbosity_error()
     disable_progress_bars()
-    target, tokenizer = load_target(args.target, args.dtype)
+    target, tokenizer = load_target(args)
     questions = read_questions(args.prompts, per_category=args.prompts_per_category)
     categories = dict.fromkeys(question.category for question in questions)
     asked = {name: [question for question in questions if question.category == name] for name in categories}

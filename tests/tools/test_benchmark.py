@@ -360,19 +360,6 @@ def test_only_the_chosen_modes_decode_the_first_prompts_of_each_category(tmp_pat
         benchmark(replace(args, modes=["chain of 4"]))
 
 
-def test_a_pair_is_benchmarked_by_its_short_name(tmp_path: Path) -> None:
-    args = BenchmarkArguments(
-        pair="demo", prompts=str(DEMO_PAIR / "prompts.jsonl"), num_prompts=1, modes=["gumiho"], max_new_tokens=16,
-        output_dir=str(tmp_path / "by_name"),
-    )  # fmt: skip
-    folders = {"target": str(DEMO_TARGET), "assistant": str(DEMO_PAIR / "gumiho"), "dtype": "float32"}
-    by_name = benchmark(args)
-    by_folders = benchmark(replace(args, pair=None, **folders, output_dir=str(tmp_path / "by_folders")))
-    assert [(row.mode, row.tau_micro) for row in by_name] == [(row.mode, row.tau_micro) for row in by_folders]
-    with pytest.raises(ValueError, match="Specify --pair NAME, or both --target and --assistant"):
-        benchmark(replace(args, pair=None))
-
-
 def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     target: PreTrainedModel, drafter: GumihoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,15 +97,6 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
         assert slider.value == (lookup or 0)
 
 
-def test_the_page_keeps_a_break_even_for_the_tree_that_it_was_measured_with(pair: Pair) -> None:
-    measured = {"num_assistant_tokens": {"1": 12, "4": 4}, "branching_factor": 4, "break_even": 1.9}
-    with temporary_settings(pair[2], measured | {"prompt_lookup_num_tokens": 0}):
-        same = race_module.with_options(pair[2], GenerateArguments(**SMALL))
-        larger = race_module.with_options(pair[2], GenerateArguments(**SMALL | {"num_assistant_tokens": 30}))
-        assert pair[2].generation_config.break_even == 1.9
-    assert (same.generation_config.break_even, larger.generation_config.break_even) == (1.9, None)
-
-
 def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
     race = begin(make_host(pair), "print('<b>${1}</b>')\n")
     assert race.wait(120)

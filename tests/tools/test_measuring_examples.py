@@ -184,7 +184,7 @@ def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPa
     for length, tokens in alone:
         stop = next((i + 1 for i in range(length, len(tokens)) if tokens[i] == end), len(tokens))
         expected.append((tokens[:stop], [0] * length + [1] * (stop - length - 1) + [0]))
-    args = script.AgreementArguments(str(folder), [], "", max_new_tokens=12, batch_size=2)
+    args = script.AgreementArguments(assistants=[], prompts="", max_new_tokens=12, batch_size=2)
     questions = [script.Question(str(i), "all", (text,)) for i, text in enumerate(texts)]
     rows = script.answer(args, target, tokenizer, questions)
     assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected

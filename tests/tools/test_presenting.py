@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,20 @@ from transformers import (
 
 import transformers_gumiho
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
-from transformers_gumiho.benchmarking import BenchmarkSettings, DecodingMode, Question, run_benchmark
+from transformers_gumiho.benchmarking import (
+    BenchmarkArguments,
+    BenchmarkSettings,
+    DecodingMode,
+    Question,
+    run_benchmark,
+)
 from transformers_gumiho.measuring.timing import temporary_settings
-from transformers_gumiho.pairs import load_pair
+from transformers_gumiho.pairs import PairArguments, TargetArguments, load_pair, load_target
 from transformers_gumiho.presenting import (
     Answer,
     Cycle,
     CycleStreamer,
+    DemoArguments,
     GenerateArguments,
     ShowArguments,
     generate,
@@ -41,7 +48,8 @@ from transformers_gumiho.presenting import (
 )
 from transformers_gumiho.presenting.answering import describe_comparison, logit_gap
 from transformers_gumiho.presenting.streaming import colored_writer, wants_colors
-from transformers_gumiho.tuning.turns import Stage, TurnDecoder
+from transformers_gumiho.tuning import TuningArguments
+from transformers_gumiho.tuning.turns import Contest, TurnDecoder
 
 
 PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho"), "dtype": "float32"}
@@ -291,7 +299,8 @@ def test_comparison_names_the_first_token_that_differs() -> None:
 
 def test_options_are_settings_of_the_drafter(drafter: GumihoModel, tmp_path: Path) -> None:
     """A measured `break_even` goes with the tree that it was measured with; drafts from the context leave it."""
-    with temporary_settings(drafter, {"break_even": 1.9}):
+    own = {"num_assistant_tokens": {"1": 12, "4": 4}, "branching_factor": 4, "break_even": 1.9}
+    with temporary_settings(drafter, own):
         drafter.save_pretrained(tmp_path)
     options = PAIR | {"assistant": str(tmp_path)}
     tree = {"num_assistant_tokens": 5, "branching_factor": 3, "draft_temperature": 0.5}
@@ -299,6 +308,8 @@ def test_options_are_settings_of_the_drafter(drafter: GumihoModel, tmp_path: Pat
         settings = load_pair(GenerateArguments(**options, **given))[2].generation_config
         assert {name: getattr(settings, name) for name in given} == given
         assert settings.break_even == break_even
+    same = load_pair(GenerateArguments(**options, num_assistant_tokens=12, branching_factor=4))[2].generation_config
+    assert {name: getattr(same, name) for name in own} == own
 
 
 def test_a_target_that_is_offloaded_answers_too(drafter: GumihoModel) -> None:
@@ -312,7 +323,7 @@ def test_a_target_that_is_offloaded_answers_too(drafter: GumihoModel) -> None:
     assert [answer.tokens for answer in answers] == [expected] * 2
     assert logit_gap(target, prompt, answers[0], Answer([expected[0], 0])) > 0
     decode_turn = TurnDecoder(target, drafter, 0, max_new_tokens=8)
-    assert decode_turn(Stage("trees", [prompt], 1, 0.0), None, 0).texts == [[*prompt, *expected]]
+    assert decode_turn(Contest("trees", [prompt], 1, 0.0), None, 0).texts == [[*prompt, *expected]]
     modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": drafter})]
     questions, settings = [Question("0", "all", (PROMPT,))], BenchmarkSettings(max_new_tokens=8)
     assert all(sample.equal for sample in run_benchmark(target, TOKENIZER, questions, modes, settings))
@@ -544,6 +555,25 @@ def test_version_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(sys, "argv", ["gumiho", "--version"])
     cli.main()
     assert capsys.readouterr().out == f"gumiho {transformers_gumiho.__version__}\n"
+
+
+def test_all_commands_name_a_pair_with_the_same_options() -> None:
+    options = [
+        {(field.name, field.type, field.default, field.metadata["help"]) for field in fields(arguments)}
+        for arguments in (GenerateArguments, ShowArguments, DemoArguments, BenchmarkArguments, TuningArguments)
+    ]
+    shared = {name for name, *_ in set.intersection(*options)}
+    assert shared >= {"pair", "target", "assistant", "dtype", "device_map"}
+
+
+def test_a_target_alone_is_named_by_a_pair_too() -> None:
+    target, tokenizer = load_target(TargetArguments(pair="demo"))
+    assert target.dtype == torch.float32
+    assert len(tokenizer) == target.config.vocab_size
+    with pytest.raises(ValueError, match="Specify --pair NAME, or --target"):
+        load_target(TargetArguments())
+    with pytest.raises(ValueError, match="Specify --pair NAME, or both --target and --assistant"):
+        load_pair(PairArguments(target=PAIR["target"]))
 
 
 @pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune"])

@@ -1,6 +1,7 @@
 """Tuning: contests find what is fastest, what was measured is not measured again, and what is written is what won."""
 
 import json
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,11 +24,13 @@ from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting.settings import DraftingSettings
 from transformers_gumiho.measuring.journal import Journal
 from transformers_gumiho.measuring.timing import DecodingTime, temporary_settings
+from transformers_gumiho.pairs.known import Pair
 from transformers_gumiho.tuning import (
     Standing,
     Tree,
     TuningArguments,
     TuningResult,
+    command,
     contest,
     describe,
     finding,
@@ -37,7 +40,7 @@ from transformers_gumiho.tuning import trees as trees_module
 from transformers_gumiho.tuning.contest import compare
 from transformers_gumiho.tuning.finding import find_settings
 from transformers_gumiho.tuning.trees import list_sizes, list_trees
-from transformers_gumiho.tuning.turns import Stage, TurnDecoder
+from transformers_gumiho.tuning.turns import Contest, TurnDecoder
 
 
 OWN = Tree(20, 3, 5, 0.9)
@@ -59,10 +62,10 @@ class PlantedMachine:
 
     tau: Callable[[Tree], float]
     cycle: Callable[[Tree, int], float]
-    calls: list[tuple[Stage, Tree | None, int]] = field(default_factory=list)
+    calls: list[tuple[Contest, Tree | None, int]] = field(default_factory=list)
     fails_at: int | None = None
 
-    def __call__(self, stage: Stage, tree: Tree | None, turn: int) -> DecodingTime:
+    def __call__(self, stage: Contest, tree: Tree | None, turn: int) -> DecodingTime:
         if len(self.calls) == self.fails_at:
             raise KeyboardInterrupt
         self.calls.append((stage, tree, turn))
@@ -170,17 +173,6 @@ def test_a_stopped_run_continues_to_the_same_result(stopped_after: int, tmp_path
     assert measured[0] == measured[1]
 
 
-def test_what_was_begun_with_other_settings_is_not_continued(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    Journal(path, {"machine": "a", "prompts": "b"}).append("turn 1", [{"seconds": 1.0}], num_rows=1)
-    with pytest.raises(ValueError, match=r"journal\.jsonl' was begun with another machine\. Write into"):
-        Journal(path, {"machine": "c", "prompts": "b"})
-    again = Journal(path, {"machine": "a", "prompts": "b"})
-    assert again.find("turn 1") == [{"seconds": 1.0}]
-    again.delete()
-    assert not list(tmp_path.iterdir())
-
-
 def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
     result = find(PlantedMachine(lambda tree: 2.0, lambda tree, rows: 1.0 + 0.2 * rows), tmp_path)
     # A cycle takes 1.2, 1.8 and 2.6 steps, and half as many more where tokens are sampled.
@@ -199,7 +191,7 @@ def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
 def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) -> None:
     machine = PlantedMachine(tau_of, cycle_of(0.02))
 
-    def refusing(stage: Stage, tree: Tree | None, turn: int) -> DecodingTime:
+    def refusing(stage: Contest, tree: Tree | None, turn: int) -> DecodingTime:
         if stage.rows == 4 and tree is not None:
             raise ValueError("It cannot verify drafts in a padded batch.")
         return machine(stage, tree, turn)
@@ -274,7 +266,7 @@ def test_turns_decode_the_prompts_that_are_due(rows: int) -> None:
     before = drafter.generation_config.to_dict()
     prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (3, 6, 4, 7)]
     decode = TurnDecoder(target, drafter, target.generation_config.pad_token_id, max_new_tokens=9)
-    stage = Stage("trees", prompts, rows, 0.0, counted=(3, 5, 1))
+    stage = Contest("trees", prompts, rows, 0.0, counted=(3, 5, 1))
     for turn in (0, 2):
         plain = decode(stage, None, turn)
         for text, index in zip(plain.texts, stage.indices(turn), strict=True):
@@ -297,10 +289,10 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
     decode = TurnDecoder(target, drafter, 0, max_new_tokens=60)
     tree = Tree(12, 4, 7)
     for rows in (1, 2):
-        decode(Stage("trees", prompts, rows, 0.0), tree, 0)  # a warm-up, too
+        decode(Contest("trees", prompts, rows, 0.0), tree, 0)  # a warm-up, too
         origins.seen.clear()
         with observing(origins):
-            taken = decode(Stage("trees", prompts, rows, 0.0), tree, 0)
+            taken = decode(Contest("trees", prompts, rows, 0.0), tree, 0)
             assert origins.sources.count("drafter") in (taken.num_passes, taken.num_passes + 1)
             assert set(origins.sources) == {"drafter"}
             with temporary_settings(drafter, tree.settings):
@@ -311,6 +303,22 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
 def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
     with pytest.raises(SystemExit, match="not a folder; give --output_dir"):
         tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
+
+
+def test_a_pair_is_tuned_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings go into the drafter's own folder, unless another one is named."""
+    drafter = tmp_path / "gumiho"
+    shutil.copytree(DEMO_TARGET.parent / "gumiho", drafter)
+    monkeypatch.setattr(Pair, "find_drafter", lambda _: str(drafter))
+    result = find(PlantedMachine(tau_of, cycle_of(0.02)), tmp_path)
+    monkeypatch.setattr(command, "find_settings", lambda *_: result)
+    prompts = str(DEMO_TARGET.parent / "prompts.jsonl")
+    assert tune(TuningArguments(pair="demo", prompts=prompts, num_prompts=2)) is result
+    written = json.loads((drafter / "generation_config.json").read_text())
+    assert written["num_assistant_tokens"] == result.settings["num_assistant_tokens"]
+    assert {path.name for path in drafter.iterdir()} == {
+        path.name for path in (DEMO_TARGET.parent / "gumiho").iterdir()
+    }
 
 
 def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from .modes import PLAIN, DecodingMode
 from .sample import Sample
 
 
-# In one batch of so many, plain decoding runs once more: how much its times differ shows whether the machine is idle.
+# Plain decoding runs once more in every fourth batch: how much its times differ shows whether the machine is idle.
 _BATCHES_PER_REPEAT = 4
 
 

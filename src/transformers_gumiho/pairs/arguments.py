@@ -9,18 +9,18 @@ import torch
 from .known import find_pair
 
 
-Options = TypeVar("Options", bound="PairArguments")
+Options = TypeVar("Options", bound="TargetArguments")
+PairOptions = TypeVar("PairOptions", bound="PairArguments")
 
 
 @dataclass(kw_only=True)
-class PairArguments:
-    """The options that name a target and a drafter: `pair`, or both of `target` and `assistant`."""
+class TargetArguments:
+    """The options that name a target: `pair` or `target`."""
 
     pair: str | None = field(
         default=None, metadata={"help": "Short name of a target and its drafter: demo or smollm2."}
     )
     target: str | None = field(default=None, metadata={"help": "Target model: a folder or a name on the Hub."})
-    assistant: str | None = field(default=None, metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
     dtype: str = field(default="auto", metadata={"help": "Precision of all models, e.g. `bfloat16`."})
     device_map: str | None = field(
         default=None, metadata={"help": "`device_map` for the target, e.g. `auto` (default: one device)."}
@@ -28,25 +28,39 @@ class PairArguments:
 
     def resolved(self: Options) -> Options:
         """
-        Returns the options with `target`, `assistant` and `dtype` in place of `pair`. On a CPU, a pair that you name
-        without a `dtype` runs in the pair's own precision. Progress is written to standard error.
+        Returns the options with folders or names on the Hub in place of `pair`. On a CPU, a pair that you name without
+        a `dtype` runs in the pair's own precision. Progress is written to standard error.
 
         Raises:
             ImportError: A library that the pair needs is not installed.
             OSError: A model is missing and cannot be downloaded.
-            ValueError: The options do not name both models, or name an unknown pair.
+            ValueError: The options do not name the models, or name an unknown pair.
         """
-        target, assistant, dtype = self.target, self.assistant, self.dtype
+        target, dtype = self.target, self.dtype
         if self.pair is not None:
             known = find_pair(self.pair)
-            # The drafter first: without it there is no use in getting a target.
-            assistant = assistant or known.find_drafter()
             target = target or known.find_target(_report)
             if dtype == "auto" and not torch.accelerator.is_available():
                 dtype = known.cpu_dtype
-        if target is None or assistant is None:
+        if target is None:
+            raise ValueError("Specify --pair NAME, or --target.")
+        return replace(self, pair=None, target=target, dtype=dtype)
+
+
+@dataclass(kw_only=True)
+class PairArguments(TargetArguments):
+    """The options that name a target and a drafter: `pair`, or both of `target` and `assistant`."""
+
+    assistant: str | None = field(default=None, metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
+
+    def resolved(self: PairOptions) -> PairOptions:
+        """As in [`TargetArguments`]; the drafter is looked for first."""
+        assistant = self.assistant
+        if self.pair is not None:
+            assistant = assistant or find_pair(self.pair).find_drafter()
+        if assistant is None or (self.pair is None and self.target is None):
             raise ValueError("Specify --pair NAME, or both --target and --assistant.")
-        return replace(self, pair=None, target=target, assistant=assistant, dtype=dtype)
+        return replace(super().resolved(), assistant=assistant)
 
 
 @dataclass(kw_only=True)

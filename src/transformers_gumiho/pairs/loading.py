@@ -11,7 +11,7 @@ from ..model.decoding_settings import override_settings
 from ..model.modeling_gumiho import GumihoModel
 from ..target.placement import drafter_device
 from ..target.requirements import check_pair
-from .arguments import DraftingArguments, PairArguments
+from .arguments import DraftingArguments, PairArguments, TargetArguments
 
 
 def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
@@ -26,7 +26,7 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
     """
     args = args.resolved()
     _check_folder(str(args.assistant))
-    target, tokenizer = load_target(str(args.target), args.dtype, args.device_map)
+    target, tokenizer = load_target(args)
     drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
     check_pair(target, drafter)
     drafter.share_embedding(target)
@@ -58,21 +58,17 @@ def _settings(drafter: GumihoModel) -> DraftingSettings:
     )
 
 
-def load_target(
-    name: str, dtype: str = "auto", device_map: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    Loads a target and its tokenizer, on the machine's accelerator if there is one.
-
-    Args:
-        name: A folder or a name on the Hub.
-        dtype: The precision, `"auto"` for that of the files.
-        device_map: Where the target goes, instead of one device.
+    Loads the target that options name, and its tokenizer, on the machine's accelerator if there is one.
 
     Raises:
-        OSError: The name looks like a folder, and there is none; or it cannot be downloaded.
-        ValueError: There is no such precision or device, or the model is a drafter.
+        ImportError: A library that the pair needs is not installed.
+        OSError: The target is missing and cannot be downloaded.
+        ValueError: The options do not name a target, there is no such precision or device, or it is a drafter.
     """
+    args = TargetArguments.resolved(args)
+    name, dtype, device_map = str(args.target), args.dtype, args.device_map
     _check_folder(name)
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")

@@ -31,7 +31,8 @@ def tune(args: TuningArguments) -> TuningResult:
         SystemExit: There is no folder to write into, or nothing to begin prompts with; or it was stopped.
         ValueError: An option is out of range, or the folder holds what a run with other arguments began.
     """
-    if args.output_dir is None and args.pair is None and not Path(args.assistant or "").is_dir():
+    is_named = args.assistant is not None or args.pair is None
+    if args.output_dir is None and is_named and not Path(args.assistant or "").is_dir():
         raise SystemExit("The drafter is not a folder; give --output_dir for its new generation_config.json.")
     questions = None if args.prompts is None else read_questions(args.prompts, num_questions=args.num_prompts)
     args = args.resolved()

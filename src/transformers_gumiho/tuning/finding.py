@@ -15,7 +15,7 @@ from .arguments import TuningArguments
 from .contest import PLAIN, ROUNDS, Measure, Standing, compare, decode_in_turns, find_fastest, num_measured
 from .result import TuningResult
 from .trees import NUM_SIZES, Tree, list_sizes, list_vocabularies, num_counted
-from .turns import Decode, Stage
+from .turns import Contest, Decode
 
 
 # Turns in which the winners are timed again.
@@ -45,29 +45,29 @@ def find_settings(
     total = _max_measured(trees, vocab_size, len(further), args)
     with tqdm(total=total, initial=len(journal), desc="decoding in turns", unit="batch") as bar:
 
-        def recorded(stage: Stage) -> Measure:
+        def recorded(contest: Contest) -> Measure:
             def measure(tree: Tree | None, turn: int) -> DecodingTime:
-                key = _key(stage, tree, turn)
+                key = _key(contest, tree, turn)
                 if known := journal.find(key):
                     return DecodingTime(**known[0])
-                taken = decode(stage, tree, turn)
+                taken = decode(contest, tree, turn)
                 journal.append(key, [asdict(taken)], num_rows=1)
                 bar.update()
                 return taken
 
             return measure
 
-        stage = Stage("trees", seen, first, args.temperature)
-        by_tree = find_fastest(trees, recorded(stage))
+        contest = Contest("trees", seen, first, args.temperature)
+        by_tree = find_fastest(trees, recorded(contest))
         winner = next(iter(by_tree))
         by_vocabulary: dict[Tree, Standing] = {}
         counted: list[int] = []
         if args.tune_vocabulary and len(seen) > 1 and len(list_vocabularies(winner, vocab_size)) > 1:
-            by_vocabulary, counted = _choose_vocabulary(winner, vocab_size, stage, recorded)
+            by_vocabulary, counted = _choose_vocabulary(winner, vocab_size, contest, recorded)
             winner = next(iter(by_vocabulary))
         chosen, refused = {first: winner}, {}
         for rows in further:
-            measure = recorded(Stage("sizes", seen, rows, args.temperature, counted))
+            measure = recorded(Contest("sizes", seen, rows, args.temperature, counted))
             try:
                 chosen[rows] = next(iter(find_fastest(list_sizes(winner), measure)))
             except ValueError as error:  # some targets cannot verify drafts in padded batches
@@ -76,7 +76,7 @@ def find_settings(
         for kind, temperature in (("greedy", 0.0), ("sampled", args.temperature or 1.0)):
             for rows, tree in chosen.items():
                 # `break_even` is about cycles that draft, and runs from the context do not.
-                measure = recorded(Stage("finals", unseen, rows, temperature, counted, drafter_alone=True))
+                measure = recorded(Contest("finals", unseen, rows, temperature, counted, drafter_alone=True))
                 pairs = [decode_in_turns([tree], turn, measure)[tree] for turn in range(FINAL_TURNS)]
                 finals[kind, rows] = compare(pairs)
         bar.total = bar.n  # fewer sizes may have competed than the most there are
@@ -84,7 +84,7 @@ def find_settings(
 
 
 def _choose_vocabulary(
-    winner: Tree, vocab_size: int, stage: Stage, recorded: Callable[[Stage], Measure]
+    winner: Tree, vocab_size: int, contest: Contest, recorded: Callable[[Contest], Measure]
 ) -> tuple[dict[Tree, Standing], list[int]]:
     """
     Lets vocabularies compete; returns how they did, and the list that was counted. What a list loses does not show on
@@ -93,10 +93,10 @@ def _choose_vocabulary(
     """
     texts: dict[int, Sequence[int]] = {}
     for turn in range(ROUNDS[-1]):
-        texts |= zip(stage.indices(turn), recorded(stage)(PLAIN, turn).texts, strict=True)
-    half = len(stage.prompts) // 2
+        texts |= zip(contest.indices(turn), recorded(contest)(PLAIN, turn).texts, strict=True)
+    half = len(contest.prompts) // 2
     of_half = _count([text for index, text in texts.items() if index < half], vocab_size)
-    other_half = replace(stage, name="vocabularies", prompts=stage.prompts[half:], counted=of_half)
+    other_half = replace(contest, name="vocabularies", prompts=contest.prompts[half:], counted=of_half)
     standings = find_fastest(list_vocabularies(winner, vocab_size), recorded(other_half))
     return standings, _count(texts.values(), vocab_size)
 
@@ -108,9 +108,9 @@ def _count(texts: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
     return choose_draft_vocabulary(counts, num_counted(vocab_size))
 
 
-def _key(stage: Stage, tree: Tree | None, turn: int) -> str:
+def _key(contest: Contest, tree: Tree | None, turn: int) -> str:
     """Returns what a measurement is known by. What is counted follows from what was measured before it."""
-    return json.dumps([stage.name, stage.rows, stage.temperature, turn, None if tree is PLAIN else asdict(tree)])
+    return json.dumps([contest.name, contest.rows, contest.temperature, turn, None if tree is PLAIN else asdict(tree)])
 
 
 def _split(prompts: Prompts) -> tuple[Prompts, Prompts]:

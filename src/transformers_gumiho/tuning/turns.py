@@ -17,7 +17,7 @@ from .trees import Tree
 
 
 @dataclass(frozen=True)
-class Stage:
+class Contest:
     """
     What is decoded in turns.
 
@@ -42,8 +42,8 @@ class Stage:
         return [(turn * self.rows + row) % len(self.prompts) for row in range(self.rows)]
 
 
-# Decodes a turn of a stage with a tree, or plainly.
-Decode = Callable[[Stage, Tree | None, int], DecodingTime]
+# Decodes a turn of a contest with a tree, or plainly.
+Decode = Callable[[Contest, Tree | None, int], DecodingTime]
 
 
 class TurnDecoder:
@@ -64,27 +64,27 @@ class TurnDecoder:
         self._max_new_tokens = max_new_tokens
         self._warm: set[tuple[Tree | None, int, float]] = set()
 
-    def __call__(self, stage: Stage, tree: Tree | None, turn: int) -> DecodingTime:
+    def __call__(self, contest: Contest, tree: Tree | None, turn: int) -> DecodingTime:
         """Decodes a turn. Only plain decoding's texts are kept: the drafter's are the same, up to rounding."""
-        if (way := (tree, stage.rows, stage.temperature)) not in self._warm:
-            self._decode(stage, tree, turn)
+        if (way := (tree, contest.rows, contest.temperature)) not in self._warm:
+            self._decode(contest, tree, turn)
             self._warm.add(way)
-        taken = self._decode(stage, tree, turn)
+        taken = self._decode(contest, tree, turn)
         return taken if tree is PLAIN else replace(taken, texts=[])
 
-    def _decode(self, stage: Stage, tree: Tree | None, turn: int) -> DecodingTime:
-        prompts = [stage.prompts[index] for index in stage.indices(turn)]
+    def _decode(self, contest: Contest, tree: Tree | None, turn: int) -> DecodingTime:
+        prompts = [contest.prompts[index] for index in contest.indices(turn)]
         inputs = pad_left(prompts, self._pad_token_id, drafter_device(self._target))
-        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": stage.temperature > 0}
-        if stage.temperature:
-            options |= {"temperature": stage.temperature, "top_k": 0}
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": contest.temperature > 0}
+        if contest.temperature:
+            options |= {"temperature": contest.temperature, "top_k": 0}
         torch.manual_seed(turn)
         if tree is PLAIN:
             return time_plain(self._target, inputs, **options)
         # A paused drafter would be timed for cycles that do not draft.
         settings = tree.settings | {"break_even": NEVER_PAUSES}
-        if stage.drafter_alone:
+        if contest.drafter_alone:
             settings["prompt_lookup_num_tokens"] = 0
         if tree.vocabulary != "own":
-            settings["draft_vocabulary"] = list(stage.counted) if tree.vocabulary == "counted" else None
+            settings["draft_vocabulary"] = list(contest.counted) if tree.vocabulary == "counted" else None
         return time_drafted(self._target, self._drafter, inputs, settings, **options)
