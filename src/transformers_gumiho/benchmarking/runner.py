@@ -77,6 +77,9 @@ def run_benchmark(
 
     Returns:
         The samples.
+
+    Raises:
+        ValueError: The first mode is not plain decoding.
     """
     if not modes or modes[0].name != PLAIN:
         raise ValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
