@@ -23,7 +23,7 @@ from .turns import TurnDecoder
 
 def tune(args: TuningArguments) -> TuningResult:
     """
-    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`: some sixteen
+    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`: some fifteen
     trees decode prompts in turns with plain decoding, and after each round the slower half leaves. Stopped, it
     continues where it was when it is called again with the same arguments.
 

@@ -1,4 +1,4 @@
-"""The order of contests, from some sixteen trees to the settings that are written."""
+"""The order of contests, from some fifteen trees to the settings that are written."""
 
 import json
 import math

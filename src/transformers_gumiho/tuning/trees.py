@@ -9,12 +9,14 @@ from ..model.configuration_gumiho import GumihoConfig
 
 # Drafted tokens and branching factors, from what pays on a slow processor to what pays on a GPU.
 _SHAPES = ((4, 2), (8, 2), (12, 4), (24, 4), (63, 14))
+# The most drafted tokens of trees of serial tokens alone.
+_MOST_SHALLOW = 12
 # Ranks nodes more sharply than the default.
 _SHARP_TEMPERATURE = 0.3
 # Cutting the output head below it saves next to nothing.
 _MIN_COUNTED = 2048
 # Sizes that compete for each further number of rows.
-NUM_SIZES = 6
+NUM_SIZES = 5
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Tree:
 
 def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[Tree]:
     """
-    Returns some sixteen trees, all with the vocabulary of the drafter's own tree, which is the first of them. For a
+    Returns some fifteen trees, all with the vocabulary of the drafter's own tree, which is the first of them. For a
     target that verifies chains only, returns one chain of each depth.
     """
     deepest, shallow = config.max_draft_depth, config.num_serial_tokens
@@ -50,9 +52,10 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
         return [replace(own, num_assistant_tokens=d, branching_factor=1, tree_depth=d) for d in depths]
     trees = [own, Tree(deepest, 1, deepest)]
     for size, branching in _SHAPES:
-        # Without the parallel heads a cycle has a pass less.
-        trees += [Tree(size, branching, min(depth, size)) for depth in (shallow, deepest)]
-        trees.append(Tree(size, branching, min(deepest, size), _SHARP_TEMPERATURE))
+        trees += [Tree(size, branching, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
+        if size <= _MOST_SHALLOW:
+            # Without the parallel heads a cycle has a pass less.
+            trees.append(Tree(size, branching, min(shallow, size)))
     return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
 
 
