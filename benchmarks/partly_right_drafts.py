@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
+from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.tree.draft_tree import DraftTree
 
 
@@ -25,12 +25,12 @@ def partly_right_drafts(
         vocab_size: The target's.
         wrong_every: One token in so many is wrong; `None` for none of them.
     """
-    draft = GumihoCandidateGenerator.draft_tree
-    GumihoCandidateGenerator.draft_tree = _answering(draft, answers, prompt_length, vocab_size, wrong_every)
+    draft = GumihoDrafter.draft
+    GumihoDrafter.draft = _answering(draft, answers, prompt_length, vocab_size, wrong_every)
     try:
         yield
     finally:
-        GumihoCandidateGenerator.draft_tree = draft
+        GumihoDrafter.draft = draft
 
 
 def _answering(
@@ -42,7 +42,7 @@ def _answering(
 ) -> Callable[..., DraftTree]:
     lengths: dict[int, list[int]] = {}  # of the texts, by generator
 
-    def draft_tree(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
+    def draft_tree(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
         tree = draft(self, committed)
         if id(self) in lengths:
             now = [a + b for a, b in zip(lengths[id(self)], committed.accepted_lengths, strict=True)]

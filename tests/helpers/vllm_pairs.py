@@ -9,7 +9,8 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from transformers_gumiho import GumihoCandidateGenerator, GumihoModel
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.drafting.drafter import GumihoDrafter
 
 
 # vLLM's attention on a CPU knows no smaller heads.
@@ -58,15 +59,15 @@ def transformers_chains(
     """Returns, for each prompt, the chains that transformers drafts for it, cycle by cycle."""
     gumiho.generation_config.update(branching_factor=1, num_assistant_tokens=num_tokens, break_even=0.01)
     texts: list[list[list[int]]] = []
-    draft_tree = GumihoCandidateGenerator.draft_tree
+    draft_tree = GumihoDrafter.draft
 
-    def recording(self: GumihoCandidateGenerator, committed: Any) -> Any:
+    def recording(self: GumihoDrafter, committed: Any) -> Any:
         tree = draft_tree(self, committed)
         texts[-1].append(tree.tokens[0, 1:].tolist())
         return tree
 
     with monkeypatch.context() as patch:
-        patch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
+        patch.setattr(GumihoDrafter, "draft", recording)
         for prompt in prompts:
             texts.append([])
             settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -14,8 +14,9 @@ from trainers import make_args, make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_reader import VllmDrafter, read_config, read_names
 
-from transformers_gumiho import GumihoCandidateGenerator, GumihoConfig, GumihoModel
+from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.drafting.committed_tokens import CommittedTokens
+from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.target.output_head import output_head
 from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.tree.draft_tree import DraftTree
@@ -134,9 +135,9 @@ def recorded_drafts(
 ) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Returns, for each cycle of a generation, the tokens and states that the drafter has read, and its chain."""
     cycles: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
-    draft_tree = GumihoCandidateGenerator.draft_tree
+    draft_tree = GumihoDrafter.draft
 
-    def recording(self: GumihoCandidateGenerator, committed: CommittedTokens) -> DraftTree:
+    def recording(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
         tree = draft_tree(self, committed)
         tokens, states = committed.tokens, committed.drafter_input
         before = cycles[-1] if cycles else (tokens[0, :0], states[0, :0])
@@ -147,7 +148,7 @@ def recorded_drafts(
         return tree
 
     with monkeypatch.context() as patch:
-        patch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
+        patch.setattr(GumihoDrafter, "draft", recording)
         target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter)
     return cycles
 
