@@ -16,6 +16,7 @@ import torch
 
 from transformers_gumiho import cli, presenting
 from transformers_gumiho.measuring.timing import temporary_settings
+from transformers_gumiho.model.per_rows import value_for_rows
 from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.presenting import DemoArguments, GenerateArguments, command, make_page
 from transformers_gumiho.presenting.web import race as race_module
@@ -84,7 +85,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
     race = begin(make_host(pair), PROMPTS[0], **wanted)
     assert race.wait(120)
     (own,) = [drafter.generation_config for drafter in asked if drafter is not None]
-    assert {name: getattr(own, name) for name in wanted if name != "max_new_tokens"} == {
+    assert {name: value_for_rows(getattr(own, name), 1) for name in wanted if name != "max_new_tokens"} == {
         name: value for name, value in wanted.items() if name != "max_new_tokens"
     }
     pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")

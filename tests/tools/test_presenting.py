@@ -33,6 +33,7 @@ from transformers_gumiho.benchmarking import (
     run_benchmark,
 )
 from transformers_gumiho.measuring.timing import temporary_settings
+from transformers_gumiho.model.per_rows import value_for_rows
 from transformers_gumiho.pairs import PairArguments, TargetArguments, load_pair, load_target
 from transformers_gumiho.presenting import (
     Answer,
@@ -389,7 +390,7 @@ def test_shown_path_is_the_one_that_generate_took(
     texts = [repr(TOKENIZER.decode([token])) for token in committed]
     assert shown == [*(("*", text) for text in texts[:-1]), ("+", texts[-1])]
     drafted = [line for line in lines if re.match(r" *\d\.\d{3} +\d\.\d{3} ", line)]
-    assert len(drafted) == drafter.generation_config.num_assistant_tokens
+    assert len(drafted) == value_for_rows(drafter.generation_config.num_assistant_tokens, 1)
 
 
 def test_nothing_is_decoded_after_the_shown_cycle() -> None:
