@@ -7,6 +7,7 @@ import pytest
 import torch
 from chains import CHAIN_FAMILIES, make_chain_target
 from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
+from tiny_configs import small_config
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
@@ -101,30 +102,44 @@ def test_every_row_holds_the_entries_of_all_its_tokens(
     assert num_ended_before > 4
 
 
-@pytest.mark.parametrize("rope_type", ["longrope", "default"])
-@pytest.mark.parametrize("family", ["phi3", "phimoe"])
-def test_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
-    """Phi-3 reads a text beyond the switch of its rotary embedding into a cache of its own; so does a second turn."""
+def make_phi(family: str, rope_type: str) -> tuple[PreTrainedModel, GumihoModel]:
+    """A pair whose target drops caches of at most 16 tokens once the text is longer."""
     torch.manual_seed(0)
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0, "short_mscale": 1.0}
     rope = {"rope_type": rope_type, "rope_theta": 10000.0}
     if rope_type == "longrope":
         rope |= factors | {"long_mscale": 1.0, "original_max_position_embeddings": 16}
-    config = AutoConfig.for_model(
+    # The encoders of images and speech are made small, too.
+    make_config: Any = small_config if family == "phi4_multimodal" else AutoConfig.for_model
+    config = make_config(
         family, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, sliding_window=None,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.6,
         original_max_position_embeddings=16, rope_parameters=rope, pad_token_id=0, bos_token_id=None,
         eos_token_id=None,
     )  # fmt: skip
     target = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
-    drafter = make_drafter(target, num_assistant_tokens=15)
-    words = make_prompts([8, 8], seed=5)["input_ids"]
+    return target, make_drafter(target, num_assistant_tokens=15)
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "default"])
+@pytest.mark.parametrize("family", ["phi3", "phimoe", "phi4_multimodal"])
+def test_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
+    """A prompt beyond the switch of Phi's rotary embedding goes into a cache that the target makes itself."""
+    target, drafter = make_phi(family, rope_type)
     for lengths, chunk_size in itertools.product(([20, 20], [24, 19]), (None, 10, 17)):
         texts = []
         for assistant in (None, drafter):
             settings = {"max_new_tokens": 16, "do_sample": False, "prefill_chunk_size": chunk_size}
             texts.append(target.generate(**make_prompts(lengths), **settings, assistant_model=assistant))
         assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "default"])
+@pytest.mark.parametrize("family", ["phi3", "phimoe"])
+def test_second_turn_of_a_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
+    """Phi-3 reads the complete text again."""
+    target, drafter = make_phi(family, rope_type)
+    words = make_prompts([8, 8], seed=5)["input_ids"]
     conversations = []
     for first, second in itertools.product((None, drafter), repeat=2):
         settings = {"do_sample": False, "return_dict_in_generate": True}
@@ -134,6 +149,29 @@ def test_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
         assert turn[CACHE_NAME].get_seq_length() == turn.sequences.shape[1] - 1
         conversations.append(turn.sequences)
     assert all(torch.equal(conversation, conversations[0]) for conversation in conversations)
+
+
+def test_target_that_reads_the_newest_token_alone() -> None:
+    """Phi-4-multimodal forgets a text that grows beyond the switch. Drafted decoding refuses before it runs."""
+    target, drafter = make_phi("phi4_multimodal", "default")
+    prompts, settings = make_prompts([6, 6]), {"do_sample": False, "return_dict_in_generate": True}
+    # Plain decoding runs a text of 16 tokens at most, where 17 are generated in all.
+    turns = [target.generate(**prompts, **settings, max_new_tokens=11, assistant_model=a) for a in (None, drafter)]
+    assert torch.equal(turns[0].sequences, turns[1].sequences)
+    passes: list[int] = []
+    handle = target.register_forward_pre_hook(lambda *_: passes.append(1))
+    with pytest.raises(ValueError, match="drops its cache where a text grows beyond 16 tokens"):
+        target.generate(**prompts, **settings, max_new_tokens=12, assistant_model=drafter)
+    text = torch.cat((turns[0].sequences, prompts["input_ids"]), dim=1)
+    with pytest.raises(ValueError, match="pass no cache of an earlier turn"):
+        target.generate(
+            text, **settings, max_new_tokens=3, assistant_model=drafter, **{CACHE_NAME: turns[0][CACHE_NAME]}
+        )
+    assert not passes
+    handle.remove()
+    plain = target.generate(**prompts, **settings, max_new_tokens=24).sequences
+    with drafter.attached(target):
+        assert torch.equal(target.generate(**prompts, **settings, max_new_tokens=24).sequences, plain)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2_mixed", "llama4"])

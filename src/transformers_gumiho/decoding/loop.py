@@ -21,7 +21,14 @@ from ..target.continuation import check_continuation
 from ..target.cycle_shapes import CycleShapes, cycle_shapes
 from ..target.own_caches import make_cache
 from ..target.prompt import prompt_positions, read_prompt
-from ..target.requirements import check_cache, check_padding, check_positions, tree_obstacle, verification_kind
+from ..target.requirements import (
+    check_cache,
+    check_padding,
+    check_positions,
+    check_text_is_kept,
+    tree_obstacle,
+    verification_kind,
+)
 from ..tree.draft_tree import bare_root
 from .drafts import committed_path, committed_prompt, make_generator
 from .observers import GenerationEvents
@@ -162,8 +169,10 @@ def check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, arguments: di
     check_padding(target, arguments)
     max_new_tokens = max_length_of(arguments["stopping_criteria"], config) - input_ids.shape[1]
     check_positions(target, prompt_positions(input_ids, arguments), max_new_tokens)
+    cache = arguments.get(cache_argument(target))
     if config.cache_implementation != "static":  # a static cache is replaced by one of ours
-        check_cache(target, arguments.get(cache_argument(target)))
+        check_cache(target, cache)
+        check_text_is_kept(target, cache, input_ids.shape[1], max_new_tokens)
     if verification_kind(target) == "chain":
         check_continuation(target, arguments.get("attention_mask"), len(input_ids))
 

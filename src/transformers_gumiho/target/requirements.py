@@ -293,6 +293,45 @@ def check_positions(target: PreTrainedModel, position_ids: torch.Tensor, max_new
             )
 
 
+def check_text_is_kept(target: PreTrainedModel, cache: Any, length: int, max_new_tokens: int) -> None:
+    """
+    Raises [`Unsupported`] where plain decoding goes on without the text before.
+
+    Phi's models drop a cache of at most `original_max_position_embeddings` tokens once the text is longer. Phi-3 then
+    reads the text again; Phi-4-multimodal reads the newest token alone.
+
+    Args:
+        target: The target.
+        cache: The caller's, if any.
+        length: Tokens of the text so far.
+        max_new_tokens: The most tokens that may follow.
+    """
+    limit = getattr(target.config, "original_max_position_embeddings", None)
+    if limit is None:
+        return
+    num_held = 0 if cache is None else cache.get_seq_length()
+    is_crossed = length <= limit < length + max_new_tokens - 1 or 0 < num_held <= limit < length
+    if is_crossed and _reads_newest_alone(target, limit):
+        raise Unsupported(
+            f"{type(target).__name__} drops its cache where a text grows beyond {limit} tokens "
+            f"(`original_max_position_embeddings`), and reads the newest token alone. This generation may go from "
+            f"{length} to {length + max_new_tokens}. Lower `max_new_tokens`, pass no cache of an earlier turn, or "
+            f"generate without `assistant_model`."
+        )
+
+
+def _reads_newest_alone(target: PreTrainedModel, limit: int) -> bool:
+    """Returns whether the target gets neither a cache nor the text before, one token beyond the limit."""
+    cache, entry = DynamicCache(), torch.zeros(1, 1, 1, 1)
+    cache.update(entry, entry, 0)
+    ids = torch.zeros(1, limit + 1, dtype=torch.long)
+    name = cache_argument(target)
+    inputs = target.prepare_inputs_for_generation(
+        ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{name: cache}
+    )
+    return inputs.get(name) is not cache and inputs["input_ids"].shape[1] == 1
+
+
 def check_cache(target: PreTrainedModel, cache: Any) -> None:
     """Raises [`Unsupported`] for a cache that drafts of the target cannot be verified against."""
     if cache is None:
