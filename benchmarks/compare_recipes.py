@@ -7,7 +7,7 @@
 
 By default for the demo pair; for another target, give it, a feature cache of it (`gumiho train --stages features`,
 with `--target_layer_ids` for the recipes that read several layers) and prompts that are not in the cache. The first
-rows of the cache are held out. Started again after it was stopped, the command goes on from the newest checkpoint,
+rows of the cache are held out. Started again after it was stopped, the command continues from the newest checkpoint,
 and leaves out what `--output` has a line for under the same settings. `recipes.py` says what each recipe changes.
 With `--times` it only times drafting and a few steps of each training, which is quick, for a moment when nothing else
 runs.

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.generation import GenerationMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.measuring.timing import DecodingTime, StageSeconds
 from transformers_gumiho.target import session
 
@@ -266,3 +268,29 @@ def test_looking_up_is_timed_apart_from_merging(monkeypatch: pytest.MonkeyPatch)
     assert len(read) == 13
     assert share == sum(branch is not None for branch in read[1:]) / 12
     assert share > 0
+
+
+def test_a_paused_drafter_drafts_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `measure_pausing.py` compares: plain decoding, drafting until it pauses, and a drafter that is paused."""
+    script = load("measure_pausing", monkeypatch)
+    drafts: list[int] = []
+    generate, draft = GenerationMixin.generate, GumihoDrafter.draft
+
+    def counting_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts.append(0)
+        return generate(self, *args, **kwargs)
+
+    def counting_draft(self: Any, *args: Any) -> Any:
+        drafts[-1] += 1
+        return draft(self, *args)
+
+    monkeypatch.setattr(GenerationMixin, "generate", counting_generate)
+    monkeypatch.setattr(GumihoDrafter, "draft", counting_draft)
+    script.main(["--rows", "1", "--max_new_tokens", "24", "--turns", "1"])
+    assert len(drafts) == 10, "five ways, greedy and sampled"
+    for plain, alone, paused, with_lookup, lookup in (drafts[:5], drafts[5:]):
+        assert (plain, paused, lookup) == (0, 1, 1)
+        assert min(alone, with_lookup) > 1
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [["1", "24", "greedy"], ["1", "24", "T=1"]]
+    assert all(float(figure) > 0 for line in lines for figure in line.split()[3:])

@@ -160,11 +160,11 @@ def test_the_command_tells_what_it_does(
     assert server.most_open == 3
     written = [json.loads(line) for line in (tmp_path / "a.prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row.get("dropped") for row in written].count("near-duplicate") == len(written) // 2 == 6
-    told = capsys.readouterr()
-    assert "5 prompts. Dropped: 6 (near-duplicate)." in told.out
-    assert "7 rows. Left out: none." in told.out
-    assert "target asks: 100%" in told.err
-    assert "server answers: 100%" in told.err
+    printed = capsys.readouterr()
+    assert "5 prompts. Dropped: 6 (near-duplicate)." in printed.out
+    assert "7 rows. Left out: none." in printed.out
+    assert "target asks: 100%" in printed.err
+    assert "server answers: 100%" in printed.err
     rows = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == [question["prompt"] for question in questions]
 

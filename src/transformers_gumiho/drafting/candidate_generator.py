@@ -148,32 +148,30 @@ class GumihoCandidateGenerator(CandidateGenerator):
         branch = None
         if self._context is not None:
             branch = self._context.draft(committed.tokens.device, self._run_lengths(num_missing))
-        is_run = branch is not None and branch.is_run
-        is_paused = self._is_paused(committed, is_run)
+        self.origin = self._next_origin(committed, is_run=branch is not None and branch.is_run)
+        is_drafted = self.origin.source == "drafter"
         # The drafter compiles one width. What it reads of several cycles is cut to that width later.
-        is_narrow = is_run or is_paused or bool(self._unread)
-        self._unread.append(committed.narrow() if is_narrow else committed)
-        if is_run or is_paused:
+        self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
+        if not is_drafted:
             return self._make_undrafted(branch)
         committed, self._unread = CommittedTokens.join(self._unread), []
         tree = self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
         self._num_drafted = tree.tokens.shape[1] - 1
         return self._add_branch(tree, branch)
 
-    def _is_paused(self, committed: CommittedTokens, is_run: bool) -> bool:
-        """Counts the gain of the last cycle, and decides where the next tree comes from."""
+    def _next_origin(self, committed: CommittedTokens, is_run: bool) -> DraftOrigin:
+        """Counts the gain of the last cycle, and returns where the next tree comes from."""
         pause = self._pause
         if pause is not None and self._num_drafted and self.origin.source == "drafter":
             is_open = [length > 0 for length in committed.accepted_lengths]
             right = [0] * len(is_open) if self._context is None else self._context.num_right
             num_open = max(sum(is_open), 1)
             pause.observe(sum(committed.accepted_lengths) / num_open, sum(compress(right, is_open)) / num_open)
-        is_paused = pause is not None and not is_run and pause.take_cycle()
         if is_run:
-            self.origin = DraftOrigin("context")
-        else:
-            self.origin = DraftOrigin("pause", pause.num_left) if pause and is_paused else DraftOrigin("drafter")
-        return is_paused
+            return DraftOrigin("context")
+        if pause is not None and pause.take_cycle():
+            return DraftOrigin("pause", pause.num_left)
+        return DraftOrigin("drafter")
 
     def _run_lengths(self, num_missing: int) -> range:
         """

@@ -26,7 +26,7 @@ class DraftRestriction:
     The cross-entropies are then over these tokens alone, for the drafter and for the target, whose distribution is
     thereby normalised over them. A position whose most likely token is none of them counts like any other: it teaches
     the order of the tokens that can be drafted there, which decides what is drafted when sampling, and its feature is
-    what drafting goes on from. (Its greedy draft is lost, whatever is learned.) So the loss averages over the same
+    where drafting continues. (Its greedy draft is lost, whatever is learned.) So the loss averages over the same
     positions with any vocabulary, and these can be counted over a step before the target has run on it.
 
     Args:
@@ -62,7 +62,7 @@ class DraftRestriction:
     def find(self, checkpoint: str | None) -> None:
         """
         Finds the vocabulary, makes it the drafter's setting, and restricts the features to it. It is that of the
-        checkpoint that training goes on from; else the drafter's own, with as many tokens as are missing from it
+        checkpoint that training continues from; else the drafter's own, with as many tokens as are missing from it
         counted, or, where there is no training data, its own alone.
 
         Raises:
