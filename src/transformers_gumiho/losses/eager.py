@@ -1,4 +1,4 @@
-"""The loss of a drafter in plain eager form, which holds the logits of a whole batch."""
+"""The loss of a drafter in plain eager form, which holds the logits of all positions."""
 
 import torch
 
@@ -26,7 +26,7 @@ def gumiho_loss(
 
     Args:
         output: The drafter's output for tokens `x_1 ..` and states `.. h_{L-2}`.
-        hidden_states (`(B, L, H)`): The target's last hidden states of the whole text.
+        hidden_states (`(B, L, H)`): The target's last hidden states of the text.
         lm_head: The target's output head.
         loss_mask (`(B, L)`): 1 at the states that count as targets.
         weights: See [`LossWeights`].

@@ -34,11 +34,11 @@ class RenamingOnLoad(WeightRenaming):
 
 
 def register_released_names() -> None:
-    """Tells transformers under which names a checkpoint may hold the tensors of a drafter."""
+    """Registers with transformers the names under which a checkpoint may hold a drafter's tensors."""
     register_checkpoint_conversion_mapping(
         GumihoConfig.model_type,
         [
-            # As in vLLM, around the whole drafter or the serial head alone.
+            # As in vLLM, around the drafter or the serial head alone.
             RenamingOnLoad(r"^(?:model\.){1,2}(embed_tokens|fc|layers|layer_fusion|mlp|transition)\.", r"\1."),
             # As the reference's training writes them.
             RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
@@ -68,7 +68,7 @@ def set_surplus_heads_aside(
     for key in unexpected:
         if (match := _HEAD_TENSOR.fullmatch(key)) and int(match[1]) >= config.num_parallel_heads:
             found.setdefault(int(match[1]), set()).add(key)
-    # A weight and a bias in each block: what is left of a head that is not whole stays unexpected.
+    # A weight and a bias in each block: tensors of an incomplete head stay unexpected.
     tensors_per_head = 2 * (config.num_residual_blocks + 1)
     surplus = [keys for keys in found.values() if len(keys) == tensors_per_head]
     if not surplus:
@@ -135,7 +135,7 @@ def set_new_fusion_aside(
         The entries that are still missing.
 
     Raises:
-        ValueError: The checkpoint reads other layers, or lacks the fusion that its own config tells of.
+        ValueError: The checkpoint reads other layers, or lacks the fusion that its own config names.
     """
     missing, layer_ids = set(info["missing_keys"]), config.target_layer_ids
     if layer_ids is None and _FUSION_TENSOR not in info["unexpected_keys"]:

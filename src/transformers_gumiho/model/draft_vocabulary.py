@@ -22,7 +22,7 @@ from transformers.utils import (
 
 
 # Names under which drafters of the EAGLE kind carry their vocabulary: token ids as they are, or their distances from
-# the draft's own indices. Next to the latter, `_MEMBERSHIP` may tell the same again, as a mask.
+# the draft's own indices. Next to the latter, `_MEMBERSHIP` may hold the same as a mask.
 _TOKEN_MAP, _OFFSETS, _MEMBERSHIP = "token_map", "d2t", "t2d"
 _HUB_OPTIONS = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -129,7 +129,7 @@ def is_vocabulary_entry(key: str) -> bool:
 
 
 def is_vocabulary_mask(key: str) -> bool:
-    """Returns whether a checkpoint's entry of this name tells a draft vocabulary again, as a mask."""
+    """Returns whether a checkpoint's entry of this name repeats a draft vocabulary as a mask."""
     return _plain_name(key) == _MEMBERSHIP
 
 
@@ -144,7 +144,7 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
     if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError(
             f"{where} must be 1-D and of integers, got {values.dtype} of shape {tuple(values.shape)}. Correct it, or "
-            f"take it out to draft from the whole vocabulary."
+            f"take it out to draft from all of the vocabulary."
         )
     values = values.long()
     if _plain_name(key) == _OFFSETS:
@@ -153,7 +153,7 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
     if fault := find_fault(token_ids, vocab_size):
         raise ValueError(
             f"{where} must name distinct token ids from 0 to {vocab_size - 1}, but {fault}. Correct it, or take it "
-            f"out to draft from the whole vocabulary."
+            f"out to draft from all of the vocabulary."
         )
     return token_ids
 

@@ -178,7 +178,7 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
 
-        The released drafters load by their names; [`GumihoConfig.get_config_dict`] tells which configs are read, and
+        The released drafters load by their names; [`GumihoConfig.get_config_dict`] says which configs are read, and
         what happens without one. Tensors may be called as in the released weights, with vLLM's prefixes, or as the
         reference's training writes them. An output head is left out: features are turned into tokens by the head of
         the target. Of more parallel heads than the config asks for, the first are used, and the log says so. A
@@ -321,7 +321,7 @@ class GumihoModel(GumihoPreTrainedModel):
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
         if unroll and (cache is not None or use_cache):
-            raise ValueError("`unroll=True` runs whole texts. Leave `cache` and `use_cache` out.")
+            raise ValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))

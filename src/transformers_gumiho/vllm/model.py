@@ -203,7 +203,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
     def _for_serial_head(
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Loads what is not of the serial head; yields the rest, under vLLM's names."""
+        """Loads what is not of the serial head; yields the serial head's tensors, under vLLM's names."""
         places = self._places()
         for given, tensor in weights:
             name = plain_name(given)
