@@ -194,6 +194,10 @@ def parse(kind: Sequence[type], name: str, words: Sequence[str], defaults: dict[
 REMOVED = {
     "serial_unroll_steps": "steps beyond those of drafting lost 4.8% of the tokens per cycle. Leave it out, or use "
     "--unroll_serial_head.",
+    "weigh_by_reach": "it made no difference (-0.4%). Leave it out, or use --parallel_decay and --parallel_weight.",
+    "unrolled_weight": "no recipe used another than 1. Leave it out.",
+    "loss_term_weights": "use --feature_weight, --serial_ce_weight and --parallel_ce_weight, or a subclass of "
+    "GumihoTrainer.",
     "target_model": "use --target.",
     "dataset_name": "use --data.",
     "features_dir": "use --features.",

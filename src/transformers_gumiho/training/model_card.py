@@ -127,8 +127,7 @@ def _training_facts(trainer: Trainer) -> dict[str, Any]:
         "learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta2", "weight_decay", "max_grad_norm",
         "per_device_train_batch_size", "gradient_accumulation_steps", "seed", "bf16", "fp16", "feature_weight",
         "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start_epoch", "parallel_decay", "parallel_weight",
-        "feature_noise", "unroll_serial_head", "unrolled_weight", "weigh_by_reach",
-        "linear_start", "train_only",
+        "feature_noise", "unroll_serial_head", "linear_start", "train_only",
     )  # fmt: skip
     facts = {f"`{name}`": getattr(args, name) for name in names}
     facts["`lr_scheduler_type`"] = args.lr_scheduler_type.value

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
-from ..losses.weights import LossWeights
 from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
@@ -37,7 +35,6 @@ from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
 from .linear_start import start_linearly
 from .model_card import model_card_of
-from .reach import MeasuredReach
 from .target_features import OnlineFeatures, TargetFeatures, why_not_finite
 from .term_averages import TermAverages
 from .trained_parts import freeze_all_but
@@ -116,8 +113,6 @@ class GumihoTrainer(Trainer):
         self._restriction = DraftRestriction(self)
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
         self._terms = TermAverages()
-        max_depth = self.drafter.config.max_draft_depth
-        self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         check_collator(self.data_collator, args.assistant_only_loss)
@@ -161,7 +156,6 @@ class GumihoTrainer(Trainer):
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
             drafter_input = self._add_noise(drafter_input)
-            self._measure_reach(model, inputs, states)
         args = self.args
         serial_only = args.train_only == "serial"
         output = self._forward(model, inputs, drafter_input, args.unroll_serial_head, serial_only=serial_only)
@@ -170,7 +164,7 @@ class GumihoTrainer(Trainer):
             states.last,
             self._restriction.features.lm_head(states.last),
             inputs["loss_mask"],
-            self._loss_weights(model.training),
+            args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
             chunk_size=args.loss_chunk_size,
@@ -226,8 +220,6 @@ class GumihoTrainer(Trainer):
                 )
         self._terms = TermAverages()
         self._broken_states.zero_()
-        if self._reach is not None:
-            self._reach.reset()
         self._warn_of_schedule()
         if self.train_dataset is not None:
             check_something_counts(self.train_dataset, self._training_collator(), self._shifts())
@@ -306,20 +298,6 @@ class GumihoTrainer(Trainer):
             unroll=unroll,
             **kwargs,
         )
-
-    def _loss_weights(self, training: bool) -> LossWeights:
-        weights = self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None)
-        if self._reach is None or not training:
-            return weights
-        return replace(weights, reach=self._reach.weights())
-
-    @torch.no_grad()
-    def _measure_reach(self, model: nn.Module, inputs: dict[str, torch.Tensor], states: TargetStates) -> None:
-        """Measures how often each draft position is reached, where that is asked for and it is time."""
-        if self._reach is None or not self._reach.is_due:
-            return
-        output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
-        self._reach.add(self._score_predictions(inputs, states, output))
 
     def _score_predictions(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
         return score_predictions(
