@@ -108,7 +108,6 @@ class RecipeArguments(WritingArguments):
     )
     cache_features: bool = _help("Run the target once and keep its states; `false` runs it in every step.", True)
     features_dtype: str = _help("Precision of the cached features.", "bfloat16")
-    streaming: bool = _help("Read the data while training. Needs --max_steps and --cache_features false.", False)
     max_length: int = _help("Maximum number of tokens of a row.", 2048)
     packing: bool | None = _help("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = _help("Processes that prepare the data.")
@@ -131,8 +130,8 @@ class RecipeArguments(WritingArguments):
             raise ValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
         if self.features is None:
             super().check()
-        elif self.data is not None or self.streaming:
-            raise ValueError("--features holds prepared data: leave --data and --streaming out.")
+        elif self.data is not None:
+            raise ValueError("--features holds prepared data: leave --data out.")
         if self.num_eval_rows < 0 or self.lora_rank < 0:
             raise ValueError("--num_eval_rows and --lora_rank must not be negative.")
         if self.lora_rank and self.drafter is None:
@@ -141,10 +140,6 @@ class RecipeArguments(WritingArguments):
             raise ValueError(
                 "Adapters hold neither transitions nor a fusion of layers: train these without --lora_rank, on the "
                 "merged drafter."
-            )
-        if self.streaming and (self.regenerate or self.cache_features):
-            raise ValueError(
-                "--streaming reads the data while training: add --regenerate false --cache_features false."
             )
 
 
@@ -155,10 +150,6 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         raise ValueError("--acceptance_steps needs prompts, which --features does not hold: leave it out.")
     if args.cache_features and training_args.acceptance_steps:
         raise ValueError("--acceptance_steps decodes while training: add --cache_features false.")
-    if args.streaming and training_args.max_steps <= 0:
-        raise ValueError("--streaming needs --max_steps: a stream has no length.")
-    if args.streaming and training_args.draft_vocabulary_size is not None and not has_drafter:
-        raise ValueError("--draft_vocabulary_size counts the data before training: leave it or --streaming out.")
     if args.lora_rank and part:
         raise ValueError("--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out.")
     if training_args.linear_start and has_drafter:
@@ -198,6 +189,7 @@ REMOVED = {
     "unrolled_weight": "no recipe used another than 1. Leave it out.",
     "loss_term_weights": "use --feature_weight, --serial_ce_weight and --parallel_ce_weight, or a subclass of "
     "GumihoTrainer.",
+    "streaming": "the data is read before training. Leave it out, and limit the rows with --num_rows.",
     "target_model": "use --target.",
     "dataset_name": "use --data.",
     "features_dir": "use --features.",

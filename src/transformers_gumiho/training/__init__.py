@@ -19,7 +19,7 @@ from .collator import GumihoDataCollator
 from .conversations import load_conversations
 from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
-from .preparation import PreparationReport, collect_prompts, prepare_dataset
+from .preparation import PreparationReport, prepare_dataset
 from .regeneration import regenerate_dataset
 from .sampling import Sampling
 from .synthesis import (
@@ -52,7 +52,6 @@ __all__ = [
     "UserTurnNotFoundError",
     "cache_size",
     "chunked_gumiho_loss",
-    "collect_prompts",
     "expected_acceptance_length",
     "gumiho_loss",
     "last_complete_checkpoint",

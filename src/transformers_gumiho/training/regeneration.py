@@ -3,30 +3,31 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile, islice
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import dataset_fingerprint
+from ..open_text import encode_open_text
 from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
 from ..target.fingerprint import model_fingerprint
 from .conversations import Conversation, MalformedRowError, RawText, read_text
 from .fingerprint import tokenizer_fingerprints
 from .preparation import check_settings
-from .rendering import decode, encode_prompt, render_prompt
+from .rendering import decode, render_prompt
 from .row_leaving import continue_rows
 from .sampling import Sampling
 from .written_rows import Turn, answer_text, written_row
 
 
 def regenerate_dataset(
-    dataset: Dataset | IterableDataset,
+    dataset: Dataset,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     output_file: str | Path,
@@ -42,9 +43,8 @@ def regenerate_dataset(
     Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
     earlier answers, until it ends or the longest text of the batch has `max_length` tokens. A question without an
     answer is answered, too. Of a raw text, the target continues the first `num_prompt_tokens`, or the prompt where
-    there is one. A row whose text does not encode back to
-    the tokens that the target wrote holds these, too, and training reads them. A row that cannot be answered stays as
-    a line that says why.
+    there is one. A row whose text does not encode back to the tokens that the target wrote holds these, too, and
+    training reads them. A row that cannot be answered stays as a line that says why.
 
     Called again after it was stopped, it goes on after the last whole batch in the file; the result is the same.
 
@@ -79,20 +79,18 @@ def regenerate_dataset(
             | ({} if sampling is None else {"sampling": repr(sampling)}),
         )
         done = cut_unfinished_batch(path, batch_size)
-        remaining = islice(iter(dataset), done, None)
         writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
-        total = len(dataset) if isinstance(dataset, Dataset) else None
         begin = time.perf_counter()
-        with tqdm(desc="target answers", total=total, initial=done, unit="row") as progress:
-            while batch := list(islice(remaining, batch_size)):
-                torch.manual_seed(seed + done)
+        with tqdm(desc="target answers", total=len(dataset), initial=done, unit="row") as progress:
+            for start in range(done, len(dataset), batch_size):
+                torch.manual_seed(seed + start)
                 if sampling is not None:
-                    writer.sampling = sampling if sampling.samples(done // batch_size) else None
-                rows = writer.rewrite(batch)
+                    writer.sampling = sampling if sampling.samples(start // batch_size) else None
+                batch = dataset.select(range(start, min(start + batch_size, len(dataset))))
+                rows = writer.rewrite(list(batch))
                 if sampling is not None:
                     rows = [row | {"sampled": writer.sampling is not None} for row in rows]
                 append_rows(path, rows)
-                done += len(batch)
                 progress.set_postfix_str(f"{writer.num_tokens / (time.perf_counter() - begin):.0f} tokens/s")
                 progress.update(len(batch))
 
@@ -128,8 +126,8 @@ class TargetWriter:
     def _continue_texts(self, examples: list[RawText]) -> list[dict[str, Any]]:
         prompts = []
         for example in examples:
-            ids = encode_prompt(self.tokenizer, example, self.num_prompt_tokens)
-            prompts.append(ids[: self.max_length // 2])
+            ids = encode_open_text(self.tokenizer, example.prompt or example.completion)
+            prompts.append(ids[: self.max_length // 2 if example.prompt else self.num_prompt_tokens])
         results = []
         for example, prompt, new in zip(examples, prompts, self._generate(prompts), strict=True):
             ended = self._has_ended(new)

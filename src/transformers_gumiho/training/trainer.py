@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
-from .calibration import NUM_POSITIONS, NUM_ROWS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
+from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .checks import (
@@ -36,7 +37,6 @@ from .draft_vocabulary import DraftRestriction
 from .linear_start import start_linearly
 from .model_card import model_card_of
 from .target_features import OnlineFeatures, TargetFeatures, why_not_finite
-from .term_averages import TermAverages
 from .trained_parts import freeze_all_but
 
 
@@ -112,7 +112,7 @@ class GumihoTrainer(Trainer):
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
-        self._terms = TermAverages()
+        self._forget_terms()
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         check_collator(self.data_collator, args.assistant_only_loss)
@@ -173,7 +173,9 @@ class GumihoTrainer(Trainer):
             # Gradients are averaged over the processes, and this is a process's share of one average.
             loss = loss * self.accelerator.num_processes
         if model.training:
-            self._terms.add(terms)
+            for name, term in terms.items():  # a batch's share of the terms of a step
+                self._terms[name] = self._terms.get(name, 0) + term
+                self._steps_of_terms[name].add(self.state.global_step)
         return (loss, output) if return_outputs else loss
 
     def prediction_step(
@@ -218,7 +220,7 @@ class GumihoTrainer(Trainer):
                     f"There is no complete checkpoint in {self.args.output_dir!r} to go on from. Train with "
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )
-        self._terms = TermAverages()
+        self._forget_terms()
         self._broken_states.zero_()
         self._warn_of_schedule()
         if self.train_dataset is not None:
@@ -248,7 +250,7 @@ class GumihoTrainer(Trainer):
             ValueError: There are no rows, or several datasets.
         """
         rows = rows_to_fit_on(self.eval_dataset if dataset is None else dataset)
-        self._positions_per_row = NUM_POSITIONS // (max(len(rows), 1) if has_length(rows) else NUM_ROWS)
+        self._positions_per_row = NUM_POSITIONS // len(rows)
         try:
             table = self.predict(rows).predictions
         finally:
@@ -266,16 +268,20 @@ class GumihoTrainer(Trainer):
         Raises:
             FloatingPointError: A loss term is not finite.
         """
-        if "loss" in logs and self._terms.sums:
-            sums = self.accelerator.reduce(torch.stack(list(self._terms.sums.values())), "sum").tolist()
+        if "loss" in logs and self._terms:
+            sums = self.accelerator.reduce(torch.stack(list(self._terms.values())), "sum").tolist()
             averages = {
-                name: total / self._terms.steps[name] for name, total in zip(self._terms.sums, sums, strict=True)
+                name: total / len(self._steps_of_terms[name]) for name, total in zip(self._terms, sums, strict=True)
             }
-            self._terms = TermAverages()
+            self._forget_terms()
             logs = logs | averages
             if not all(map(math.isfinite, sums)):
                 raise FloatingPointError(self._divergence(f"the loss terms are {averages}"))
         super().log(logs, start_time)
+
+    def _forget_terms(self) -> None:
+        self._terms: dict[str, Any] = {}
+        self._steps_of_terms: dict[str, set[int]] = defaultdict(set)
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Writes the drafter's model card; arguments as in `Trainer.create_model_card`."""
@@ -357,8 +363,6 @@ class GumihoTrainer(Trainer):
         counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
         for batch in batch_samples:
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
-        if batch_samples:  # a stream that has ended gives none
-            self._terms.next_step()
         return self.accelerator.reduce(counts, "sum")
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
