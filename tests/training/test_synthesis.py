@@ -32,7 +32,7 @@ from transformers_gumiho.training.synthesis import synthesis, writing
 from transformers_gumiho.training.synthesis.degenerate import why_degenerate
 from transformers_gumiho.training.synthesis.near_duplicates import NearDuplicates
 from transformers_gumiho.training.synthesis.user_turn import find_user_turn
-from transformers_gumiho.training.synthesis.writing import Start, TargetWriter
+from transformers_gumiho.training.synthesis.writing import Start, write_user_turns
 
 
 SETTINGS: dict[str, Any] = {
@@ -111,15 +111,15 @@ def test_a_second_run_into_a_file_is_refused(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it cuts the first one's unfinished batch off."""
-    real, refused = TargetWriter.write_user_turns, []
+    refused = []
 
     def start_again(*arguments: Any) -> Any:
         with pytest.raises(OSError, match=r"Another run is writing there. Wait for it to end") as error:
             synthesize(target, tmp_path / "a.jsonl")
         refused.append(error)
-        return real(*arguments)
+        return write_user_turns(*arguments)
 
-    monkeypatch.setattr(TargetWriter, "write_user_turns", start_again)
+    monkeypatch.setattr(synthesis, "write_user_turns", start_again)
     synthesize(target, tmp_path / "a.jsonl")
     assert refused
 
@@ -162,8 +162,8 @@ def test_openings_take_turns_after_each_system_prompt(target: PreTrainedModel, t
 
 def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel) -> None:
     tokenizer = make_chat_tokenizer()
-    writer = TargetWriter(target, tokenizer, 12, Sampling(temperature=0.01))
-    (text,) = writer.write_user_turns([Start(opening="import numpy as")], seed=0)
+    starts = [Start(opening="import numpy as")]
+    (text,) = write_user_turns(target, tokenizer, 12, Sampling(temperature=0.01), starts, seed=0)
     ids = tokenizer("<|im_start|>user\nimport numpy as", return_tensors="pt", add_special_tokens=False)
     expected = target.generate(**ids, max_new_tokens=12, do_sample=False)[0]
     assert text.text == find_user_turn(tokenizer).cut(tokenizer.decode(expected).split("user\n", 1)[1])
@@ -179,7 +179,7 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel) -> Non
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template, unk_token="<unk>"
     )
-    writer, prompts = TargetWriter(target, tokenizer, 3, Sampling()), []
+    prompts = []
 
     def written(_: PreTrainedModel, rows: list[list[int]], *__: Any) -> list[list[int]]:
         prompts.extend(rows)
@@ -187,7 +187,7 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "continue_rows", written)
-        (text,) = writer.write_user_turns([Start(opening="who wrote")], seed=0)
+        (text,) = write_user_turns(target, tokenizer, 3, Sampling(), [Start(opening="who wrote")], seed=0)
     assert text.text == "who wrote the book"
     assert tokenizer.convert_ids_to_tokens(prompts[0]) == ["▁user", "▁who", "▁wrote"]
 
