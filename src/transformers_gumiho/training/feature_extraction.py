@@ -122,25 +122,20 @@ def _begin(
     manifest: CacheManifest,
 ) -> CacheManifest:
     """Writes everything but the shards, in one of the processes; returns the manifest that is found or written."""
-    if (found := find_manifest(folder)) is not None:
-        found.check(manifest.fingerprints, folder, manifest.dtype)
-        manifest = found
+    try:
+        found = CacheManifest.load(folder)
+    except (FileNotFoundError, ValueError):  # it is missing or damaged, and has to be written anew
+        found = manifest
+    found.check(manifest.made_from, folder, "Extract features into another folder, or delete this one.")
+    manifest = found
     state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
         dtype = getattr(torch, manifest.dtype)
         _check_space(folder, manifest, cache_size(dataset, target.config, dtype, manifest.target_layer_ids))
-        begin_cache(folder, manifest, target, tokenizer)
+        _begin_files(folder, manifest, target, tokenizer)
     state.wait_for_everyone()
     return manifest
-
-
-def find_manifest(folder: Path) -> CacheManifest | None:
-    """Returns the manifest of a cache; `None` where it is missing or damaged, and has to be written anew."""
-    try:
-        return CacheManifest.load(folder)
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 def _rows_of(manifest: CacheManifest, shard: int) -> range:
@@ -169,9 +164,8 @@ def _make_manifest(
     row_bytes = cache_size(dataset, target.config, dtype, layer_ids) / sum(lengths) * max(lengths)
     data = rows_fingerprint(dataset.select_columns(columns).with_format("numpy"), columns)
     fingerprints = {"target": model_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer)
-    if layer_ids is not None:
-        fingerprints["layers"] = ",".join(map(str, layer_ids))
-    made_from = json.dumps(fingerprints | {"dtype": str(dtype)}, sort_keys=True)
+    layers = {} if layer_ids is None else {"layers": ",".join(map(str, layer_ids))}
+    made_from = json.dumps(fingerprints | layers | {"dtype": str(dtype)}, sort_keys=True)
     return CacheManifest(
         fingerprints=fingerprints,
         columns=columns,
@@ -199,7 +193,7 @@ def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
         )
 
 
-def begin_cache(
+def _begin_files(
     folder: Path, manifest: CacheManifest, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Writes everything but the shards, the manifest last, where it is not there or damaged."""
