@@ -14,7 +14,7 @@ from full_disk import disk_of
 from targets import make_target
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from training_data import CHATML, STRICT
+from training_data import CHATML
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TopPLogitsWarper
 
 from transformers_gumiho.training import (
@@ -32,7 +32,7 @@ from transformers_gumiho.training.synthesis import synthesis, writing
 from transformers_gumiho.training.synthesis.degenerate import why_degenerate
 from transformers_gumiho.training.synthesis.near_duplicates import NearDuplicates
 from transformers_gumiho.training.synthesis.user_turn import find_user_turn
-from transformers_gumiho.training.synthesis.writing import Start, write_user_turns
+from transformers_gumiho.training.synthesis.writing import write_user_turns
 
 
 SETTINGS: dict[str, Any] = {
@@ -140,30 +140,19 @@ def _stop(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_system_prompts_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
-    systems = ["You write Python.", "You are kind."]
-    rows = synthesize(target, tmp_path / "a.jsonl", num_prompts=4, system_prompts=systems)
-    said = {row["messages"][0]["content"] for row in rows}
-    assert said == set(systems)
-    assert all(row["messages"][0]["role"] == "system" for row in rows)
-
-
-def test_openings_take_turns_after_each_system_prompt(target: PreTrainedModel, tmp_path: Path) -> None:
-    systems, openings = ["You write Python.", "You are kind."], ["import ", "Write a class:\n\nclass", "def "]
-    synthesize(target, tmp_path / "a.jsonl", num_prompts=6, system_prompts=systems, openings=openings, batch_size=6)
-    rows = read(tmp_path / "a.prompts.jsonl")[:6]
-    assert [row["system"] for row in rows] == systems * 3
-    for row, opening in zip(rows, [words for words in openings for _ in systems], strict=True):
+def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
+    openings = ["import ", "Write a class:\n\nclass", "def "]
+    synthesize(target, tmp_path / "a.jsonl", num_prompts=6, openings=openings, batch_size=6)
+    for row, opening in zip(read(tmp_path / "a.prompts.jsonl")[:6], openings * 2, strict=True):
         assert row["prompt"].startswith(opening.strip())
         assert len(row["prompt"]) > len(opening)
     with pytest.raises(ValueError, match="begun with another openings"):
-        synthesize(target, tmp_path / "a.jsonl", num_prompts=6, system_prompts=systems, openings=[], batch_size=6)
+        synthesize(target, tmp_path / "a.jsonl", num_prompts=6, openings=[], batch_size=6)
 
 
 def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel) -> None:
     tokenizer = make_chat_tokenizer()
-    starts = [Start(opening="import numpy as")]
-    (text,) = write_user_turns(target, tokenizer, 12, Sampling(temperature=0.01), starts, seed=0)
+    (text,) = write_user_turns(target, tokenizer, 12, Sampling(temperature=0.01), ["import numpy as"], seed=0)
     ids = tokenizer("<|im_start|>user\nimport numpy as", return_tensors="pt", add_special_tokens=False)
     expected = target.generate(**ids, max_new_tokens=12, do_sample=False)[0]
     assert text.text == find_user_turn(tokenizer).cut(tokenizer.decode(expected).split("user\n", 1)[1])
@@ -187,7 +176,7 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "continue_rows", written)
-        (text,) = write_user_turns(target, tokenizer, 3, Sampling(), [Start(opening="who wrote")], seed=0)
+        (text,) = write_user_turns(target, tokenizer, 3, Sampling(), ["who wrote"], seed=0)
     assert text.text == "who wrote the book"
     assert tokenizer.convert_ids_to_tokens(prompts[0]) == ["▁user", "▁who", "▁wrote"]
 
@@ -232,28 +221,27 @@ def test_a_target_that_overflows_writes_nothing(tmp_path: Path) -> None:
 
 def test_the_opening_of_a_user_turn() -> None:
     tokenizer = make_chat_tokenizer()
-    assert find_user_turn(tokenizer).opening == "<|im_start|>user\n"
-    turn = find_user_turn(tokenizer, "Be kind.")
-    assert turn.opening == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    turn = find_user_turn(tokenizer)
+    assert turn.opening == "<|im_start|>user\n"
     assert turn.ends(tokenizer) == {tokenizer.eos_token_id}
     assert turn.cut("What?<|im_end|>\n<|im_start|>assistant") == "What?"
 
 
 @pytest.mark.parametrize(
-    ("template", "system", "message"),
+    ("template", "message"),
     [
-        (None, None, "has no chat template.*--chat_template FILE"),
-        (STRICT, "Be kind.", "refuses a user's turn after a system prompt: roles must alternate. Leave the system"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", None, "writes nothing before it.*--data FILE"),
-        ("Hello.", None, "shows it 0 times"),
-        ("{{ messages[0].content }} {{ messages[0].content }}", None, "shows it 2 times"),
+        (None, "has no chat template.*--chat_template FILE"),
+        ("{{ raise_exception('no') }}", "refuses a user's turn: no. Give another template"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "writes nothing before it.*--data FILE"),
+        ("Hello.", "shows it 0 times"),
+        ("{{ messages[0].content }} {{ messages[0].content }}", "shows it 2 times"),
     ],
 )
 def test_a_template_without_a_user_opening_is_refused(
-    target: PreTrainedModel, tmp_path: Path, template: str | None, system: str | None, message: str
+    target: PreTrainedModel, tmp_path: Path, template: str | None, message: str
 ) -> None:
     with pytest.raises(UserTurnNotFoundError, match=message):
-        synthesize(target, tmp_path / "a.jsonl", template=template, system_prompts=[system] if system else [])
+        synthesize(target, tmp_path / "a.jsonl", template=template)
     assert not list(tmp_path.iterdir())
 
 

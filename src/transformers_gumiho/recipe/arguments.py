@@ -39,9 +39,6 @@ class WritingArguments:
     chat_template: Path | None = field(
         default=None, metadata={"help": "File with a chat template for the target's tokenizer."}
     )
-    system_prompts: Path | None = field(
-        default=None, metadata={"help": "With `--data none`: file with a system prompt in each line."}
-    )
     openings: Path | None = field(
         default=None,
         metadata={"help": "With `--data none`: file with a user's first words in each line; \\n breaks lines."},
@@ -80,8 +77,8 @@ class WritingArguments:
         """Raises `ValueError` for options that are missing or contradict each other."""
         if self.target is None or self.data is None:
             raise ValueError("Give the target with --target, and the data with --data FILE, --data DATASET or none.")
-        if not self.writes_prompts and (self.system_prompts or self.openings):
-            raise ValueError("--system_prompts and --openings are for prompts of the target: use --data none.")
+        if not self.writes_prompts and self.openings:
+            raise ValueError("--openings are for prompts of the target: use --data none.")
 
 
 @dataclass(kw_only=True)
@@ -190,6 +187,8 @@ REMOVED = {
     "loss_term_weights": "use --feature_weight, --serial_ce_weight and --parallel_ce_weight, or a subclass of "
     "GumihoTrainer.",
     "streaming": "the data is read before training. Leave it out, and limit the rows with --num_rows.",
+    "system_prompts": "put the system prompt into the chat template (--chat_template FILE).",
+    "parallel_ce_start_epoch": "use --parallel_ce_start, a share of the training.",
     "target_model": "use --target.",
     "dataset_name": "use --data.",
     "features_dir": "use --features.",

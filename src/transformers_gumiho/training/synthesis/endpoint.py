@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..sampling import Sampling
 from .user_turn import UserTurn, find_user_turn
-from .writing import Start, Text
+from .writing import Text
 
 
 NONSENSE = "the server answers nonsense"
@@ -64,7 +64,7 @@ class Endpoint:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """
-        Returns the answer to a request, which is sent as often as it takes.
+        Returns the answer to a request with this JSON `body`, to `path` below `/v1/`; it is sent as often as it takes.
 
         Raises:
             EndpointError: The server refuses, or does not answer after the last try.
@@ -119,21 +119,20 @@ class EndpointWriter:
     ):
         self.endpoint, self.tokenizer, self.sampling = endpoint, tokenizer, sampling
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
-        self._first: dict[Start, str] = {}  # what was written first after each
+        self._first: dict[str, str] = {}  # what was written first after each opening
 
-    def write_user_turns(self, starts: Sequence[Start], seed: int) -> list[Text]:
-        """Returns what a user might say first after each start, the opening included."""
-        turns = {system: find_user_turn(self.tokenizer, system) for system in {start.system for start in starts}}
+    def write_user_turns(self, openings: Sequence[str], seed: int) -> list[Text]:
+        """Returns what a user might say first, for each of these first words, with these."""
+        turn = find_user_turn(self.tokenizer)
         texts = self._send_all(
-            partial(self._complete, turns[start.system], start.opening, seed + index)
-            for index, start in enumerate(starts)
+            partial(self._complete, turn, opening, seed + index) for index, opening in enumerate(openings)
         )
         repeats = []
-        for start, text in zip(starts, texts, strict=True):
-            if not text.problem and start in self._first:
-                repeats.append(text.text == self._first[start])
+        for opening, text in zip(openings, texts, strict=True):
+            if not text.problem and opening in self._first:
+                repeats.append(text.text == self._first[opening])
             elif not text.problem:
-                self._first[start] = text.text
+                self._first[opening] = text.text
         if repeats and all(repeats):
             raise EndpointError(
                 f"{self.endpoint.url} writes the same prompt every time, so it does not sample. `transformers serve` "

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ...resumable_file import append_rows, cut_unfinished_batch, whole_lines
 from .degenerate import why_degenerate
 from .near_duplicates import NearDuplicates
-from .writing import Start, Text
+from .writing import Text
 
 
 class PromptFile:
@@ -20,8 +20,8 @@ class PromptFile:
 
     Args:
         path: The file: JSONL, also of the prompts that were dropped.
-        write: Writes what users might say after some starts, with a seed.
-        starts: What stands before the prompts, in turns.
+        write: Writes what users might say, for their first words and a seed.
+        openings: First words, which take turns.
         special_tokens: Texts that only templates write.
         batch_size: Prompts that are written at a time.
         seed: For sampling.
@@ -34,13 +34,13 @@ class PromptFile:
     def __init__(
         self,
         path: Path,
-        write: Callable[[Sequence[Start], int], list[Text]],
-        starts: list[Start],
+        write: Callable[[Sequence[str], int], list[Text]],
+        openings: Sequence[str],
         special_tokens: list[str],
         batch_size: int,
         seed: int,
     ):
-        self.path, self.write, self.starts, self.special_tokens = path, write, starts, special_tokens
+        self.path, self.write, self.openings, self.special_tokens = path, write, openings, special_tokens
         self.batch_size, self.seed = batch_size, seed
         self.rows: list[dict[str, Any]] = []
         self.dropped: Counter[str] = Counter()
@@ -60,9 +60,9 @@ class PromptFile:
         with tqdm(desc="target asks", total=num_prompts, initial=done, unit="prompt") as progress:
             while len(self.rows) < num_prompts:
                 numbers = range(self._num_written, self._num_written + self.batch_size)
-                starts = [self.starts[number % len(self.starts)] for number in numbers]
-                texts = self.write(starts, self.seed + self._num_written)
-                rows = [self._screen(text, start) for text, start in zip(texts, starts, strict=True)]
+                openings = [self.openings[number % len(self.openings)] for number in numbers]
+                texts = self.write(openings, self.seed + self._num_written)
+                rows = [self._screen(text, opening) for text, opening in zip(texts, openings, strict=True)]
                 append_rows(self.path, rows)
                 self._num_written += len(rows)
                 for row in rows:
@@ -71,27 +71,25 @@ class PromptFile:
                 if self._num_written >= 10 * self.batch_size and len(self.rows) < self._num_written / 100:
                     raise ValueError(
                         f"Of {self._num_written} prompts that the target wrote, {len(self.rows)} are of use. Dropped: "
-                        f"{count_in_words(self.dropped)}. Give questions (`--data FILE`), system prompts "
-                        f"(`--system_prompts FILE`) or first words (`--openings FILE`)."
+                        f"{count_in_words(self.dropped)}. Give questions (`--data FILE`) or first words "
+                        f"(`--openings FILE`)."
                     )
 
-    def _screen(self, text: Text, start: Start) -> dict[str, str]:
+    def _screen(self, text: Text, opening: str) -> dict[str, str]:
         """Returns the line of a prompt, with the reason where it is dropped."""
         reason = text.problem or why_degenerate(text.text, text.ended, self.special_tokens)
-        if start.opening and text.text == start.opening.strip():
+        if opening and text.text == opening.strip():
             reason = "nothing after its opening"
         if reason is None and not self._seen.add(text.text):
             reason = "near-duplicate"
-        row = {"prompt": text.text} | ({} if start.system is None else {"system": start.system})
-        return row | ({} if reason is None else {"dropped": reason})
+        return {"prompt": text.text} | ({} if reason is None else {"dropped": reason})
 
     def _count(self, row: dict[str, str]) -> None:
         if reason := row.get("dropped"):
             self.dropped[reason] += 1
             return
         self._seen.add(row["prompt"])
-        system = [{"role": "system", "content": row["system"]}] if "system" in row else []
-        self.rows.append({"messages": [*system, {"role": "user", "content": row["prompt"]}]})
+        self.rows.append({"messages": [{"role": "user", "content": row["prompt"]}]})
 
 
 def count_in_words(reasons: Counter[str]) -> str:

@@ -12,20 +12,6 @@ from .user_turn import find_user_turn
 
 
 @dataclass(frozen=True)
-class Start:
-    """
-    What stands before the words that a target writes for a user.
-
-    Attributes:
-        system: What the system says. By default, whatever the template says.
-        opening: The user's first words. By default, the target finds these, too.
-    """
-
-    system: str | None = None
-    opening: str = ""
-
-
-@dataclass(frozen=True)
 class Text:
     """
     What was written.
@@ -46,37 +32,34 @@ def write_user_turns(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     sampling: Sampling,
-    starts: Sequence[Start],
+    openings: Sequence[str],
     seed: int,
 ) -> list[Text]:
     """
-    Returns what a user might say first after each start, the opening included.
+    Returns what a user might say first, for each of these first words, with these.
 
     Args:
         target: The target.
         tokenizer: The target's, with a chat template.
-        max_tokens: Tokens of a prompt, at most.
+        max_tokens: Tokens of a prompt after its first words, at most.
         sampling: How prompts are sampled.
-        starts: What stands before them.
+        openings: The first words; empty ones let the target find these, too.
         seed: For sampling.
     """
     torch.manual_seed(seed)
-    turns = [find_user_turn(tokenizer, start.system) for start in starts]
-    end = target.generation_config.eos_token_id
-    ends = {*(end if isinstance(end, list) else [end])} - {None}
-    ends = ends.union(*(turn.ends(tokenizer) for turn in turns))
-    prompts = [turn.opening_ids(tokenizer, start.opening) for turn, start in zip(turns, starts, strict=True)]
+    turn, end = find_user_turn(tokenizer), target.generation_config.eos_token_id
+    ends = turn.ends(tokenizer) | {*(end if isinstance(end, list) else [end])} - {None}
+    prompts = [turn.opening_ids(tokenizer, opening) for opening in openings]
     pad = min(ends, default=0)
     kwargs = sampling.generate_kwargs | {"eos_token_id": sorted(ends) or None, "pad_token_id": pad}
+    written = continue_rows(target, prompts, max_tokens, ends, pad, kwargs)
     texts = []
-    for turn, start, prompt, tokens in zip(
-        turns, starts, prompts, continue_rows(target, prompts, max_tokens, ends, pad, kwargs), strict=True
-    ):
+    for opening, prompt, tokens in zip(openings, prompts, written, strict=True):
         ended = tokens[-1] in ends
-        # Where it follows an opening, it is decoded with it: alone it may lack a space in front.
-        before = prompt if start.opening else []
+        # Where it follows first words, it is decoded with them: alone it may lack a space in front.
+        before = prompt if opening else []
         said = tokenizer.decode(before + tokens[: -1 if ended else None])[len(tokenizer.decode(before)) :]
-        text = start.opening + said
+        text = opening + said
         cut = turn.cut(text)
         texts.append(Text(cut, ended or cut != text.strip()))
     return texts
