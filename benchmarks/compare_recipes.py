@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from recipe_table import table
 from recipe_training import StepClock, TrainingClock
-from recipes import PARALLEL_CE_START, RECIPES, fitted_config
+from recipes import RECIPES, fitted_config
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -154,7 +154,6 @@ def training_arguments(
         "draft_vocabulary_size": args.draft_vocabulary_size,
         "learning_rate": args.learning_rate,
         "warmup_steps": args.warmup_steps,
-        "parallel_ce_start_epoch": PARALLEL_CE_START * args.num_train_epochs,
         "save_steps": args.save_steps,
         "save_total_limit": 1,
         "bf16": args.bf16,

@@ -13,8 +13,6 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 # Of all drafters of a comparison: by how much their numbers of trained parameters may differ.
 SIZE_TOLERANCE = 0.1
 TRANSITION_RANK = 64
-# Of the whole training, as in the published recipe's two of twenty epochs.
-PARALLEL_CE_START = 0.1
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Recipe:
 
 
 _TRANSITION = {"transition_rank": TRANSITION_RANK}
-_CROSS_ENTROPY = {"serial_ce_weight": 1.0, "parallel_ce_weight": 1.0, "parallel_ce_start_epoch": 0.0}
+_CROSS_ENTROPY = {"serial_ce_weight": 1.0, "parallel_ce_weight": 1.0, "parallel_ce_start": 0.0}
 _OWN_FEATURES = {"unroll_serial_head": True}
 _LINEAR = {"linear_start": True}
 _ALL = _CROSS_ENTROPY | _OWN_FEATURES | _LINEAR

@@ -21,7 +21,7 @@ def make_rows(num_rows: int = 24, seed: int = 0, length: int = 16) -> list[dict[
 def make_args(folder: Path, **settings: Any) -> GumihoTrainingArguments:
     defaults = {
         "max_steps": 4, "logging_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "no",
-        "learning_rate": 1e-2, "warmup_steps": 0, "parallel_ce_start_epoch": 0, "feature_noise": 0.0,
+        "learning_rate": 1e-2, "warmup_steps": 0, "parallel_ce_start": 0, "feature_noise": 0.0,
         "disable_tqdm": True,
     }  # fmt: skip
     return GumihoTrainingArguments(output_dir=str(folder), **defaults | settings)

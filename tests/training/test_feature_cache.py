@@ -86,7 +86,7 @@ def test_cached_features_give_the_losses_of_the_running_target(
         )
         args = GumihoTrainingArguments(
             output_dir=tmp_path, max_steps=4, logging_steps=1, per_device_train_batch_size=2, use_cpu=True,
-            report_to="none", parallel_ce_start_epoch=0, save_strategy="no", learning_rate=1e-2, warmup_steps=0,
+            report_to="none", parallel_ce_start=0, save_strategy="no", learning_rate=1e-2, warmup_steps=0,
         )  # fmt: skip
         trainer = GumihoTrainer(drafter, args, target=features, train_dataset=dataset, eval_dataset=dataset)
         trainer.train()

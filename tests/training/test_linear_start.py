@@ -84,12 +84,11 @@ def test_embeddings_that_are_far_smaller_than_states_count(scale: float) -> None
     generator = torch.Generator().manual_seed(0)
     embeddings, states, never = (torch.randn(500, 8, generator=generator) for _ in range(3))
     outputs = torch.cat((embeddings, states), dim=1) @ torch.randn(16, 4, generator=generator)
-    inputs = torch.cat((embeddings * scale, states, 0 * never), dim=1)
-    fit = linear_start.LinearFit(24, 4, torch.device("cpu"))
+    inputs = torch.cat((embeddings * scale, states, 0 * never, torch.ones(500, 1)), dim=1)
+    fit = linear_start.LinearFit(25, 4, torch.device("cpu"))
     for part in range(0, 500, 100):
         fit.add(inputs[part : part + 100], outputs[part : part + 100])
-    weight, bias = fit.solve()
-    assert (inputs @ weight.T + bias - outputs).var() < 1e-6 * outputs.var()
+    assert (inputs @ fit.solve().T - outputs).var() < 1e-6 * outputs.var()
 
 
 def test_a_linear_start_is_ahead_of_a_random_one(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from training_data import make_tokenizer
 from transformers import PreTrainedModel, TrainerCallback
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.model.draft_vocabulary import choose_draft_vocabulary
 from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
@@ -24,7 +23,7 @@ from transformers_gumiho.training import (
     gumiho_loss,
     write_feature_cache,
 )
-from transformers_gumiho.training.draft_vocabulary import count_answer_tokens
+from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def make_trainer(target: Any, folder: Path, drafter: Any = None, size: int | Non
 
 @pytest.mark.parametrize("rows", [make_rows(), packed_rows(), [{"input_ids": [1, 2, 3, 3]}]])
 def test_tokens_that_the_loss_predicts_are_counted(rows: list[dict[str, Any]]) -> None:
-    collate, expected = GumihoDataCollator(VOCAB_SIZE, pad_to_multiple_of=8), counts_by_hand(rows)
+    collate, expected = GumihoDataCollator(VOCAB_SIZE), counts_by_hand(rows)
     assert count_answer_tokens(rows, collate, VOCAB_SIZE).tolist() == expected
     assert count_answer_tokens(Dataset.from_list(rows), collate, VOCAB_SIZE).tolist() == expected
     shares = [count_answer_tokens(rows, collate, VOCAB_SIZE, first, 3) for first in range(3)]
@@ -134,7 +133,7 @@ def test_the_loss_is_the_eager_one_over_the_vocabulary(family: str, tmp_path: Pa
 
     output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
     trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, eval_dataset=rows, unroll_serial_head=True)
-    loss, terms = gumiho_loss(output, states, cut, mask, trainer.args.loss_weights(None))
+    loss, terms = gumiho_loss(output, states, cut, mask, trainer.args.loss_weights())
     evaluated = trainer.evaluate()  # before any step
     trainer.train()
     first = trainer.state.log_history[0]
@@ -252,10 +251,10 @@ def test_tokens_that_end_a_text_can_always_be_drafted(target: PreTrainedModel, t
 
 
 def test_sizes_and_data_that_give_no_vocabulary_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, got 9\. Choose a size"):
+    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, got 9\. Choose one"):
         make_trainer(target, tmp_path, size=9)
     with pytest.raises(ValueError, match="must be at least 1, or `None` for all tokens, got 0"):
         make_trainer(target, tmp_path, size=0)
     stream = IterableDataset.from_generator(lambda: iter(make_rows()))
-    with pytest.raises(ValueError, match=r"a stream can only be read while training\. Prepare the dataset without"):
+    with pytest.raises(ValueError, match=r"a stream can only be read while training\. Give a dataset with a length"):
         make_trainer(target, tmp_path, train_dataset=stream)

@@ -1,7 +1,6 @@
 """What a user of `Trainer` expects of a drafter's trainer."""
 
 import json
-import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,7 +78,7 @@ def test_the_loss_is_the_eager_one_and_falls(target: PreTrainedModel, tmp_path: 
     ids, mask = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "loss_mask"))
     states = target.model(ids).last_hidden_state
     output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll)
-    loss, terms = gumiho_loss(output, states, target.lm_head, mask, trainer.args.loss_weights(None))
+    loss, terms = gumiho_loss(output, states, target.lm_head, mask, trainer.args.loss_weights())
     embedding = weights_of(drafter.embed_tokens)
     trainer.train()
     first = trainer.state.log_history[0]
@@ -500,8 +499,8 @@ def test_a_stream_trains_like_its_rows(target: PreTrainedModel, tmp_path: Path) 
 
 
 def test_terms_are_averaged_over_the_steps_that_have_them(target: PreTrainedModel, tmp_path: Path) -> None:
-    """The parallel cross-entropy begins after an epoch of three steps; two of the five logged together have it."""
-    settings = {"train_dataset": make_rows(12), "max_steps": 5, "parallel_ce_start_epoch": 1.0, "learning_rate": 0.0}
+    """The parallel cross-entropy begins after three steps of five; two of those logged together have it."""
+    settings = {"train_dataset": make_rows(12), "max_steps": 5, "parallel_ce_start": 0.6, "learning_rate": 0.0}
     settings |= {"train_sampling_strategy": "sequential"}
     single = make_trainer(target, tmp_path, **settings)
     single.train()
@@ -511,28 +510,6 @@ def test_terms_are_averaged_over_the_steps_that_have_them(target: PreTrainedMode
     assert ["parallel_0_ce" in step for step in steps] == [False, False, False, True, True]
     assert log["parallel_0_ce"] == pytest.approx((steps[3]["parallel_0_ce"] + steps[4]["parallel_0_ce"]) / 2)
     assert log["serial_ce"] == pytest.approx(sum(step["serial_ce"] for step in steps) / 5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"train_dataset": stream(make_rows(8)), "max_steps": 1}, "cross-entropy counts from the start"),
-        (
-            {"max_steps": 1},
-            "never counts: it begins after 2 epochs (`parallel_ce_start_epoch`), and training ends after 0.167",
-        ),
-    ],
-)
-def test_a_schedule_that_is_never_reached_is_warned_of(
-    settings: dict[str, Any], message: str, target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(logging.getLogger("transformers_gumiho"), "propagate", True)
-    trainer = make_trainer(target, tmp_path, **settings, parallel_ce_start_epoch=2.0)
-    with caplog.at_level("WARNING"):
-        trainer.train()
-    assert message in caplog.text
-    assert ("parallel_0_ce" in trainer.state.log_history[0]) == ("from the start" in message)
 
 
 def test_a_drafter_in_half_precision_is_warned_of(

@@ -301,12 +301,12 @@ def test_batches_are_padded_on_the_right() -> None:
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "position_ids": [0, 1, 0], "hidden_states": torch.ones(3, 2)},
         {"input_ids": [8], "loss_mask": [1], "position_ids": [0], "hidden_states": torch.ones(1, 2)},
     ]
-    batch = GumihoDataCollator(pad_to_multiple_of=4)(rows)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
-    assert batch["loss_mask"].tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]
+    batch = GumihoDataCollator()(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
     # Padding is a text of its own.
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 0, 1, 2]]
-    assert batch["hidden_states"].sum(dim=-1).tolist() == [[2, 2, 2, 0], [2, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert batch["hidden_states"].sum(dim=-1).tolist() == [[2, 2, 2], [2, 0, 0]]
     assert GumihoDataCollator()([{"input_ids": [1, 2]}])["loss_mask"].tolist() == [[1, 1]]
 
 

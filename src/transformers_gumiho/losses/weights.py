@@ -11,8 +11,8 @@ class LossWeights:
     Attributes:
         feature: Of the smooth-L1 term between features and hidden states.
         serial_cross_entropy: Of the soft cross-entropy of the serial head.
-        parallel_cross_entropy: Of the soft cross-entropy of the parallel heads. The recipe holds it at zero for the
-            first two epochs.
+        parallel_cross_entropy: Of the soft cross-entropy of the parallel heads. The recipe holds it at zero for two of
+            twenty epochs.
         decay: Parallel head i counts `decay ** (i + 1)`.
         serial: Of the serial head, and of each serial token that was drafted from the drafter's own feature. The
             recipe has none of the latter; they are there where the drafter's forward pass was asked to `unroll`.

@@ -30,7 +30,7 @@ from .synthesis import (
     synthesize_dataset,
     synthesize_from_endpoint,
 )
-from .target_features import OnlineFeatures, TargetFeatures
+from .target_features import OnlineFeatures
 from .trainer import GumihoTrainer
 
 
@@ -48,7 +48,6 @@ __all__ = [
     "PreparationReport",
     "Sampling",
     "SynthesisSettings",
-    "TargetFeatures",
     "UserTurnNotFoundError",
     "cache_size",
     "chunked_gumiho_loss",

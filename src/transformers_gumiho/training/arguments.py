@@ -33,8 +33,9 @@ class GumihoTrainingArguments(TrainingArguments):
     parallel_ce_weight: float = field(
         default=0.1, metadata={"help": "Weight of the parallel heads' soft cross-entropy."}
     )
-    parallel_ce_start_epoch: float = field(
-        default=2.0, metadata={"help": "Epochs before the parallel heads' soft cross-entropy counts."}
+    parallel_ce_start: float = field(
+        default=0.1,
+        metadata={"help": "Share of the training after which the parallel heads' soft cross-entropy counts."},
     )
     parallel_decay: float = field(default=0.8, metadata={"help": "Parallel head i counts this to the power of i+1."})
     parallel_weight: float = field(default=1 / 9, metadata={"help": "Weight of the sum over the parallel heads."})
@@ -106,10 +107,10 @@ class GumihoTrainingArguments(TrainingArguments):
                 "not. Leave it `False`."
             )
 
-    def loss_weights(self, epoch: float | None) -> LossWeights:
-        """Returns the weights of the loss terms at `epoch`; `None` stands for the end of the schedule."""
+    def loss_weights(self, progress: float = 1.0) -> LossWeights:
+        """Returns the weights of the loss terms at this `progress`, a share of the training."""
         only_parallel = self.train_only in ("parallel", "transition")
-        started = epoch is None or only_parallel or epoch >= self.parallel_ce_start_epoch
+        started = only_parallel or progress >= self.parallel_ce_start
         return LossWeights(
             feature=self.feature_weight,
             serial_cross_entropy=self.serial_ce_weight,

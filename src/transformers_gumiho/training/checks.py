@@ -17,8 +17,7 @@ from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_widths import state_width
 from .collator import GumihoDataCollator
 from .draft_vocabulary import rows_without_states
-from .feature_cache import CachedFeatures, FeatureDataset
-from .target_features import TargetFeatures
+from .feature_cache import CachedFeatures, FeatureDataset, TargetFeatures
 
 
 _ROWS_OF_STREAM = 1000

@@ -22,6 +22,7 @@ from ..target.fingerprint import model_fingerprint
 from ..target.output_head import cut_head, scaled_head
 from .fingerprint import tokenizer_fingerprints
 from .shards import damaged, load_weights, open_shard, read_shard_row, shard_path
+from .target_features import OnlineFeatures
 
 
 MANIFEST, TARGET_FOLDER, WEIGHTS = "cache.json", "target", "target.safetensors"
@@ -219,6 +220,10 @@ class CachedFeatures:
         restricted = copy.copy(self)
         restricted.head = cut_head(self._linear, self.config, token_ids)
         return restricted
+
+
+# Where training gets the target's states and logits from.
+TargetFeatures = OnlineFeatures | CachedFeatures
 
 
 def split_layers(states: TargetStates, layer_ids: Sequence[int], config: PreTrainedConfig) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """The model card of a trained drafter."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers import __version__ as transformers_version
+from transformers.modelcard import extract_hyperparameters_from_trainer
 
 
 _TEXT = """\
@@ -39,13 +41,6 @@ output = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=256)
 _IMPORTS = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_gumiho import GumihoModel"""
-# The training arguments that a card tells.
-_SETTINGS = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta2", "weight_decay", "max_grad_norm",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "seed", "bf16", "fp16", "feature_weight",
-    "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start_epoch", "parallel_decay", "parallel_weight",
-    "feature_noise", "unroll_serial_head", "linear_start", "train_only",
-)  # fmt: skip
 _HIDDEN = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
 
 
@@ -114,12 +109,11 @@ def _table(facts: dict[str, Any]) -> str:
 
 def _training_facts(trainer: Trainer) -> dict[str, Any]:
     args = trainer.args
-    settings = {f"`{name}`": getattr(args, name) for name in _SETTINGS}
+    own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
+    settings = extract_hyperparameters_from_trainer(trainer) | {name: getattr(args, name) for name in sorted(own)}
     return {
         "steps": trainer.state.global_step,
         "epochs": float(trainer.state.epoch or 0),
-        "processes": args.world_size,
-        **settings,
-        "`lr_scheduler_type`": args.lr_scheduler_type.value,
+        **{f"`{name}`": value for name, value in settings.items()},
         "transformers": transformers_version,
     }

@@ -127,7 +127,8 @@ class TargetWriter:
         prompts = []
         for example in examples:
             ids = encode_open_text(self.tokenizer, example.prompt or example.completion)
-            prompts.append(ids[: self.max_length // 2 if example.prompt else self.num_prompt_tokens])
+            room = self.max_length // 2
+            prompts.append(ids[: room if example.prompt else min(self.num_prompt_tokens, room)])
         results = []
         for example, prompt, new in zip(examples, prompts, self._generate(prompts), strict=True):
             ended = self._has_ended(new)

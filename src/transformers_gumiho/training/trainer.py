@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer
-from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..internals import drive_one_device
@@ -34,9 +33,10 @@ from .checks import (
 )
 from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
+from .feature_cache import TargetFeatures
 from .linear_start import start_linearly
 from .model_card import model_card_of
-from .target_features import OnlineFeatures, TargetFeatures, why_not_finite
+from .target_features import OnlineFeatures, why_not_finite
 from .trained_parts import freeze_all_but
 
 
@@ -50,7 +50,7 @@ class GumihoTrainer(Trainer):
     Args:
         model (`GumihoModel`, or a `PeftModel` around one): The drafter. Its token embedding is frozen.
         args (`GumihoTrainingArguments`): The settings.
-        target (`PreTrainedModel` or `TargetFeatures`): The target, which runs in every step, or its cached features.
+        target (`PreTrainedModel` or `CachedFeatures`): The target, which runs in every step, or its cached features.
             It is no part of what is trained or saved.
         acceptance_prompts (`list[torch.Tensor]`, *optional*): Held-out prompts `(T,)` on which tau is measured every
             `args.acceptance_steps` steps. Needs the target itself.
@@ -164,7 +164,7 @@ class GumihoTrainer(Trainer):
             states.last,
             self._restriction.features.lm_head(states.last),
             inputs["loss_mask"],
-            args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None),
+            args.loss_weights(self.state.global_step / max(self.state.max_steps, 1)),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
             chunk_size=args.loss_chunk_size,
@@ -195,9 +195,17 @@ class GumihoTrainer(Trainer):
             if not torch.isfinite(states.last).all():
                 raise FloatingPointError(why_not_finite(states.last.dtype))
             output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
+            head, mask = self.target_features.lm_head(states.last), inputs["loss_mask"]
+            settings: dict[str, Any] = {
+                "position_ids": inputs.get("position_ids"),
+                "vocabulary": self._restriction.vocabulary(states.last),
+                "chunk_size": self.args.loss_chunk_size,
+            }
             if self._positions_per_row:
-                return None, self._score_choices(inputs, states, output), None
-            scores = self._score_predictions(inputs, states, output)
+                settings |= {"positions_per_row": self._positions_per_row, "input_ids": inputs["input_ids"]}
+                return None, score_choices(output, states.last, head, loss_mask=mask, **settings), None
+            weights = self.args.loss_weights()
+            scores = score_predictions(output, states.last, head, mask, weights=weights, **settings)
         if prediction_loss_only:
             metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
             return torch.tensor(metrics["loss"], device=scores.device), None, None
@@ -222,7 +230,6 @@ class GumihoTrainer(Trainer):
                 )
         self._forget_terms()
         self._broken_states.zero_()
-        self._warn_of_schedule()
         if self.train_dataset is not None:
             check_something_counts(self.train_dataset, self._training_collator(), self._shifts())
         self._restriction.find(resume_from_checkpoint or None)
@@ -305,31 +312,6 @@ class GumihoTrainer(Trainer):
             **kwargs,
         )
 
-    def _score_predictions(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
-        return score_predictions(
-            output,
-            states.last,
-            self.target_features.lm_head(states.last),
-            inputs["loss_mask"],
-            inputs.get("position_ids"),
-            self.args.loss_weights(epoch=None),
-            self.args.loss_chunk_size,
-            self._restriction.vocabulary(states.last),
-        )
-
-    def _score_choices(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
-        return score_choices(
-            output,
-            states.last,
-            self.target_features.lm_head(states.last),
-            inputs["input_ids"],
-            inputs["loss_mask"],
-            inputs.get("position_ids"),
-            self._restriction.vocabulary(states.last),
-            self._positions_per_row,
-            self.args.loss_chunk_size,
-        )
-
     def drafter_input(self, states: TargetStates) -> torch.Tensor:
         """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
         return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
@@ -349,7 +331,7 @@ class GumihoTrainer(Trainer):
         if in_training:
             num_heads = 0 if args.train_only == "serial" else num_heads
             num_unrolled = num_unrolled if args.unroll_serial_head else 0
-        return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights(epoch=None))
+        return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights())
 
     def _shifts(self) -> list[int]:
         return [predictor.shift for predictor in self._predictors(in_training=True)]
@@ -374,23 +356,6 @@ class GumihoTrainer(Trainer):
         """Raises `FloatingPointError` where a trained parameter is not finite."""
         if self.accelerator.reduce(count_broken(self.drafter), "sum"):
             raise FloatingPointError(self._divergence("the drafter's parameters are not finite"))
-
-    def _warn_of_schedule(self) -> None:
-        args, start = self.args, self.args.parallel_ce_start_epoch
-        if not (start and args.parallel_ce_weight) or args.train_only is not None:
-            return
-        if not has_length(self.train_dataset):
-            logger.warning("A stream has no epochs to count: the parallel heads' cross-entropy counts from the start.")
-            return
-        num_epochs = args.num_train_epochs
-        if args.max_steps > 0:
-            batches = -(-len(self.train_dataset) // (args.train_batch_size * args.world_size))
-            num_epochs = args.max_steps / max(-(-batches // args.gradient_accumulation_steps), 1)
-        if num_epochs <= start:
-            logger.warning(
-                f"The parallel heads' cross-entropy never counts: it begins after {start:g} epochs "
-                f"(`parallel_ce_start_epoch`), and training ends after {num_epochs:.3g}. Lower it, or train longer."
-            )
 
     def _divergence(self, finding: str) -> str:
         if self.accelerator.reduce(self._broken_states, "sum"):
