@@ -251,7 +251,8 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
     target: PreTrainedModel, tmp_path: Path, broken: bool
 ) -> None:
     settings = {
-        "max_steps": 12, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 3, "acceptance_steps": 4,
+        "max_steps": 12, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 3,
+        "eval_strategy": "steps", "eval_steps": 4,
         "acceptance_prompts": [torch.tensor([1, 2])], "acceptance_max_new_tokens": 8,
         "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine",
     }  # fmt: skip
@@ -268,7 +269,8 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
 
     def curve(trainer: GumihoTrainer) -> list[dict[str, float]]:
         measured = ("epoch", "step", "learning_rate", "grad_norm")
-        hidden = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss")
+        hidden = {f"{part}_{name}" for part in ("train", "eval") for name in ("runtime", "samples_per_second",
+                  "steps_per_second")} | {"train_loss"}  # fmt: skip
         assert all(name in trainer.state.log_history[0] for name in measured)
         return [{k: v for k, v in entry.items() if k not in hidden} for entry in trainer.state.log_history]
 
@@ -346,14 +348,13 @@ def test_best_checkpoint_is_loaded_and_training_stops_early(target: PreTrainedMo
 def test_tau_is_measured_while_training(target: PreTrainedModel, tmp_path: Path) -> None:
     prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
     trainer = make_trainer(
-        target, tmp_path, max_steps=5, acceptance_steps=2, acceptance_prompts=prompts, acceptance_max_new_tokens=24
+        target, tmp_path, eval_strategy="steps", eval_steps=2, acceptance_prompts=prompts, acceptance_max_new_tokens=24
     )
     trainer.train()
-    logged = {entry["step"]: entry["tau"] for entry in trainer.state.log_history if "tau" in entry}
-    assert list(logged) == [2, 4, 5]
-    assert len(losses_of(trainer)) == 5  # the losses of the same steps are logged all the same
+    logged = {entry["step"]: entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry}
+    assert list(logged) == [2, 4]
     lengths = [length for row in measure_acceptance(target, trainer.drafter, prompts, 24) for length in row]
-    assert logged[5] == pytest.approx(sum(lengths) / len(lengths))
+    assert logged[4] == pytest.approx(sum(lengths) / len(lengths))
 
 
 def test_tau_is_that_of_cycles_that_draft(target: PreTrainedModel) -> None:
@@ -390,7 +391,7 @@ def test_pushed_drafter_has_a_filled_model_card(
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"someone/{repo_id}"))
     trainer = make_trainer(
         target, tmp_path, push_to_hub=True, hub_model_id="gumiho-tiny", hub_strategy="end", eval_strategy="steps",
-        eval_steps=4, acceptance_steps=4, acceptance_prompts=[torch.tensor([1, 2])], acceptance_max_new_tokens=8,
+        eval_steps=4, acceptance_prompts=[torch.tensor([1, 2])], acceptance_max_new_tokens=8,
     )  # fmt: skip
     trainer.train()
     trainer.push_to_hub(finetuned_from="someone/tiny-llama", dataset="someone/chats")
@@ -405,7 +406,7 @@ def test_pushed_drafter_has_a_filled_model_card(
         "# someone/gumiho-tiny\n",
         'from_pretrained("someone/gumiho-tiny"',
         "| `learning_rate` | 0.01 |",
-        f"| `tau` | {history['tau']:.4g} |",
+        f"| `eval_tau` | {history['eval_tau']:.4g} |",
         f"| `eval_agreement_1` | {history['eval_agreement_1']:.4g} |",
     ):
         assert fact in card
@@ -565,8 +566,6 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_trainer(target, tmp_path, other)
     with pytest.raises(ValueError, match="`remove_unused_columns=True` would drop the loss mask"):
         make_args(tmp_path, remove_unused_columns=True)
-    with pytest.raises(ValueError, match="Measuring tau needs prompts"):
-        make_trainer(target, tmp_path, acceptance_steps=2)
     flash = make_drafter(target)
     adopt_attention_implementation(flash.config, LlamaConfig(attn_implementation="flash_attention_2"))
     with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):

@@ -116,7 +116,9 @@ class RecipeArguments(WritingArguments):
     )
     lora_rank: int = _help("Train LoRA adapters of this rank, of `--drafter`.", 0)
     calibrate: bool = _help("Fit the draft temperature of each depth after training.", True)
-    num_acceptance_prompts: int = _help("Held-out prompts for `--acceptance_steps`.", 16)
+    num_acceptance_prompts: int = _help(
+        "Held-out prompts on which evaluations measure tau; needs --cache_features false.", 0
+    )
     num_measured_prompts: int = _help("Held-out prompts to tune and evaluate with.", 18)
     measured_new_tokens: int = _help("Tokens to generate for each of these prompts.", 64)
 
@@ -143,10 +145,8 @@ class RecipeArguments(WritingArguments):
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
-    if args.features is not None and training_args.acceptance_steps:
-        raise ValueError("--acceptance_steps needs prompts, which --features does not hold: leave it out.")
-    if args.cache_features and training_args.acceptance_steps:
-        raise ValueError("--acceptance_steps decodes while training: add --cache_features false.")
+    if args.num_acceptance_prompts and (args.features is not None or args.cache_features):
+        raise ValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
     if args.lora_rank and part:
         raise ValueError("--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out.")
     if training_args.linear_start and has_drafter:
@@ -189,6 +189,7 @@ REMOVED = {
     "streaming": "the data is read before training. Leave it out, and limit the rows with --num_rows.",
     "system_prompts": "put the system prompt into the chat template (--chat_template FILE).",
     "parallel_ce_start_epoch": "use --parallel_ce_start, a share of the training.",
+    "acceptance_steps": "use --num_acceptance_prompts, --eval_strategy steps and --eval_steps.",
     "target_model": "use --target.",
     "dataset_name": "use --data.",
     "features_dir": "use --features.",

@@ -127,18 +127,13 @@ def online_data(
         train_rows, report = prepared(args, tokenizer, target, rows)
         eval_rows = prepared(args, tokenizer, target, held_out)[0] if held_out is not None else None
     _say(training_args, f"training data: {report}")
-    prompts = None
-    if training_args.acceptance_steps:
-        texts = [row["prompt"] for row in map(prompt_of, held_out or []) if row is not None]
-        ids = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
-        prompts = [torch.tensor(prompt) for prompt in ids if 0 < len(prompt) <= args.max_length]
-        if not prompts:
-            raise ValueError("--acceptance_steps needs prompts, and none of the rows held out has one.")
+    texts = [row["prompt"] for row in map(prompt_of, held_out or []) if row is not None]
+    prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
     return {
         "target": target,
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
-        "acceptance_prompts": prompts,
+        "acceptance_prompts": [torch.tensor(ids) for ids in prompts if 0 < len(ids) <= args.max_length],
         "processing_class": tokenizer,
     }
 

@@ -13,12 +13,12 @@ from ..losses.eager import gumiho_loss
 from ..losses.weights import LossWeights
 from .agreement import expected_acceptance_length
 from .arguments import GumihoTrainingArguments
-from .callbacks import AcceptanceCallback, measure_acceptance
 from .checkpoints import last_complete_checkpoint
 from .collator import GumihoDataCollator
 from .conversations import load_conversations
 from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
+from .measured_tau import measure_acceptance
 from .preparation import PreparationReport, prepare_dataset
 from .regeneration import regenerate_dataset
 from .sampling import Sampling
@@ -35,7 +35,6 @@ from .trainer import GumihoTrainer
 
 
 __all__ = [
-    "AcceptanceCallback",
     "CachedFeatures",
     "Endpoint",
     "EndpointError",

@@ -77,11 +77,8 @@ class GumihoTrainingArguments(TrainingArguments):
         default=DEFAULT_CHUNK_SIZE, metadata={"help": "Rows of tokens x vocabulary logits to hold at a time."}
     )
 
-    acceptance_steps: int = field(
-        default=0, metadata={"help": "Steps between measurements of tau on held-out prompts; 0 measures never."}
-    )
     acceptance_max_new_tokens: int = field(
-        default=128, metadata={"help": "Tokens to generate for each of those prompts."}
+        default=128, metadata={"help": "Tokens to generate for each prompt on which evaluations measure tau."}
     )
 
     def __post_init__(self) -> None:

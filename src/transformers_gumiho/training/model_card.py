@@ -72,7 +72,7 @@ def model_card_of(
     is_adapter = trainer.model is not trainer.drafter
     measured: dict[str, Any] = {}  # the newest value of each
     for entry in trainer.state.log_history:
-        measured |= {name: value for name, value in entry.items() if name == "tau" or name.startswith("eval_")}
+        measured |= {name: value for name, value in entry.items() if name.startswith("eval_")}
     return ModelCard(
         _TEXT.format(
             card_data=data.to_yaml(),

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer
-from transformers.utils import logging
+from transformers.trainer_utils import EvalLoopOutput
 
 from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
@@ -20,7 +21,6 @@ from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
-from .callbacks import AcceptanceCallback
 from .checkpoints import last_complete_checkpoint
 from .checks import (
     check_collator,
@@ -35,12 +35,10 @@ from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
 from .feature_cache import TargetFeatures
 from .linear_start import start_linearly
+from .measured_tau import measure_acceptance
 from .model_card import model_card_of
 from .target_features import OnlineFeatures, why_not_finite
 from .trained_parts import freeze_all_but
-
-
-logger = logging.get_logger(__name__)
 
 
 class GumihoTrainer(Trainer):
@@ -52,13 +50,13 @@ class GumihoTrainer(Trainer):
         args (`GumihoTrainingArguments`): The settings.
         target (`PreTrainedModel` or `CachedFeatures`): The target, which runs in every step, or its cached features.
             It is no part of what is trained or saved.
-        acceptance_prompts (`list[torch.Tensor]`, *optional*): Held-out prompts `(T,)` on which tau is measured every
-            `args.acceptance_steps` steps. Needs the target itself.
+        acceptance_prompts (`list[torch.Tensor]`, *optional*): Held-out prompts `(T,)` on which evaluations measure
+            tau, the mean of the tokens committed per cycle. Processes share them. Needs the target itself.
         processing_class: The target's tokenizer, which is saved with the drafter.
         **kwargs: As in `Trainer`. A dataset holds the rows that [`GumihoDataCollator`] describes.
 
     `evaluate()` reports, besides the loss and its terms, the top-1 `agreement_k` with the target at each draft
-    position k, and the `expected_acceptance_length` that these imply.
+    position k, the `expected_acceptance_length` that these imply, and with `acceptance_prompts` the measured `tau`.
 
     Raises:
         TypeError: `args` or `model` is of another type.
@@ -116,17 +114,17 @@ class GumihoTrainer(Trainer):
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         check_collator(self.data_collator, args.assistant_only_loss)
-        if args.acceptance_steps:
-            if not acceptance_prompts:
-                raise ValueError(
-                    "Measuring tau needs prompts. Give `acceptance_prompts`, or set `acceptance_steps=0`."
-                )
-            if not isinstance(target, nn.Module):
-                raise ValueError(
-                    "Measuring tau needs the target itself, and only its cached features were given. Set "
-                    "`acceptance_steps=0`, or add an `AcceptanceCallback` with the target."
-                )
-            self.add_callback(AcceptanceCallback(self, target, acceptance_prompts))
+        self._acceptance_prompts = list(acceptance_prompts or ())
+        if self._acceptance_prompts and not isinstance(target, nn.Module):
+            raise ValueError(
+                "Measuring tau needs the target itself, and only its cached features were given. Leave "
+                "`acceptance_prompts` out."
+            )
+        if self._acceptance_prompts and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "Measuring tau needs the whole drafter in each process, and FSDP or DeepSpeed splits it. Leave "
+                "`acceptance_prompts` out, and measure a checkpoint afterwards."
+            )
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """As `Trainer.get_train_dataloader`; evaluations count the answers alone, whatever is trained on."""
@@ -210,6 +208,19 @@ class GumihoTrainer(Trainer):
             metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
             return torch.tensor(metrics["loss"], device=scores.device), None, None
         return None, scores, scores[:, 0, 0]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As `Trainer.evaluation_loop`, with the measured `tau` where there are prompts for it."""
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._acceptance_prompts and not self._positions_per_row:
+            processes = self.accelerator
+            prompts = self._acceptance_prompts[processes.process_index :: processes.num_processes]
+            target: Any = self.target_features
+            lengths = measure_acceptance(target.target, self.drafter, prompts, self.args.acceptance_max_new_tokens)
+            every = [length for of_prompt in gather_object(lengths) for length in of_prompt]
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            output.metrics[f"{prefix}_tau"] = sum(every) / max(len(every), 1)
+        return output
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """
