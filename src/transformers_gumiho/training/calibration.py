@@ -118,14 +118,10 @@ def rows_to_fit_on(dataset: Any) -> Any:
     Raises:
         ValueError: It has no rows, is `None` or a stream, or is a dictionary of several.
     """
-    if isinstance(dataset, Mapping):
+    if isinstance(dataset, Mapping) or not has_length(dataset) or not len(dataset):
         raise ValueError(
-            f"Draft temperatures are fitted on the rows of one dataset, got those of {', '.join(map(repr, dataset))}. "
-            f"Give one of them: `calibrate(datasets[name])`."
-        )
-    if not has_length(dataset) or not len(dataset):
-        raise ValueError(
-            "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows."
+            "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows, one of "
+            "several: `calibrate(datasets[name])`."
         )
     step = max(-(-len(dataset) // NUM_ROWS), 1)
     return torch.utils.data.Subset(dataset, range(0, len(dataset), step))

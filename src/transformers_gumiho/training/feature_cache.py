@@ -209,7 +209,10 @@ class CachedFeatures:
         last = inputs["hidden_states"]
         if self.layer_ids is None:
             return TargetStates.from_last(last)
-        return TargetStates(join_layers(inputs["layer_states"], last, self.layer_ids, self.config), last)
+        layers = inputs["layer_states"]
+        if len(kept_layers(self.layer_ids, self.config)) < len(self.layer_ids):
+            layers = torch.cat((layers, last), dim=-1)
+        return TargetStates(layers, last)
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
@@ -226,20 +229,7 @@ class CachedFeatures:
 TargetFeatures = OnlineFeatures | CachedFeatures
 
 
-def split_layers(states: TargetStates, layer_ids: Sequence[int], config: PreTrainedConfig) -> torch.Tensor:
-    """Returns the states `(B, T, k * H)` of layers, without those of the last one, which are kept anyway."""
-    return states.drafter_input[..., : num_kept_layers(layer_ids, config) * states.last.shape[-1]]
-
-
-def join_layers(
-    layer_states: torch.Tensor, last: torch.Tensor, layer_ids: Sequence[int], config: PreTrainedConfig
-) -> torch.Tensor:
-    """Returns what [`split_layers`] was given, of states `(B, T, k * H)` and the last ones `(B, T, H)`."""
-    has_last = num_kept_layers(layer_ids, config) < len(layer_ids)
-    return torch.cat((layer_states, last), dim=-1) if has_last else layer_states
-
-
-def num_kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> int:
-    """Returns the number of these layers of a target whose states are kept next to the last ones."""
-    num_layers = config.get_text_config(decoder=True).num_hidden_layers
-    return sum(number < num_layers - 1 for number in layer_ids or ())
+def kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> list[int]:
+    """Returns those of a target's layers whose states are kept next to the last ones."""
+    last = config.get_text_config(decoder=True).num_hidden_layers - 1
+    return [number for number in layer_ids or () if number < last]

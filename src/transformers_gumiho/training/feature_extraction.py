@@ -26,7 +26,7 @@ from ..resumable_file import sole_writer, way_out
 from ..target.fingerprint import model_fingerprint
 from ..target.placement import drafter_device
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
-from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, num_kept_layers, split_layers
+from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, kept_layers
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints
 from .shards import checksum, is_intact, load_weights, make_shard, shard_path
 from .target_features import OnlineFeatures, stored_states
@@ -53,7 +53,7 @@ def cache_size(
     config = target_config.get_text_config(decoder=True)
     if target_layer_ids is not None:
         target_layer_ids = resolve_layer_ids(target_config, target_layer_ids)
-    token_bytes = state_width(config) * dtype.itemsize * (1 + num_kept_layers(target_layer_ids, target_config))
+    token_bytes = state_width(config) * dtype.itemsize * (1 + len(kept_layers(target_layer_ids, target_config)))
     return sum(_row_lengths(dataset)) * (token_bytes + 4 * len(_columns(dataset)))
 
 
@@ -246,8 +246,8 @@ def _extract(
         states = features.states({name: tensor.to(device) for name, tensor in collate(chosen).items()})
         found = {"hidden_states": stored_states(states.last, dtype)}
         if features.layer_ids is not None:
-            others = split_layers(states, features.layer_ids, features.config)
-            found["layer_states"] = stored_states(others, dtype)
+            width = len(kept_layers(features.layer_ids, features.config)) * states.last.shape[-1]
+            found["layer_states"] = stored_states(states.drafter_input[..., :width], dtype)
         for index, row in enumerate(chosen):
             length = len(row["input_ids"])
             tokens = {name: torch.tensor(row[name], dtype=torch.int32) for name in manifest.columns}

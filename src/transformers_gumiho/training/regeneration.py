@@ -35,9 +35,9 @@ def regenerate_dataset(
     batch_size: int = 16,
     max_length: int = 2048,
     num_prompt_tokens: int = 64,
+    max_new_tokens: int | None = None,
     seed: int = 0,
     sampling: Sampling | None = None,
-    **generate_kwargs: Any,
 ) -> None:
     """
     Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
@@ -56,9 +56,9 @@ def regenerate_dataset(
         batch_size: Conversations to answer at a time.
         max_length: Tokens of a text, at most.
         num_prompt_tokens: Tokens of a raw text that the target continues.
+        max_new_tokens: Tokens of an answer, at most; by default only the text is limited.
         seed: For sampling.
         sampling: Where given, a share of the batches is sampled so, and each row says whether it was `sampled`.
-        **generate_kwargs: For `generate()`. Greedy unless they say otherwise.
 
     Raises:
         ValueError: It runs in several processes, the tokenizer does not belong to the target, `max_length` exceeds the
@@ -75,11 +75,11 @@ def regenerate_dataset(
             {"target": model_fingerprint(target)}
             | tokenizer_fingerprints(tokenizer)
             | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
-            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)}
+            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "max_new_tokens": max_new_tokens}
             | ({} if sampling is None else {"sampling": repr(sampling)}),
         )
         done = cut_unfinished_batch(path, batch_size)
-        writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
+        writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, max_new_tokens)
         begin = time.perf_counter()
         with tqdm(desc="target answers", total=len(dataset), initial=done, unit="row") as progress:
             for start in range(done, len(dataset), batch_size):
@@ -103,7 +103,7 @@ class TargetWriter:
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     num_prompt_tokens: int
-    generate_kwargs: dict[str, Any]
+    max_new_tokens: int | None = None
     sampling: Sampling | None = None
     num_tokens: int = field(default=0, init=False)  # written so far
 
@@ -190,17 +190,15 @@ class TargetWriter:
         if not prompts:
             return []
         room = self.max_length - max(map(len, prompts))
-        kwargs = dict(self.generate_kwargs) | (self.sampling.generate_kwargs if self.sampling is not None else {})
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        settings = {"do_sample": False, "pad_token_id": pad}
-        limit = min(kwargs.pop("max_new_tokens", room), room)
-        found = continue_rows(self.target, prompts, limit, self._end_tokens(), pad or 0, settings | kwargs)
+        limit = min(self.max_new_tokens or room, room)
+        found = continue_rows(self.target, prompts, limit, self._ends, self.sampling)
         self.num_tokens += sum(map(len, found))
         return found
 
-    def _end_tokens(self) -> set[int]:
+    @property
+    def _ends(self) -> set[int]:
         ends = self.target.generation_config.eos_token_id
-        return set(ends if isinstance(ends, list) else [ends])
+        return {*(ends if isinstance(ends, list) else [ends])} - {None}
 
     def _has_ended(self, tokens: list[int]) -> bool:
-        return bool(tokens) and tokens[-1] in self._end_tokens()
+        return bool(tokens) and tokens[-1] in self._ends

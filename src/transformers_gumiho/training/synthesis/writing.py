@@ -50,9 +50,7 @@ def write_user_turns(
     turn, end = find_user_turn(tokenizer), target.generation_config.eos_token_id
     ends = turn.ends(tokenizer) | {*(end if isinstance(end, list) else [end])} - {None}
     prompts = [turn.opening_ids(tokenizer, opening) for opening in openings]
-    pad = min(ends, default=0)
-    kwargs = sampling.generate_kwargs | {"eos_token_id": sorted(ends) or None, "pad_token_id": pad}
-    written = continue_rows(target, prompts, max_tokens, ends, pad, kwargs)
+    written = continue_rows(target, prompts, max_tokens, ends, sampling)
     texts = []
     for opening, prompt, tokens in zip(openings, prompts, written, strict=True):
         ended = tokens[-1] in ends
