@@ -2,7 +2,6 @@
 
     python benchmarks/demo_features.py --output_dir features
     python benchmarks/compare_recipes.py --features_dir features
-    python benchmarks/compare_recipes.py --features_dir features --table
 
 By default for the demo pair; for another target, give it, a feature cache of it (`gumiho train --stages features`,
 with `--target_layer_ids` for the recipes that read several layers) and prompts that are not in the cache. The first
@@ -54,7 +53,6 @@ class ComparisonArguments:
     seeds: list[int] = field(default_factory=lambda: [0, 1])
     output: Path = field(default=Path("recipes.jsonl"), metadata={"help": "One line for each recipe and seed."})
     work_dir: Path = field(default=Path("recipes_work"), metadata={"help": "Checkpoints and drafters."})
-    table: bool = field(default=False, metadata={"help": "Only print the table of what was measured."})
 
     num_train_epochs: float = 20.0
     batch_size: int = 16
@@ -75,7 +73,7 @@ class ComparisonArguments:
     @property
     def settings(self) -> dict[str, Any]:
         """What a line of the output holds for, besides its recipe and seed."""
-        left_out = {"recipes", "seeds", "output", "work_dir", "table", "save_steps"}
+        left_out = {"recipes", "seeds", "output", "work_dir", "save_steps"}
         return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if name not in left_out}
 
     def folder_of(self, name: str, seed: int) -> Path:
@@ -184,9 +182,6 @@ def main() -> None:
     args = parse(ComparisonArguments, __doc__)
     if unknown := set(args.recipes) - set(RECIPES):
         raise SystemExit(f"There are no recipes {sorted(unknown)}, only {', '.join(RECIPES)}.")
-    if args.table:
-        print(table(read(args), args.nodes))
-        return
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
     known = {(record["recipe"], record["seed"]) for record in read(args)}
     for seed in args.seeds:

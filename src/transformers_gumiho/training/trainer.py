@@ -61,8 +61,8 @@ class GumihoTrainer(Trainer):
     Raises:
         TypeError: `args` or `model` is of another type.
         ValueError: The drafter was not made for the target, the rows are of another target than the features, an
-            adapter cannot hold what is to be trained, or tau is to be measured without prompts or without the target
-            itself.
+            adapter cannot hold what is to be trained, or tau is to be measured without the target itself or with a
+            drafter that is split over processes.
     """
 
     args: GumihoTrainingArguments
