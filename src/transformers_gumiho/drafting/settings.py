@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.draft_vocabulary import find_fault
+from ..model.decoding_settings import vocabulary_fault
 from ..model.per_rows import value_for_rows
 
 
@@ -163,7 +163,7 @@ class DraftingSettings:
         self._validate_temperature()
         _check_lookup(self, _WHERE)
         vocab_size = config.get_text_config().vocab_size
-        if self.draft_vocabulary is not None and (fault := find_fault(self.draft_vocabulary, vocab_size)):
+        if self.draft_vocabulary is not None and (fault := vocabulary_fault(self.draft_vocabulary, vocab_size)):
             raise ValueError(
                 f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
                 f"{fault}. {_WHERE}"

@@ -19,8 +19,8 @@ def gumiho_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
     Computes the loss of a drafter on a batch of text: the sum over its predictors of `w_f * smooth_l1(f, h)` and
-    `w_ce * cross_entropy(lm_head(f), lm_head(h))`, and further terms that have a weight, for the feature f that
-    predicts state h. Source: arXiv 2503.10135, with the weights and shifts of the published training code.
+    `w_ce * cross_entropy(lm_head(f), lm_head(h))`, for the feature f that predicts state h. Source: arXiv 2503.10135,
+    with the weights and shifts of the published training code.
 
     `B` batch size, `L` tokens of text, `H` hidden size, `V` vocabulary.
 

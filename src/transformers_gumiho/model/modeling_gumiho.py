@@ -18,6 +18,7 @@ from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outp
 from .attaching import AttachingMixin, unwrap_model
 from .checkpoint_conversion import (
     IGNORED_KEYS,
+    adopt_released_vocabulary,
     check_fit,
     set_new_fusion_aside,
     set_surplus_heads_aside,
@@ -27,7 +28,6 @@ from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .damaged_files import damaged_weights_named
 from .decoding_settings import DecodingSettingsMixin
-from .draft_vocabulary import adopt_released_vocabulary
 from .layer_fusion import GumihoLayerFusion, normalise_lower
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
