@@ -22,7 +22,8 @@ from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 REPOSITORY = "https://github.com/transformers-gumiho/transformers-gumiho/"
 RAW = "https://raw.githubusercontent.com/transformers-gumiho/transformers-gumiho/main/"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+FOLDERS = (ROOT / "docs", ROOT / "examples", ROOT / "benchmarks" / "reports")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in folder.rglob("*.md"))])
 IDS = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
 
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
@@ -169,7 +170,7 @@ def test_memory_of_the_released_drafters_is_that_of_their_configs() -> None:
 
 
 def test_readme_counts_the_model_types_of_the_table() -> None:
-    table = (ROOT / "docs" / "targets.md").read_text(encoding="utf-8")
+    table = (ROOT / "benchmarks" / "reports" / "2026-11-model-types.md").read_text(encoding="utf-8")
     kinds = [len(re.findall(rf"^\| `.*?` \| {kind} \|", table, flags=re.M)) for kind in ("tree", "chain", "refused")]
     tree, chain, refused = kinds
     total = int(re.search(r"(\d+) model types: ", table)[1])
@@ -180,7 +181,7 @@ def test_readme_counts_the_model_types_of_the_table() -> None:
 
 
 def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
-    spec = importlib.util.spec_from_file_location("draw_answer", ROOT / "docs" / "draw_answer.py")
+    spec = importlib.util.spec_from_file_location("draw_answer", ROOT / "docs" / "pictures" / "draw_answer.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     green = "a <b> " * 30
@@ -207,7 +208,7 @@ def test_every_room_is_described() -> None:
 
 def test_settings_have_the_defaults_that_are_shown() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| ([^|]*) \|", (ROOT / "docs" / "settings.md").read_text(encoding="utf-8"), flags=re.M
+        r"^\| `(\w+)` \| ([^|]*) \|", (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8"), flags=re.M
     )
     shown = {name: ast.literal_eval(default.strip("`")) for name, default in rows}
     settings = DraftingSettings.from_generation_config(GenerationConfig(), GumihoConfig(), None)
