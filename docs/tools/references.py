@@ -1,5 +1,6 @@
 """Docstrings for the site: [`Name`] becomes a link, and a name that does not exist is an error."""
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,28 @@ class References(griffe.Extension):
         objects = list(walk(pkg))
         names = {name for object_ in objects for name in (object_.name, ".".join(object_.path.split(".")[-2:]))}
         for object_ in objects:
+            if object_.is_attribute and object_.docstring is None and (text := help_of(object_)):
+                object_.docstring = griffe.Docstring(text, parent=object_)
             if object_.docstring is not None:
                 text = _TYPE.sub(
                     lambda match: match[1] + re.sub(r"[\[\]]?`[\[\]]?", "", match[2]) + match[3],
                     object_.docstring.value,
                 )
                 object_.docstring.value = link(text, object_.path, documented, names)
+
+
+def help_of(option: griffe.Attribute) -> str:
+    """Returns what a field of a class of options says of itself under `--help`; "" for any other attribute."""
+    for node in ast.walk(ast.parse(f"({option.value})")):
+        if isinstance(node, ast.Dict):
+            texts = [
+                value
+                for key, value in zip(node.keys, node.values, strict=True)
+                if key and ast.unparse(key) == "'help'"
+            ]
+            if texts and isinstance(texts[0], ast.Constant):
+                return str(texts[0].value)
+    return ""
 
 
 def link(text: str, where: str, documented: dict[str, str], names: set[str]) -> str:

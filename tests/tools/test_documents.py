@@ -119,7 +119,8 @@ def test_every_page_is_in_the_navigation_and_short() -> None:
     # MkDocs needs tags that are not plain YAML for the rest of the file.
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     pages = {path.relative_to(ROOT / "docs").as_posix(): path for path in (ROOT / "docs").rglob("*.md")}
-    assert set(re.findall(r"- ([\w/-]+\.md)$", navigation, flags=re.M)) == pages.keys()
+    notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert set(re.findall(r"- ([\w/-]+\.md)$", navigation, flags=re.M)) == pages.keys() | notebooks
     for name, path in pages.items():
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 200, name
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 import transformers_gumiho
 from transformers_gumiho import DraftingSettings, GumihoConfig
 
