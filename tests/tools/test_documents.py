@@ -4,8 +4,10 @@ import ast
 import importlib
 import importlib.util
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.presenting import Cycle
+from transformers_gumiho.presenting.labels import CycleLabels
 
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -194,10 +198,16 @@ def test_readme_counts_the_model_types_of_the_table() -> None:
     assert f"{refused} are refused with the reason, and {total - sum(kinds)} were not tested" in text
 
 
-def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
-    spec = importlib.util.spec_from_file_location("draw_answer", ROOT / "docs" / "pictures" / "draw_answer.py")
+def load_picture_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "pictures" / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
+    sys.modules[name] = script
     spec.loader.exec_module(script)
+    return script
+
+
+def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
+    script = load_picture_script("draw_answer")
     green = "a <b> " * 30
     svg = script.draw(script.wrap(script.read_characters(f"def f():\n    \033[32m{green}\033[0mend")))
     namespace = "{http://www.w3.org/2000/svg}"
@@ -209,6 +219,25 @@ def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
     assert max(map(len, text)) <= script.COLUMNS
     spans = [span for line in lines for span in line if span.get("fill") == script.GREEN]
     assert "".join(span.text for span in spans).replace("\N{NO-BREAK SPACE}", " ") == green
+
+
+def test_pictures_of_the_method_show_a_cycle() -> None:
+    script = load_picture_script("draw_method")
+    cycle = Cycle((5, 6, 7, 8), (0, 0, 1, 1), (0.0, -0.1, -0.2, -2.0), accepted=(1, 2), bonus_token=9)
+    labels = CycleLabels("", ("'root'", "'a'", "'b'", "'<c'"), "'bonus'")
+    drawn = ElementTree.fromstring(script.draw_cycle(cycle, labels))
+    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text.startswith("'")][-4:] == ["'root'", "'a'", "'b'", "'bonus'"]
+    mask = ElementTree.fromstring(script.draw_mask(cycle, labels))
+    cells = [cell.get("fill") for cell in mask.iter("{http://www.w3.org/2000/svg}rect")][1:]
+    seen = [[fill != "#f1f5f9" for fill in cells[row * 5 + 1 : row * 5 + 5]] for row in range(4)]
+    assert seen == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, True, True, False],
+        [True, True, False, True],
+    ]
+    assert ElementTree.fromstring(script.draw_drafter()) is not None
 
 
 def test_every_room_is_described() -> None:
