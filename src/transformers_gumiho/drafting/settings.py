@@ -30,8 +30,8 @@ class DraftingSettings:
     The decoding settings of a drafter for one call of `generate()`, read from its `generation_config`.
 
     `num_assistant_tokens` and `break_even` may be one number there, or a mapping from the number of rows of a batch to
-    numbers, as `{"1": 12, "4": 4, "8": 2}`. The largest key that does not exceed the number of rows counts. If all keys
-    exceed it, the smallest key counts. Rows are counted after `num_return_sequences`.
+    numbers, as `{"1": 12, "4": 4, "8": 2}`. The largest key that does not exceed the number of rows counts. If all
+    keys exceed it, the smallest key counts. Rows are counted after `num_return_sequences`.
 
     Attributes:
         num_assistant_tokens: Draft tokens verified per cycle: a number, or a mapping from rows to numbers. By default
@@ -46,15 +46,15 @@ class DraftingSettings:
         draft_temperature: Temperature under which draft scores rank nodes: a number, or a list with one for each depth
             from 1 on. The last also applies to all greater depths. By default (`None`) 2/3.
         draft_vocabulary: Ids of the tokens that may be drafted, as a list; by default (`None`) all.
-        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding: a number, a mapping
-            from rows to numbers, or one of these for each of `greedy` and `sampled`. The drafter pauses while it
-            commits fewer. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune` measures
-            it.
+        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding: a number, a
+            mapping from rows to numbers, or one of these for each of `greedy` and `sampled`. The drafter pauses while
+            it commits fewer. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune`
+            measures it.
         sampling_temperature: The target's, `None` if greedy. It is not a setting of the drafter.
         prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup, except for runs; 0 (the default)
             for none. An argument of `generate()`, too.
-        max_matching_ngram_size: How many of the newest tokens are looked up in the context: 2 by default, at most 8. An
-            argument of `generate()`, too.
+        max_matching_ngram_size: How many of the newest tokens are looked up in the context: 2 by default, at most 8.
+            An argument of `generate()`, too.
     """
 
     num_assistant_tokens: int
