@@ -71,6 +71,22 @@ class GumihoModel(GumihoPreTrainedModel):
     It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]), but no
     output head: features are turned into tokens by the head of the target. Its decoding settings are in
     `generation_config`; see [`DraftingSettings`].
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from transformers_gumiho import GumihoModel
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("examples/demo_pair/target")
+    >>> target = AutoModelForCausalLM.from_pretrained("examples/demo_pair/target", dtype="float32")
+    >>> gumiho = GumihoModel.from_pretrained("examples/demo_pair/gumiho", dtype="float32")
+    >>> inputs = tokenizer("def read(self):", return_tensors="pt")
+    >>> drafted = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=16)
+    >>> drafted.equal(target.generate(**inputs, max_new_tokens=16))
+    True
+
+    ```
     """
 
     def __init__(self, config: GumihoConfig):

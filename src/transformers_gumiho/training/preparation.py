@@ -104,6 +104,22 @@ def prepare_dataset(
     Raises:
         ValueError: The tokenizer does not belong to the target, `max_length` exceeds the target's positions, the
             dataset is empty, a stream or of no known form, or no row of it could be used.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from transformers import AutoConfig, AutoTokenizer
+    >>> from transformers_gumiho.training import prepare_dataset
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("examples/demo_pair/target")
+    >>> config = AutoConfig.from_pretrained("examples/demo_pair/target")
+    >>> texts = Dataset.from_dict({"text": ["import os", "import json"]})
+    >>> rows, report = prepare_dataset(texts, tokenizer, config, max_length=32)
+    >>> len(rows), rows.column_names  # both texts are packed into one row
+    (1, ['input_ids', 'loss_mask', 'position_ids'])
+
+    ```
     """
     check_settings(tokenizer, target_config, max_length)
     _check_form(dataset)

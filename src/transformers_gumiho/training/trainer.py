@@ -63,6 +63,29 @@ class GumihoTrainer(Trainer):
         ValueError: The drafter was not made for the target, the rows are of another target than the features, an
             adapter cannot hold what is to be trained, or tau is to be measured without the target itself or with a
             drafter that is split over processes.
+
+    Example:
+
+    ```python
+    >>> from tempfile import mkdtemp
+
+    >>> from datasets import Dataset
+    >>> from transformers import AutoModelForCausalLM
+    >>> from transformers_gumiho import GumihoModel
+    >>> from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
+
+    >>> target = AutoModelForCausalLM.from_pretrained("examples/demo_pair/target", dtype="float32")
+    >>> drafter = GumihoModel.from_target(target)
+    >>> args = GumihoTrainingArguments(mkdtemp(), max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+    >>> rows = Dataset.from_dict({"input_ids": [list(range(20, 40))] * 4})
+    >>> trainer = GumihoTrainer(drafter, args, target=target, train_dataset=rows)
+    >>> result = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...}
+    >>> result.global_step
+    1
+    >>> trainer.save_model()
+
+    ```
     """
 
     args: GumihoTrainingArguments
