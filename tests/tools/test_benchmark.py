@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -27,6 +28,7 @@ from transformers_gumiho.benchmarking import (
     decoding_modes,
     read_questions,
     run_benchmark,
+    runner,
     summarize,
 )
 from transformers_gumiho.benchmarking.report import markdown
@@ -188,21 +190,22 @@ def test_a_machine_that_is_busy_is_noticed(
     is_idle: bool, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain decoding's own repeats take different times then."""
-    generate, calls = target.generate, []
+    generate, calls, clock = target.generate, [], [0.0]
 
     def generate_busily(**kwargs: object) -> object:
         calls.append(kwargs)
-        time.sleep(0.2 if is_idle or len(calls) % 2 else 0.4)
+        clock[0] += 0.2 if is_idle or len(calls) % 2 else 0.4
         return generate(**kwargs)
 
     monkeypatch.setattr(target, "generate", generate_busily)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     settings = BenchmarkSettings(max_new_tokens=2)
     samples = run_benchmark(target, make_tokenizer(None), QUESTIONS[1:], [DecodingMode("plain")], settings)
     # In each category a warm-up, then twice for the first prompt and once for the second.
     assert len(calls) == 4
     assert [sample.repeat_seconds is not None for sample in samples] == [True, False]
     row = summarize(samples)[0]
-    assert row.repeat_spread == pytest.approx(1.0 if is_idle else 2.0, rel=0.25)
+    assert row.repeat_spread == pytest.approx(1.0 if is_idle else 2.0)
     busy = [replace(sample, seconds=1.0, repeat_seconds=1.0 if is_idle else 1.5) for sample in samples]
     assert ("**The machine was not idle:**" in markdown(summarize(busy))) == (not is_idle)
 
