@@ -1,8 +1,8 @@
-"""Draws what `gumiho generate --color always` writes as an SVG.
+"""Draws what `gumiho generate --compare --color always` writes as an SVG.
 
 PROMPT="Write a Python function that returns the factorial of n."
-gumiho generate --pair smollm2 --color always --prompt "$PROMPT" |
-    python docs/draw_answer.py --prompt "$PROMPT" docs/images/answer.svg
+gumiho generate --pair smollm2 --dtype float32 --compare --color always --prompt "$PROMPT" |
+    python docs/pictures/draw_answer.py --prompt "$PROMPT" docs/images/answer.svg
 """
 
 import argparse
@@ -28,6 +28,11 @@ def read_characters(written: str) -> list[tuple[str, str]]:
         else:
             characters += [(character, color) for character in piece]
     return characters
+
+
+def without_speeds(written: str) -> str:
+    """Removes the speeds and the speed-up, which are those of one machine at one moment."""
+    return re.sub(r" \| [\d.]+ tokens/s|^Speed-up [\d.]+x, ", "", written, flags=re.M)
 
 
 def wrap(characters: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
@@ -64,9 +69,8 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--prompt", required=True)
     args = parser.parse_args()
-    # Without the speed, which is that of one machine at one moment.
-    answer = re.sub(r" \| [\d.]+ tokens/s", "", sys.stdin.read().rstrip())
     prompt = [(character, GRAY) for character in f"> {args.prompt}\n\n"]
+    answer = without_speeds(sys.stdin.read().rstrip())
     args.output.write_text(draw(wrap(prompt + read_characters(answer))), encoding="utf-8")
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from argparse import Action, ArgumentDefaultsHelpFormatter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from . import __version__
+from .help_texts import HelpFormatter
 from .user_errors import told_in_one_line
 
 
@@ -121,21 +121,10 @@ def run_data_command(arguments: list[str]) -> None:
     run_data_command(arguments)
 
 
-class _HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """Shows each default once; an option that turns another one off names it."""
-
-    def _get_help_string(self, action: Action) -> str | None:
-        name = action.option_strings[0] if action.option_strings else ""
-        if name.startswith("--no_"):
-            return f"Turns --{name.removeprefix('--no_')} off."
-        is_shown = action.default in (None, []) or "(default: " in (action.help or "")
-        return action.help if is_shown else super()._get_help_string(action)
-
-
 def _parse(options: type[Options], name: str, command: Callable[..., Any], arguments: list[str]) -> Options:
     """Returns the options of a command. An unknown option ends the program with the usage."""
     summary = (inspect.getdoc(command) or "").partition("\n\n")[0].replace("`args.", "`--")
-    parser = HfArgumentParser(options, prog=f"gumiho {name}", description=summary, formatter_class=_HelpFormatter)
+    parser = HfArgumentParser(options, prog=f"gumiho {name}", description=summary, formatter_class=HelpFormatter)
     parsed, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")

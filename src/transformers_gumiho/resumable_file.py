@@ -28,8 +28,8 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
         before = _read_settings(beside, path)
         if changed := sorted(name for name in settings if before.get(name) != settings[name]):
             raise ValueError(
-                f"{str(path)!r} was begun with another {' and another '.join(changed)}. Write into another file, or "
-                f"delete this one."
+                f"{str(path)!r} was created with different settings: {', '.join(changed)}. Write into another file "
+                f"or delete this one."
             )
         return
     # Written completely or not at all: nothing else may say what the file was begun with.
@@ -49,8 +49,8 @@ def _read_settings(beside: Path, path: Path) -> dict[str, Any]:
         return dict(json.loads(beside.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{str(beside)!r}, which says what {str(path)!r} was begun with, is damaged. Delete it to go on with the "
-            f"settings of now; rows that were written with others stay."
+            f"{str(beside)!r} is damaged. It holds the settings of {str(path)!r}. Delete it to continue with the "
+            f"current settings; rows that were written with others stay."
         ) from error
 
 

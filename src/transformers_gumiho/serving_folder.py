@@ -32,17 +32,18 @@ class AttachArguments:
     """The options of `gumiho attach`; [`write_served_target`] takes them, too."""
 
     target: str = field(
-        metadata={"help": "The target: a folder or a name on the Hub. Or give target and drafter first."}
+        metadata={"help": "Target model: a folder or a name on the Hub. Both may be given by position."}
     )
-    drafter: str = field(metadata={"help": "The Gumiho drafter: a folder or a name on the Hub."})
-    output_dir: str = field(metadata={"help": "The folder to write. It must be new or empty."})
+    drafter: str = field(metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
+    output_dir: str = field(metadata={"help": "Folder to write. It must be new or empty."})
     copy_weights: bool = field(default=False, metadata={"help": "Copy the target's weights instead of linking them."})
 
 
 def write_served_target(args: AttachArguments) -> str:
     """
     Writes a folder of the target that drafts wherever it is loaded, for clients with no place for an assistant. It
-    holds the target's files and the code that attaches the drafter. Weights are linked unless asked to be copied.
+    holds the target's files and the code that attaches the drafter. Weights are linked; `args.copy_weights` copies
+    them.
 
     Returns:
         What was done, for people.

@@ -117,7 +117,7 @@ def test_states_that_lie_in_no_cache(family: str, batch: list[int] | None) -> No
             for our_state, their_state in pairs:
                 torch.testing.assert_close(our_state, their_state, rtol=1e-4, atol=1e-4)
     if batch is None:  # a row's state is added to all rows, also in plain decoding
-        with pytest.raises(ValueError, match=r"cannot verify drafts in a batch: what it computes .* in its shape"):
+        with pytest.raises(ValueError, match=r"cannot verify drafts in a batch: multi-token passes .*in shape"):
             both(target, make_prompts([7, 7, 7]))
 
 
@@ -350,7 +350,7 @@ def test_kernels_that_take_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     for family, is_exact in (("qwen3_5", True), ("jamba", False)):
         target = make_chain_target(family).bfloat16()
         target.lm_head.register_forward_pre_hook(refuse_float32)
-        with nullcontext() if is_exact else pytest.raises(ValueError, match="rounding explains 9e-02"):
+        with nullcontext() if is_exact else pytest.raises(ValueError, match="tolerance 9e-02"):
             target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
 
 
@@ -412,9 +412,9 @@ def test_the_log_says_once_that_chains_are_drafted(caplog: pytest.LogCaptureFixt
         for _ in range(2):
             target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter)
     assert caplog.text.count("GPTNeoForCausalLM cuts its local attention windows") == 1
-    assert caplog.text.count("`branching_factor` is 1 here") == 1
+    assert caplog.text.count("Falling back to chain drafts") == 1
     # What is refused verifies nothing.
     refused = make_chain_target("jamba")
     with caplog.at_level("WARNING"), pytest.raises(ValueError, match="cannot verify drafts"):
         refused.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(refused))
-    assert caplog.text.count("`branching_factor` is 1 here") == 1
+    assert caplog.text.count("Falling back to chain drafts") == 1

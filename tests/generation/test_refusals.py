@@ -85,7 +85,7 @@ def test_target_without_a_cache() -> None:
     gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
     xlm = XLMWithLMHeadModel(XLMConfig(n_words=8, emb_dim=32, n_layers=1, n_heads=4))
     for target in (gpt, xlm):
-        refuses(target, "takes no cache that `generate\\(\\)` goes on from")
+        refuses(target, "has no reusable key-value cache")
 
 
 class HandsOn(LlamaForCausalLM):

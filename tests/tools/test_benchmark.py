@@ -406,7 +406,7 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     limit = 0
     assert run(resume=True) == samples
     assert not calls
-    with pytest.raises(ValueError, match=r"begun with another dtype"):
+    with pytest.raises(ValueError, match=r"created with different settings: dtype"):
         Journal(path, {"dtype": "bfloat16"})
     assert len(path.read_text().splitlines()) == len(samples)
     assert not Journal(path, {"dtype": "bfloat16"}, resume=False).find(conversation_key(0.0, 1, QUESTIONS[1:2]))
@@ -427,6 +427,6 @@ def test_samples_of_another_drafter_or_prompt_are_not_gone_on_with(tmp_path: Pat
     assert len(lines) == 6
     config = json.loads((tmp_path / "gumiho" / "generation_config.json").read_text())
     (tmp_path / "gumiho" / "generation_config.json").write_text(json.dumps(config | {"num_assistant_tokens": 5}))
-    with pytest.raises(ValueError, match="begun with another settings of the assistant"):
+    with pytest.raises(ValueError, match="created with different settings: settings of the assistant"):
         benchmark(args)
     assert (tmp_path / "out" / "samples.jsonl").read_text().splitlines() == lines

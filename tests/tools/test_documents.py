@@ -221,6 +221,22 @@ def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
     assert "".join(span.text for span in spans).replace("\N{NO-BREAK SPACE}", " ") == green
 
 
+def test_speeds_are_left_out_of_the_picture_of_an_answer() -> None:
+    script = load_picture_script("draw_answer")
+    written = "[tau 2.69 | 12.7 tokens/s | 32 cycles]\n[plain decoding | 12.0 tokens/s]\nSpeed-up 1.05x, same text"
+    assert script.without_speeds(written) == "[tau 2.69 | 32 cycles]\n[plain decoding]\nsame text"
+
+
+def test_pictures_of_speed_are_those_of_the_reports() -> None:
+    script = load_picture_script("draw_speed")
+    for name, drawn in script.pictures().items():
+        assert (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") == drawn
+    assert script.speedups_by_task()["all"] == {
+        "prompt lookup": 1.49, "drafter": 1.42, "drafter and prompt lookup": 1.94,
+    }  # fmt: skip
+    assert [points for _, points, _, _ in script.speedups_by_requests()][2] == [(1, 1.49), (4, 0.95), (16, 0.74)]
+
+
 def test_pictures_of_the_method_show_a_cycle() -> None:
     script = load_picture_script("draw_method")
     cycle = Cycle((5, 6, 7, 8), (0, 0, 1, 1), (0.0, -0.1, -0.2, -2.0), accepted=(1, 2), bonus_token=9)

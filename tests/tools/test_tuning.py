@@ -184,7 +184,7 @@ def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert lines[-1] == "Leave `assistant_model` out in these cases."
     assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67", "6"] for line in lines)
-    assert describe(result).count("(the drafter had it)") == 1
+    assert describe(result).count("(the drafter's own)") == 1
 
 
 def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) -> None:

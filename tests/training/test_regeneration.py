@@ -243,7 +243,7 @@ def test_a_full_disk_before_the_first_row_is_told(tmp_path: Path, monkeypatch: p
 def test_damaged_settings_beside_a_file_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "a.jsonl.settings.json").write_text("")
-    with pytest.raises(ValueError, match=r"a.jsonl.settings.json', which says what .* is damaged. Delete it to go on"):
+    with pytest.raises(ValueError, match=r"a.jsonl.settings.json' is damaged. .* Delete it to continue"):
         check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
 
 
@@ -251,10 +251,10 @@ def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, tm
     rows = [{"text": "import os"}]
     regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=4)
     with pytest.raises(
-        ValueError, match=r"was begun with another max_new_tokens and another seed\. Write into another"
+        ValueError, match=r"was created with different settings: max_new_tokens, seed\. Write into another"
     ):
         regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=5, seed=1)
-    with pytest.raises(ValueError, match="was begun with another template"):
+    with pytest.raises(ValueError, match="was created with different settings: template"):
         regenerate(rows, target, tmp_path / "out.jsonl", max_new_tokens=4)
 
 

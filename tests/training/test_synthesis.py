@@ -98,7 +98,7 @@ def test_a_killed_run_goes_on_to_the_same_result(
 
 
 def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, written: Path) -> None:
-    with pytest.raises(ValueError, match="was begun with another max_new_tokens"):
+    with pytest.raises(ValueError, match="was created with different settings: max_new_tokens"):
         synthesize(target, written / "a.jsonl", max_new_tokens=13)
 
 
@@ -127,7 +127,7 @@ def test_prompts_begun_with_other_settings_are_refused(
     with pytest.raises(KeyboardInterrupt):
         synthesize(target, tmp_path / "a.jsonl", temperature=2.0)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"a.prompts.jsonl' was begun with another temperature"):
+    with pytest.raises(ValueError, match=r"a.prompts.jsonl' was created with different settings: temperature"):
         synthesize(target, tmp_path / "a.jsonl")
 
 
@@ -141,7 +141,7 @@ def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
     for row, opening in zip(read(tmp_path / "a.prompts.jsonl")[:6], openings * 2, strict=True):
         assert row["prompt"].startswith(opening.strip())
         assert len(row["prompt"]) > len(opening)
-    with pytest.raises(ValueError, match="begun with another openings"):
+    with pytest.raises(ValueError, match="created with different settings: openings"):
         synthesize(target, tmp_path / "a.jsonl", num_prompts=6, openings=[], batch_size=6)
 
 

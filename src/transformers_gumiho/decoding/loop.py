@@ -210,7 +210,7 @@ def _drafting_settings(
 
 def _warn_of_chain(target: PreTrainedModel) -> None:
     logger.warning_once(
-        f"{type(target).__name__} {tree_obstacle(target)}. It verifies chains instead: `branching_factor` is 1 here."
+        f"{type(target).__name__} {tree_obstacle(target)}. Falling back to chain drafts (`branching_factor=1`)."
     )
 
 

@@ -53,7 +53,7 @@ class DraftingSettings:
         sampling_temperature: The target's, `None` if greedy. It is not a setting of the drafter.
         prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup, except for runs; 0 (the default)
             for none. An argument of `generate()`, too.
-        max_matching_ngram_size: How many of the newest tokens are looked up in the context: 2 by default, at most 8.
+        max_matching_ngram_size: How many of the newest tokens are looked up in the text: 2 by default, at most 8.
             An argument of `generate()`, too.
     """
 
@@ -213,7 +213,7 @@ def _check_lookup(settings: DraftingSettings, where: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
                 f"`{name}` must be an integer of at least {least}, got {value!r}. {where} With "
-                f"`prompt_lookup_num_tokens` 0 nothing is drafted from the context."
+                f"`prompt_lookup_num_tokens` 0 there is no prompt lookup."
             )
 
 

@@ -89,7 +89,7 @@ class SavingMixin:
         if save_embedding:
             if self.embed_tokens.weight is None:  # type: ignore[attr-defined]
                 raise ValueError(
-                    "`save_embedding=True`, but this drafter was saved without its embedding and was lent none yet. "
+                    "`save_embedding=True`, but this drafter has no token embedding yet. "
                     "Call `drafter.share_embedding(target)` first."
                 )
             tensors[_EMBEDDING] = self.embed_tokens.weight  # type: ignore[attr-defined]

@@ -45,21 +45,21 @@ class GumihoConfig(PreTrainedConfig):
             Rank of the transitions, by which each parallel head takes the token above its own into account; see
             [`GumihoTransition`]. The published drafters have none.
         target_layer_ids (`list[int]`, *optional*):
-            Layers of the target, from 0 up and in rising order, whose states are fused into what the serial head
-            reads; see [`GumihoLayerFusion`]. Number i is what layer i returns, as in DFlash drafters; for the last
-            layer it is that after the final norm. By default the serial head reads the latter alone, as the published
-            drafters do. [`from_target`] also takes negative numbers, which count from the last layer down.
+            Layers of the target whose states the serial head reads, from 0 up and in rising order; see
+            [`GumihoLayerFusion`]. Number i is what layer i returns, as in DFlash drafters. For the last layer it is
+            the state after the final norm. By default the serial head reads only this state, as in the published
+            drafters. [`from_target`] also takes negative numbers, which count from the last layer down.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
         initializer_range (`float`, defaults to 0.02):
             Standard deviation of new weights; those of the parallel heads begin at zero.
         has_embedding (`bool`, defaults to `True`):
-            Whether the drafter holds a copy of the target's token embedding. Without one it reads the target's own,
-            and its files are as much smaller; see `save_pretrained(save_embedding=False)`.
+            Whether the drafter holds a copy of the target's token embedding. Without a copy it reads the target's own;
+            see `save_pretrained(save_embedding=False)`.
         embedding_size (`int`, *optional*):
-            Width of the token embedding, where that is not the hidden size: targets may factorise theirs.
+            Width of the token embedding, if it differs from the hidden size.
         tie_word_embeddings (`bool`, defaults to `False`):
-            For transformers, which reads it of every model; a drafter has no output head to tie.
+            Required by transformers. A drafter has no output head to tie.
 
     Raises:
         ValueError: A field is out of range, or `model` does not describe a Llama.
@@ -160,9 +160,8 @@ class GumihoConfig(PreTrainedConfig):
                 ) from cause
             if folder is None:
                 raise OSError(
-                    f"{str(name)!r} {lack}, and is called like none of the released drafters, whose "
-                    f"configs this package brings: {', '.join(released_names())}. Pass `config=`, with a "
-                    f"`GumihoConfig` or with the name of the released drafter that it is a copy of."
+                    f"{str(name)!r} {lack}, and is not one of the released drafters: {', '.join(released_names())}. "
+                    f"Pass `config=`: a `GumihoConfig`, or the name of the released drafter that it is a copy of."
                 ) from cause
             logger.warning(f"{str(name)!r} {lack}; the packaged one of {folder.name} is used.")
             fields, unused = super().get_config_dict(folder, **kwargs | {"subfolder": ""})

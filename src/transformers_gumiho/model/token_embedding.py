@@ -34,8 +34,8 @@ class BorrowedEmbedding(nn.Module):
         """Returns the embeddings `(..., E)` of token ids `(...)`."""
         if self.weight is None:
             raise ValueError(
-                "This drafter was saved without its token embedding, and was lent none yet. Call "
-                "`drafter.share_embedding(target)` before it runs by itself; `generate(assistant_model=...)` does so."
+                "This drafter has no token embedding yet, because it was saved without one. Call "
+                "`drafter.share_embedding(target)` first; `generate(assistant_model=...)` does so."
             )
         return nn.functional.embedding(input_ids, self.weight)
 

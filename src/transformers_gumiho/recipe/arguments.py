@@ -1,6 +1,5 @@
 """The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from ..help_texts import HelpFormatter
 from ..training import GumihoTrainingArguments, SynthesisSettings
 from .recipes import RECIPES
 
@@ -164,7 +164,7 @@ def parse(kind: Sequence[type], name: str, words: Sequence[str], defaults: dict[
         prog=f"gumiho {name}",
         usage=f"gumiho {name} {_USAGES[name]} [options]",
         description=summary,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     known = {item.name for options in kind for item in fields(options)}
     parser.set_defaults(**{option: value for option, value in defaults.items() if option in known})

@@ -15,8 +15,8 @@ from .writing import load_target, load_tokenizer, write_answers
 
 def data(args: DataArguments) -> None:
     """
-    Lets a target answer questions, its own or those of a data set, and writes the conversations as JSONL. Stopped, it
-    continues where it was when it is called again with the same options.
+    Lets a target answer questions, its own or those of a data set, and writes the conversations as JSONL. If you stop
+    it, run it again with the same options, and it continues.
 
     Raises:
         EndpointError: The server does not answer.
@@ -31,7 +31,8 @@ def data(args: DataArguments) -> None:
 def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], output_dir: str) -> None:
     """
     Makes a drafter for a target: the target writes its training data, its states are kept, the drafter is trained,
-    tuned for this machine and compared with plain decoding. Stopped, it continues when it is called again.
+    tuned for this machine and compared with plain decoding. If you stop it, run it again with the same
+    options, and it continues.
 
     Args:
         args: The options.

@@ -171,7 +171,10 @@ class Run:
         self._say(table)
         card = self.folder / "README.md"
         text = card.read_text(encoding="utf-8").split(_EVALUATION)[0] if card.exists() else ""
-        card.write_text(f"{text}{_EVALUATION}\nOn this machine, prompts held out:\n\n{table}", encoding="utf-8")
+        card.write_text(
+            f"{text}{_EVALUATION}\nHeld-out prompts, on the machine that trained the drafter:\n\n{table}",
+            encoding="utf-8",
+        )
 
     @property
     def _prompt_file(self) -> Path:

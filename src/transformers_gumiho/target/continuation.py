@@ -61,8 +61,8 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
             raise  # a smaller batch may do
         except (RuntimeError, TypeError, IndexError, AssertionError) as error:
             raise Unsupported(
-                f"{type(target).__name__} cannot verify drafts{_in(rows)}: a trial of a few tokens behind its cache "
-                f"fails ({error}). Generate without `assistant_model`."
+                f"{type(target).__name__} cannot verify drafts{_in(rows)}: a trial of a few tokens after its cache "
+                f"failed ({error}). Generate without `assistant_model`."
             ) from error
         with _recording:
             while len(_measured) >= MAX_MEASURED:
@@ -71,11 +71,10 @@ def check_continuation(target: PreTrainedModel, attention_mask: torch.Tensor | N
     difference, tolerance = measured
     # Not the other way round: nothing is less than not-a-number.
     if not difference <= tolerance:
-        how = f"by {difference:.1e} of its size, and rounding explains {tolerance:.0e}"
+        how = f"relative error {difference:.1e}, tolerance {tolerance:.0e}"
         raise Unsupported(
-            f"{type(target).__name__} cannot verify drafts{_in(rows)}: what it computes for several tokens at once "
-            f"behind its cache differs from one token after the other "
-            f"{'in its shape' if math.isinf(difference) else how}. Generate without `assistant_model`."
+            f"{type(target).__name__} cannot verify drafts{_in(rows)}: multi-token passes differ from single-token "
+            f"passes ({'in shape' if math.isinf(difference) else how}). Generate without `assistant_model`."
         )
 
 

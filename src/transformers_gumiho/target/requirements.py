@@ -83,7 +83,7 @@ def check_request(
         raise Unsupported("A draft tree is verified against the key-value cache. Set `use_cache=True`.")
     if generation_config.output_attentions:
         raise Unsupported(
-            "`output_attentions=True` is not available with a Gumiho assistant: the target attends to a whole draft "
+            "`output_attentions=True` is not available with a Gumiho assistant: the target attends to a full draft "
             "tree at once. Generate without `assistant_model` to get attentions."
         )
     if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
@@ -170,8 +170,8 @@ def check_target(target: PreTrainedModel) -> None:
     check_attention(target)
     if cache_class(target) is None:
         raise Unsupported(
-            f"{name} takes no cache that `generate()` goes on from (`{cache_argument(target)}`), behind which drafts "
-            f"could be verified. Give its `forward` a parameter of that name, or generate without `assistant_model`."
+            f"{name} has no reusable key-value cache (`{cache_argument(target)}`), which speculative decoding needs. "
+            f"Give its `forward` a parameter of that name, or generate without `assistant_model`."
         )
     if target.get_output_embeddings() is None:
         raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")

@@ -37,7 +37,9 @@ class GumihoTrainingArguments(TrainingArguments):
         default=0.1,
         metadata={"help": "Share of the training after which the parallel heads' soft cross-entropy counts."},
     )
-    parallel_decay: float = field(default=0.8, metadata={"help": "Parallel head i counts this to the power of i+1."})
+    parallel_decay: float = field(
+        default=0.8, metadata={"help": "Weight of parallel head i: this to the power of i+1."}
+    )
     parallel_weight: float = field(default=1 / 9, metadata={"help": "Weight of the sum over the parallel heads."})
     feature_noise: float = field(
         default=0.2,
@@ -50,27 +52,27 @@ class GumihoTrainingArguments(TrainingArguments):
     linear_start: bool = field(
         default=False,
         metadata={
-            "help": "Begin a new drafter as the best linear guess of the target's next state, fitted on first answers."
+            "help": "Begin a new drafter with the best linear map to the target's next state, fitted on first answers."
         },
     )
     train_only: str | None = field(
         default=None,
         metadata={
-            "help": "`serial` trains the serial head alone, `parallel` the parallel heads and their transitions, and "
-            "`transition` the latter alone, with all loss weights of these from the start. All else stays as it is."
+            "help": "Train one part and keep the rest: `serial` (the serial head), `parallel` (the parallel heads and "
+            "their transitions) or `transition` (the transitions)."
         },
     )
     assistant_only_loss: bool = field(
         default=True,
         metadata={
-            "help": "Train on the answers alone; otherwise on prompts, too, as is right where the target wrote them."
+            "help": "Train on the answers alone; `false` also trains on prompts: right if the target wrote them."
         },
     )
     draft_vocabulary_size: int | None = field(
         default=None,
         metadata={
-            "help": "Draft only so many tokens: the drafter's own, then those that training answers hold most often. "
-            "By default all."
+            "help": "Number of tokens that may be drafted: the drafter's own, then the most frequent of the training "
+            "answers (default: all)."
         },
     )
     loss_chunk_size: int = field(

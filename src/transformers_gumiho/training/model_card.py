@@ -18,8 +18,12 @@ _TEXT = """\
 
 # {name}
 
-A [Gumiho](https://arxiv.org/abs/2503.10135) drafter for {link}: it makes `generate()` faster without changing what is
-generated.
+A [Gumiho](https://arxiv.org/abs/2503.10135) drafter for {link}. It makes `generate()` faster, and the text stays that
+of the target. It needs [transformers-gumiho](https://github.com/transformers-gumiho/transformers-gumiho):
+
+```bash
+pip install git+https://github.com/transformers-gumiho/transformers-gumiho
+```
 
 ```python
 {imports}
@@ -38,10 +42,16 @@ output = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=256)
 
 {evaluation}
 """
+_MEANING = """\
+On held-out rows. `eval_agreement_k` is the share of positions at which draft k is the target's most likely token.
+`eval_expected_acceptance_length` is 1 + p1 + p1 p2 + ... of these shares. `eval_tau` is the measured number of tokens
+per pass of the target.
+
+"""
 _IMPORTS = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_gumiho import GumihoModel"""
-_HIDDEN = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
+_SHOWN = ("eval_loss", "eval_tau", "eval_expected_acceptance_length", "eval_agreement_")
 
 
 def model_card_of(
@@ -81,9 +91,8 @@ def model_card_of(
             link=f"[{target}](https://huggingface.co/{target})" if _is_hub_name(target) else f"`{target}`",
             imports=f"from peft import PeftModel\n{_IMPORTS}" if is_adapter else _IMPORTS,
             loading=_loading_code(trainer, trainer.hub_model_id or model_name or trainer.args.output_dir, is_adapter),
-            training=_table(_training_facts(trainer)),
-            evaluation=_table({f"`{name}`": value for name, value in measured.items() if name not in _HIDDEN})
-            or "Not evaluated.",
+            training=_which_training(trainer) + _table(_training_facts(trainer)),
+            evaluation=_evaluation(measured),
         )
     )
 
@@ -99,6 +108,16 @@ def _loading_code(trainer: Trainer, name: str, is_adapter: bool) -> str:
     return f'PeftModel.from_pretrained({code}, "{name}")' if is_adapter else code
 
 
+def _which_training(trainer: Trainer) -> str:
+    part = trainer.args.train_only
+    return f"The last training, which changed only one part of the drafter (`train_only`: {part}).\n\n" if part else ""
+
+
+def _evaluation(measured: dict[str, Any]) -> str:
+    shown = {f"`{name}`": value for name, value in measured.items() if name.startswith(_SHOWN)}
+    return _MEANING + _table(shown) if shown else "Not evaluated."
+
+
 def _table(facts: dict[str, Any]) -> str:
     lines = [
         f"| {name} | {value:.4g} |" if isinstance(value, float) else f"| {name} | {value} |"
@@ -111,6 +130,7 @@ def _training_facts(trainer: Trainer) -> dict[str, Any]:
     args = trainer.args
     own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
     settings = extract_hyperparameters_from_trainer(trainer) | {name: getattr(args, name) for name in sorted(own)}
+    settings["optimizer"] = args.optim.value
     return {
         "steps": trainer.state.global_step,
         "epochs": float(trainer.state.epoch or 0),

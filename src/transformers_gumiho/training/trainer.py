@@ -145,7 +145,7 @@ class GumihoTrainer(Trainer):
             )
         if self._acceptance_prompts and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
-                "Measuring tau needs the whole drafter in each process, and FSDP or DeepSpeed splits it. Leave "
+                "Measuring tau needs the full drafter in each process, and FSDP or DeepSpeed splits it. Leave "
                 "`acceptance_prompts` out, and measure a checkpoint afterwards."
             )
 

@@ -14,11 +14,11 @@ class TuningArguments(PairArguments):
         default=None, metadata={"help": "Receives `generation_config.json` (default: the drafter's folder)."}
     )
     num_prompts: int = field(
-        default=18, metadata={"help": "Prompts to read. Trees compete on two thirds; the last third times the winner."}
+        default=18, metadata={"help": "Number of prompts: two thirds choose the tree, one third times the winner."}
     )
-    max_new_tokens: int = field(default=64, metadata={"help": "Tokens to generate for each of them."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Maximum number of tokens per prompt."})
     batch_sizes: list[int] = field(
         default_factory=lambda: [1, 4, 8], metadata={"help": "Rows to choose a tree size for."}
     )
-    temperature: float = field(default=0.0, metadata={"help": "The temperature to tune for; 0 is greedy."})
-    tune_vocabulary: bool = field(default=True, metadata={"help": "Choose the tokens that may be drafted, too."})
+    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature to tune for; 0 is greedy."})
+    tune_vocabulary: bool = field(default=True, metadata={"help": "Also choose the tokens that may be drafted."})

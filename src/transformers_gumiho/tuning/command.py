@@ -23,9 +23,9 @@ from .turns import TurnDecoder
 
 def tune(args: TuningArguments) -> TuningResult:
     """
-    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`: some fifteen
-    trees decode prompts in turns with plain decoding, and after each round the slower half leaves. Stopped, it
-    continues where it was when it is called again with the same arguments.
+    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`. Some fifteen
+    trees decode prompts in turns with plain decoding, and the slower half leaves after each round. If you stop it, run
+    it again with the same options, and it continues.
 
     Raises:
         SystemExit: There is no folder to write into, or nothing to begin prompts with; or it was stopped.

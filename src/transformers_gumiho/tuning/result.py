@@ -56,7 +56,7 @@ def describe(result: TuningResult) -> str:
     if result.vocabularies:
         lines += ["", "draft vocabulary    tau  cycle  speed-up  turns"]
     lines += [f"{vocabularies[tree.vocabulary]:>16}  {_numbers(won)}" for tree, won in result.vocabularies.items()]
-    lines += ["", "the fastest, on prompts that were not in the contests, without drafts from the context"]
+    lines += ["", "the fastest, on prompts that were not in the contests, without prompt lookup"]
     lines += ["rows  decoding  drafted    tau  cycle  speed-up  turns"]
     for (kind, rows), standing in result.finals.items():
         size = result.chosen[rows].num_assistant_tokens
@@ -72,9 +72,10 @@ def describe(result: TuningResult) -> str:
 def _tree_row(tree: Tree, standing: Standing, own: Tree) -> str:
     given = tree.draft_temperature
     temperature = "by depth" if isinstance(given, tuple) else f"{given:.2f}"
+    remark = "  (the drafter's own)" if tree == own else ""
     return (
         f"{tree.num_assistant_tokens:7d}  {tree.branching_factor:9d}  {tree.tree_depth:5d}  {temperature:>11}  "
-        f"{_numbers(standing)}{'  (the drafter had it)' if tree == own else ''}"
+        f"{_numbers(standing)}{remark}"
     )
 
 

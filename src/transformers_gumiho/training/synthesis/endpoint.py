@@ -18,7 +18,7 @@ from .user_turn import UserTurn, find_user_turn
 from .writing import Text
 
 
-NONSENSE = "the server answers nonsense"
+INVALID = "invalid response"
 # What a server says that will answer later; and whatever is its own fault.
 _LATER = {408, 425, 429}
 # What may go wrong in reading an answer that is not one.
@@ -26,7 +26,7 @@ _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
 class EndpointError(ConnectionError):
-    """A server that does not answer, refuses, or answers nonsense only."""
+    """A server that does not answer, refuses, or returns only invalid responses."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ class EndpointWriter:
     def _send_all(self, sends: Iterable[Callable[[], Text]]) -> list[Text]:
         with ThreadPool(self.endpoint.concurrency) as pool:
             texts = list(pool.imap(_read, sends))
-        if texts and all(text.problem == NONSENSE for text in texts):
+        if texts and all(text.problem == INVALID for text in texts):
             raise EndpointError(
-                f"{self.endpoint.url} answers nonsense to all of {len(texts)} requests. It has to speak OpenAI's "
+                f"{self.endpoint.url} returned invalid responses to all {len(texts)} requests. It must speak OpenAI's "
                 f"protocol (`/v1/completions` and `/v1/chat/completions`). What was written before stays."
             )
         return texts
@@ -194,4 +194,4 @@ def _read(send: Callable[[], Text]) -> Text:
     try:
         return send()
     except _NO_ANSWER:
-        return Text("", False, NONSENSE)
+        return Text("", False, INVALID)
