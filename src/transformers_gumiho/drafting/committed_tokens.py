@@ -72,6 +72,8 @@ class CommittedTokens:
         Returns the same tokens in parts of `width`, the oldest first. The last part holds the newest token of each
         row that has one.
         """
+        if self.tokens.shape[1] == width:
+            return [self]
         parts: list[CommittedTokens] = []
         ends = list(self.accepted_lengths)
         while not parts or max(ends) > 0:
