@@ -50,7 +50,7 @@ def test_tree_holds_the_best_nodes_whatever_token_is_above(
     following = draw(1, num_heads - 1, num_paths, num_candidates, num_candidates)
     under_serial = first[:, None, :, None].expand(-1, -1, -1, num_candidates, -1)
     log_probs = torch.cat((under_serial, following), dim=1)
-    levels = extend_paths(serial, tokens, log_probs, num_nodes, num_nodes, num_nodes)
+    levels = extend_paths(serial, tokens, log_probs, num_nodes, num_nodes)
     tree = build_tree(torch.zeros(1, dtype=torch.long), [serial, *levels], num_nodes, max_depth=1 + num_heads)
 
     scores = {(path,): float(serial.scores[0, path]) for path in range(num_paths)}

@@ -1,4 +1,4 @@
-"""What is kept of every generated token: scores, logits and hidden states, as plain `generate()` returns them."""
+"""Records of every generated token: scores, logits and hidden states, as plain `generate()` returns them."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from ..tree.verification import AcceptedPath, pick
 
 class StepRecord:
     """
-    Values of every generated token (scores, logits), recorded row by row because rows advance by different lengths.
+    Values of every generated token (scores or logits), recorded per row because rows advance by different lengths.
 
     Args:
         batch_size (`int`): Number of rows.
-        enabled (`bool`): Without it nothing is recorded, and the record reads as `None`.
+        enabled (`bool`): If `False`, nothing is recorded, and the record reads as `None`.
     """
 
     def __init__(self, batch_size: int, enabled: bool):
@@ -39,7 +39,7 @@ class StepRecord:
             del self._complete[min(lengths) :]
 
     def until(self, num_steps: int) -> tuple[torch.Tensor, ...] | None:
-        """Returns one tensor `(B, ...)` for each of the first steps; zeros in rows that ended before."""
+        """Returns a tensor `(B, ...)` for each of the first steps, with zeros in rows that have ended."""
         if not self.enabled:
             return None
         if num_steps == 0:
@@ -91,12 +91,12 @@ class AcceptedLengths:
         self._rows: list[list[int]] = [[] for _ in range(batch_size)]
 
     def add(self, path: AcceptedPath) -> None:
-        """Records a cycle; it counts for the rows that took a token."""
+        """Records a cycle in the rows that took a token."""
         for row, length in zip(self._rows, path.accepted_lengths, strict=True):
             row.extend([length] if length else [])
 
     def without_last(self, num_removed: Sequence[int]) -> list[list[int]]:
-        """Returns the lengths of each row's cycles, less the last `num_removed[b]` tokens."""
+        """Returns the lengths of each row's cycles without the last `num_removed[b]` tokens."""
         return [_without_last(*row) for row in zip(self._rows, num_removed, strict=True)]
 
 
@@ -109,12 +109,12 @@ def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
 
 class CycleRecords:
     """
-    What is kept of every cycle.
+    The records of all cycles.
 
     Attributes:
-        hidden_states: Those of all layers, where they are to be returned.
-        accepted_lengths: The tokens that each cycle committed.
-        tree_sizes: The drafted tokens that each cycle verified.
+        hidden_states: Hidden states of all layers, if they are to be returned.
+        accepted_lengths: Number of tokens that each cycle committed in each row.
+        tree_sizes: Number of draft tokens that each cycle verified.
     """
 
     def __init__(self, batch_size: int, generation_config: GenerationConfig):

@@ -60,9 +60,7 @@ class GumihoDrafter:
         self._transitions = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
-                self._transitions = DraftTransitions(
-                    model, self._num_heads, lm_head, token_ids, cache.buffers.memory
-                )
+                self._transitions = DraftTransitions(model, self._num_heads, lm_head, token_ids, cache.buffers.memory)
         device = model.fc.weight.device
         # The masks and offsets of the tokens that a cycle may commit, made once for all cycles.
         self._max_committed = settings.longest_path + 1
@@ -217,15 +215,14 @@ class GumihoDrafter:
         """Drafts all later tokens in one pass. Returns the levels of their combinations under the serial paths."""
         settings, depths = self.settings, slice(self._num_serial, None)
         features = self._run_heads(torch.cat(path_inputs, dim=-1), self._num_heads)
-        beam, width = settings.extension
-        num_candidates = width if self._transitions is None else NUM_CANDIDATES
+        num_candidates = settings.beam if self._transitions is None else NUM_CANDIDATES
         tokens, log_probs = self._topk(features, num_candidates, depths, noise)
         if self._transitions is None:
             return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
         above = last_level.first(settings.branching_factor).tokens
         scales = (self._scales if noise is None else self._sampling_scales)[depths, None, None, None]
         log_probs = self._transitions.apply(above, tokens, log_probs, scales.to(log_probs.device))
-        return extend_paths(last_level, tokens, log_probs, settings.num_assistant_tokens, beam, width)
+        return extend_paths(last_level, tokens, log_probs, settings.num_assistant_tokens, settings.beam)
 
     def _extend_best(self, level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor) -> list[DraftLevel]:
         """Extends the serial paths `(B, P)` depth by depth, by tokens `(B, heads, P, M)` with these probabilities."""
@@ -235,7 +232,7 @@ class GumihoDrafter:
             if paths is not None:
                 candidates, scores = gather_rows(candidates, paths), gather_rows(scores, paths)
             levels.append(extend_level(level, candidates, scores, self.settings.num_assistant_tokens))
-            level = levels[-1].first(self.settings.extension[0])
+            level = levels[-1].first(self.settings.beam)
             paths = level.parents if paths is None else paths.gather(1, level.parents)
         return levels
 

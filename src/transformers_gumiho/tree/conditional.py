@@ -1,8 +1,8 @@
 """Full Tree Attention's recombinations where a token's probability depends on the token above it.
 
 Then a path may be better than one with more likely tokens at all depths, so the best paths cannot be enumerated
-beforehand. They are searched depth by depth: a beam as wide as the tree holds every node that can be in the tree, as no
-node scores above its parent.
+beforehand. They are searched depth by depth: a beam as wide as the tree holds every node that can be in the tree, as
+no node scores above its parent.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from .draft_tree import DraftLevel, extend_level, gather_rows
 
 
 def extend_paths(
-    last_level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int, beam: int, width: int
+    last_level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int, beam: int
 ) -> list[DraftLevel]:
     """
     Returns the levels below the last serial one. Its first `P` nodes are extended; each parallel head has `M`
@@ -26,8 +26,7 @@ def extend_paths(
         log_probs (`(B, heads, P, M, M)`): Their draft log-probabilities: `[b, i, p, a, c]` is that of candidate c of
             head i under candidate a of head i - 1. For the first head, a does not matter.
         num_nodes: Most nodes of each level.
-        beam: Most nodes of a level that are extended.
-        width: Most tokens by which each of them is extended.
+        beam: Most nodes of a level that are extended, and most tokens by which each of them is extended.
     """
     batch_size, num_heads, num_paths, num_candidates = tokens.shape
     # An index for each candidate, counted over all heads and paths.
@@ -37,8 +36,8 @@ def extend_paths(
     log_probs, indices = log_probs[:, 1:].flatten(1, 3), indices[:, num_paths:]  # under each candidate and path
     levels: list[DraftLevel] = []
     for head in range(num_heads):
-        if width < num_candidates:
-            scores, best = scores.topk(width)
+        if beam < num_candidates:
+            scores, best = scores.topk(beam)
             own = own.gather(2, best)
         levels.append(extend_level(level, own, scores, num_nodes))
         level = levels[-1].first(beam)

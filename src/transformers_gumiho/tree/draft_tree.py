@@ -245,7 +245,7 @@ def choose_nodes(
     return DraftTree(
         tokens=tokens.gather(1, chosen),
         parents=tree_parents,
-        depths=ancestors[:, :, 1:].sum(dim=2),  # without the root, which is above all nodes
+        depths=ancestors.sum(dim=2) - 1,
         scores=scores[:, : num_nodes + 1],
         ancestors=ancestors,
         max_depth=max_depth,
