@@ -49,7 +49,7 @@ def attach(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoM
 
 
 def detach(target: nn.Module) -> None:
-    """Undoes [`attach`]. Does nothing if no drafter is attached."""
+    """Undoes [`attach`]. Does nothing if `target` has no drafter."""
     if (drafter := attached_drafter(target)) is not None:
         drafter.detach(target)
 

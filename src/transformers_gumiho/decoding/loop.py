@@ -164,7 +164,7 @@ def _output(
 ) -> GumihoGenerateOutput:
     num_steps = sequences.final_length - sequences.prompt_length
     num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
-    accepted_lengths = records.accepted_lengths.without_last(num_removed)
+    accepted_lengths = records.accepted_lengths(num_removed)
     return GumihoGenerateOutput(
         sequences=sequences.final_ids(),
         scores=chooser.scores.until(num_steps),

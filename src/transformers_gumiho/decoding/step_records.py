@@ -84,20 +84,31 @@ class HiddenStateRecord:
         return (self._prompt, *(tuple(layer[step][:, None] for layer in layers) for step in range(later)))
 
 
-class AcceptedLengths:
-    """The tokens that each cycle committed in each row."""
+class CycleRecords:
+    """
+    The records of all cycles.
 
-    def __init__(self, batch_size: int):
-        self._rows: list[list[int]] = [[] for _ in range(batch_size)]
+    Attributes:
+        hidden_states: Hidden states of all layers, if they are to be returned.
+        tree_sizes: Number of draft tokens that each cycle verified.
+    """
 
-    def add(self, path: AcceptedPath) -> None:
-        """Records a cycle in the rows that took a token."""
-        for row, length in zip(self._rows, path.accepted_lengths, strict=True):
+    def __init__(self, batch_size: int, generation_config: GenerationConfig):
+        returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+        self.hidden_states = HiddenStateRecord(batch_size, bool(returns_states))
+        self.tree_sizes: list[int] = []
+        self._accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def add(self, tree: DraftTree, path: AcceptedPath, hidden_states: Any) -> None:
+        """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
+        self.hidden_states.add(hidden_states, path)
+        self.tree_sizes.append(tree.tokens.shape[1] - 1)
+        for row, length in zip(self._accepted_lengths, path.accepted_lengths, strict=True):
             row.extend([length] if length else [])
 
-    def without_last(self, num_removed: Sequence[int]) -> list[list[int]]:
-        """Returns the lengths of each row's cycles without the last `num_removed[b]` tokens."""
-        return [_without_last(*row) for row in zip(self._rows, num_removed, strict=True)]
+    def accepted_lengths(self, num_removed: Sequence[int]) -> list[list[int]]:
+        """Returns the tokens that the cycles committed in each row, without the last `num_removed[b]` tokens."""
+        return [_without_last(*row) for row in zip(self._accepted_lengths, num_removed, strict=True)]
 
 
 def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
@@ -105,26 +116,3 @@ def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
     total = (ends[-1] if ends else 0) - num_tokens
     pairs = zip(accepted_lengths, ends, strict=True)
     return [length - max(end - total, 0) for length, end in pairs if end - length < total]
-
-
-class CycleRecords:
-    """
-    The records of all cycles.
-
-    Attributes:
-        hidden_states: Hidden states of all layers, if they are to be returned.
-        accepted_lengths: Number of tokens that each cycle committed in each row.
-        tree_sizes: Number of draft tokens that each cycle verified.
-    """
-
-    def __init__(self, batch_size: int, generation_config: GenerationConfig):
-        returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
-        self.hidden_states = HiddenStateRecord(batch_size, bool(returns_states))
-        self.accepted_lengths = AcceptedLengths(batch_size)
-        self.tree_sizes: list[int] = []
-
-    def add(self, tree: DraftTree, path: AcceptedPath, hidden_states: Any) -> None:
-        """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
-        self.hidden_states.add(hidden_states, path)
-        self.accepted_lengths.add(path)
-        self.tree_sizes.append(tree.tokens.shape[1] - 1)

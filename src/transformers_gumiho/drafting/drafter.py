@@ -97,7 +97,8 @@ class GumihoDrafter:
             features = self._read(tokens, committed.drafter_input, position_ids, lengths)
         else:
             features = self._read_prompt(committed)
-        return self._grow_tree(*(last_of_rows(t, lengths) for t in (tokens, features, position_ids)), noise)
+        root, feature, position = (last_of_rows(t, lengths) for t in (tokens, features, position_ids))
+        return self._grow_tree(root, feature, position, noise)
 
     def _scaled_noise(self) -> torch.Tensor | None:
         """Returns the noise `(B, tree_depth, K)` of the coming draws, divided by the draft temperatures."""
@@ -143,7 +144,7 @@ class GumihoDrafter:
         """As [`draft`] after the prompt, with `accepted_lengths` `(B,)` on the device."""
         features = self._read(tokens, drafter_input, position_ids, accepted_lengths)
         last = (accepted_lengths - 1).clamp(min=0)
-        return self._grow_tree(*(_pick(t, last) for t in (tokens, features, position_ids)), noise)
+        return self._grow_tree(_pick(tokens, last), _pick(features, last), _pick(position_ids, last), noise)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
