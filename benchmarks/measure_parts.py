@@ -30,7 +30,6 @@ from transformers_gumiho.pairs import PairArguments, load_pair, prompts_field
 
 # What runs each part.
 PARTS = {
-    "_fuse_read": "fc",
     "_fuse": "fc",
     "_run_serial_head": "serial head",
     "_run_heads": "parallel heads",

@@ -71,7 +71,7 @@ def generate(target: PreTrainedModel, drafter: GumihoModel) -> Callable[..., Any
 
 @pytest.mark.parametrize("settings", [{}, STATIC, {"do_sample": True}], ids=["greedy", "fixed shapes", "sampling"])
 @pytest.mark.parametrize("lengths", [(5,), (4, 7, 2)])
-def test_cycles_tell_what_is_committed(
+def test_cycles_report_what_is_committed(
     generate: Callable[..., Any], lengths: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
     recorder = Recorder()
@@ -182,12 +182,10 @@ def test_an_observer_that_fails_ends_the_generation_and_nothing_else(generate: C
     assert torch.equal(generate(3), text)
 
 
-def test_without_observers_nothing_is_made_to_tell(
-    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_observers_nothing_is_reported(generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with observing(Recorder()):
         told = generate(3)
-    monkeypatch.setattr(GenerationEvents, "_tell_stage", lambda *_: pytest.fail("a stage is told of"))
+    monkeypatch.setattr(GenerationEvents, "_report_stage", lambda *_: pytest.fail("a stage is reported"))
     assert torch.equal(generate(3), told)
     assert GenerationEvents.begin(1).each("drafter_pass") is nullcontext
 

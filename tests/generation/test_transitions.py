@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.tree.conditional import ConditionalCandidates, condition
+from transformers_gumiho.tree.conditional import condition, extend_paths
 from transformers_gumiho.tree.draft_tree import DraftLevel, build_tree
 
 
@@ -48,7 +48,9 @@ def test_tree_holds_the_best_nodes_whatever_token_is_above(
     tokens = torch.rand(1, num_heads, num_paths, 9, generator=generator).argsort(dim=-1)[..., :num_candidates]
     first = draw(1, num_paths, num_candidates)
     following = draw(1, num_heads - 1, num_paths, num_candidates, num_candidates)
-    levels = ConditionalCandidates(tokens, first, following).grow(serial, num_nodes, num_nodes, num_nodes)
+    under_serial = first[:, None, :, None].expand(-1, -1, -1, num_candidates, -1)
+    log_probs = torch.cat((under_serial, following), dim=1)
+    levels = extend_paths(serial, tokens, log_probs, num_nodes, num_nodes)
     tree = build_tree(torch.zeros(1, dtype=torch.long), [serial, *levels], num_nodes, max_depth=1 + num_heads)
 
     scores = {(path,): float(serial.scores[0, path]) for path in range(num_paths)}
@@ -66,10 +68,10 @@ def test_tree_holds_the_best_nodes_whatever_token_is_above(
 
 def test_moved_probabilities_are_those_of_a_softmax_over_all_tokens() -> None:
     torch.manual_seed(0)
-    logits, moves = torch.randn(4, 12), torch.randn(4, 5)
-    moved = logits.clone()
-    moved[:, :5] += moves
-    expected = moved.log_softmax(dim=-1)[:, :5]
+    logits, moves = torch.randn(4, 12), torch.randn(4, 3, 5)
+    moved = logits[:, None].repeat(1, 3, 1)
+    moved[..., :5] += moves
+    expected = moved.log_softmax(dim=-1)[..., :5]
     torch.testing.assert_close(condition(logits.log_softmax(dim=-1)[:, :5], moves), expected)
 
 

@@ -1,1 +1,1 @@
-"""The generation loop: verify a draft tree, commit what the target agrees with, draft the next one."""
+"""The generation loop: draft a tree, verify it with the target, commit the accepted path."""

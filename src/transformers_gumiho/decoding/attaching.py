@@ -1,4 +1,4 @@
-"""`transformers_gumiho.attach`: as the methods of a drafter, for drafters that are named or wrapped, too."""
+"""`transformers_gumiho.attach`, which also takes a drafter by name, and wrapped models."""
 
 import os
 from collections.abc import Iterator
@@ -13,17 +13,18 @@ from .named_drafters import named_drafter
 
 def attach(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoModel:
     """
-    Makes `target.generate(...)` draft, for callers with no place for an assistant. See [`GumihoModel.attach`].
+    Makes `target.generate(...)` use a drafter in every call, for callers that cannot pass `assistant_model`. See
+    [`GumihoModel.attach`].
 
     Args:
-        target: The target. A `PeftModel`, a compiled model or one in data parallelism stands for the model inside.
-        drafter: The drafter, or its folder or name on the Hub: then it is loaded to the target's device and dtype.
+        target: The target, or a wrapper of it: a `PeftModel`, a compiled model, or one in data parallelism.
+        drafter: The drafter, or its folder or name on the Hub. Then it is loaded to the target's device and dtype.
 
     Returns:
         The drafter.
 
     Raises:
-        ValueError: This is no Gumiho drafter, it does not fit the target, or the target cannot verify drafts.
+        ValueError: `drafter` is no Gumiho drafter, it does not fit the target, or the target cannot verify drafts.
 
     Example:
 
@@ -48,7 +49,7 @@ def attach(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoM
 
 
 def detach(target: nn.Module) -> None:
-    """Undoes [`attach`]. A `target` without a drafter stays as it is."""
+    """Undoes [`attach`]. Does nothing if `target` has no drafter."""
     if (drafter := attached_drafter(target)) is not None:
         drafter.detach(target)
 
@@ -56,7 +57,7 @@ def detach(target: nn.Module) -> None:
 @contextmanager
 def attached(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> Iterator[GumihoModel]:
     """
-    Attaches a drafter to `target` within a `with` block; what was attached before is attached again afterwards. See
+    Attaches a drafter to `target` within a `with` block, and restores the former attachment afterwards. See
     [`attach`] for the arguments.
     """
     found = _find_drafter(target, drafter)

@@ -1,4 +1,4 @@
-"""How `generate(assistant_model=<GumihoModel>)` gets to the loop: in all classes of transformers, or in a mixin."""
+"""Leads `generate(assistant_model=<GumihoModel>)` to the loop, in all classes of transformers or in a mixin."""
 
 import functools
 import os
@@ -40,12 +40,12 @@ from .named_drafters import named_drafter
 
 logger = logging.get_logger(__name__)
 
-# The target whose attached drafter drafts in the call of `generate()` that is running.
+# The target whose attached drafter is used in the running call of `generate()`.
 _attached_call: ContextVar[PreTrainedModel | None] = ContextVar("gumiho_attached_call", default=None)
 
 
 def _generate(plain: Callable[..., Any], target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Puts in the attached drafter, or the one that is named, where a call of `generate()` has no assistant."""
+    """Loads an assistant that is given by name. Without an assistant, uses the attached drafter, if any."""
     given = named_arguments(args, kwargs)
     drafter = None
     if "assistant_model" in given:
@@ -68,7 +68,7 @@ def _generate(plain: Callable[..., Any], target: PreTrainedModel, *args: Any, **
 
 
 def _generate_batch(plain: Callable[..., Any], target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Warns where continuous batching, which knows no assistant, is given one."""
+    """Drops an assistant with a warning, because continuous batching supports none."""
     if kwargs.pop("assistant_model", None) is not None:
         logger.warning_once("`generate_batch` takes no `assistant_model`: it decodes without a drafter.")
     return plain(*args, **kwargs)
@@ -85,12 +85,12 @@ def _validate_generation_mode(
     generation_config: GenerationConfig,
     generation_mode_kwargs: dict[str, Any],
 ) -> None:
-    """Checks a call of `generate()`; `plain` does so for every other assistant."""
+    """Checks a call of `generate()`. Calls with any other assistant go to `plain`."""
     assistant = unwrap_drafter(generation_mode_kwargs.get("assistant_model"))
     if assistant is not None:
-        if _attached_call.get() is not target:  # its calls were checked before they began
+        if _attached_call.get() is not target:  # attached drafters are checked in `_generate`
             check_request(target, assistant, generation_config, generation_mode_kwargs)
-        # What is left to check is what the target would refuse without an assistant, too.
+        # `plain` checks the rest as for a call without an assistant.
         generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         generation_mode_kwargs = {name: v for name, v in generation_mode_kwargs.items() if name != "assistant_model"}
     plain(generation_mode, generation_config, generation_mode_kwargs)
@@ -99,7 +99,7 @@ def _validate_generation_mode(
 def _assisted_decoding(
     plain: Callable[..., Any], target: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Decodes with an assistant; `plain` does so with every other one."""
+    """Decodes with a Gumiho assistant. Calls with any other assistant go to `plain`."""
     assistant = unwrap_drafter(kwargs.get("assistant_model"))
     if assistant is None:
         return plain(input_ids, *args, **kwargs)
@@ -133,7 +133,7 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
         check_prompt_pass(verifier, drafter.config.target_layer_ids)
 
 
-# On a step that has been replaced.
+# Attribute of a step that was replaced.
 _MARK = "dispatches_to_gumiho"
 _DISPATCHERS: dict[str, Callable[..., Any]] = {
     VALIDATION_STEP: _validate_generation_mode,
@@ -145,9 +145,9 @@ _DISPATCHERS: dict[str, Callable[..., Any]] = {
 
 class GumihoGenerationMixin(GenerationMixin):
     """
-    `generate()` with draft trees, for classes that replace transformers' decoding methods by their own.
+    `generate()` with draft trees, for classes that override transformers' decoding methods.
 
-    Stock classes need not inherit from this: `import transformers_gumiho` gives the same to all of them.
+    Classes of transformers do not need this mixin: `import transformers_gumiho` extends all of them.
     """
 
     @functools.wraps(generation_step(VALIDATION_STEP))
@@ -161,8 +161,8 @@ class GumihoGenerationMixin(GenerationMixin):
 
 def install() -> None:
     """
-    Makes every generating class of transformers dispatch on a Gumiho assistant, and attention on whether it is part
-    of a pass of this package. Every other call takes transformers' own path. Calling this again changes nothing.
+    Extends `generate()` and the attention functions of transformers for Gumiho drafters. Calls without such a drafter
+    run transformers' own code. Calling this again changes nothing.
     """
     for name, dispatcher in _DISPATCHERS.items():
         plain = generation_step(name)
@@ -174,7 +174,7 @@ def install() -> None:
 
 
 def _dispatching(plain: Callable[..., Any], dispatcher: Callable[..., Any]) -> Callable[..., Any]:
-    # `generate()` reads the signature of the method it calls; `wraps` passes the original's on.
+    # `generate()` reads the signature of the methods it calls; `wraps` keeps the original one.
     @functools.wraps(plain)
     def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return dispatcher(functools.partial(plain, self), self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the loop gives the candidate generator: its parts, and what the drafter reads of each cycle."""
+"""Inputs of the candidate generator: its parts, and the committed tokens of each cycle."""
 
 from contextlib import nullcontext
 
@@ -27,19 +27,19 @@ def make_generator(
     events: GenerationEvents,
 ) -> GumihoCandidateGenerator:
     """
-    Returns what makes the draft trees of a generation.
+    Returns the candidate generator of a generation.
 
     Args:
-        session: Of the target, which has read the prompt.
+        session: The target's session, after the prefill.
         drafter: The drafter.
         settings: Its settings for the batch.
-        chooser: Of the target's tokens.
-        states: Of the prompt.
-        events: Receives the stages of drafting.
+        chooser: Chooses the target's tokens; knows the noise of the coming draws.
+        states: The target's states of the prompt.
+        events: Receives the passes of the drafter.
     """
-    # Not the states themselves: the drafter would keep those of all of the prompt.
+    # Only their device and dtype: the drafter must not keep the states of the prompt.
     device, dtype = states.last.device, states.last.dtype
-    # Behind the committed tokens there are those of a cycle, and then the candidates of the later serial steps.
+    # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
     num_new = max(settings.longest_path + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
     memory = session.memory
     head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype, memory)
@@ -64,7 +64,7 @@ def make_generator(
 def _context_drafts(
     session: TargetSession, settings: DraftingSettings, sequences: CommittedSequences
 ) -> ContextDrafts | None:
-    """Returns the drafts from the context, `None` where none are asked for."""
+    """Returns the prompt-lookup drafts, or `None` if they are turned off."""
     if not settings.prompt_lookup_num_tokens:
         return None
     mask, starts = session.prompt.mask, [0] * len(sequences.lengths)
@@ -74,7 +74,7 @@ def _context_drafts(
     return ContextDrafts(
         sequences.tokens_from,
         starts,
-        # A path that is longer has no place in any tree.
+        # No tree has a longer path.
         min(settings.prompt_lookup_num_tokens, settings.longest_path),
         settings.max_matching_ngram_size,
         session.model.config.get_text_config(decoder=True).vocab_size,
@@ -84,9 +84,9 @@ def _context_drafts(
 def committed_prompt(
     sequences: CommittedSequences, session: TargetSession, output: TargetOutput, vocab_size: int
 ) -> CommittedTokens:
-    """Returns what the drafter reads of the prompt: with a cache of the caller's, the tokens that were run."""
+    """Returns the tokens of the prompt that the prefill ran: all, or those after the caller's cache."""
     states, mask = output.states.drafter_input, session.prompt.mask
-    # With `inputs_embeds` the tokens of the prompt are not known, and only the generated ones are.
+    # With `inputs_embeds`, only the generated tokens are known.
     num_known = min(states.shape[1], sequences.lengths[0])
     accepted_lengths = [num_known] * len(sequences.lengths)
     return CommittedTokens(
@@ -103,8 +103,8 @@ def committed_path(
     sequences: CommittedSequences, session: TargetSession, output: TargetOutput, path: AcceptedPath
 ) -> CommittedTokens:
     """
-    Returns what the drafter reads of a cycle: the accepted nodes' states, and the tokens chosen from them. In fixed
-    shapes it is as wide in every cycle.
+    Returns the tokens that a cycle committed, with the states of the accepted nodes. With fixed shapes the width is
+    the same in every cycle.
     """
     nodes = path.nodes if session.shapes.are_fixed else path.nodes[:, : max(path.accepted_lengths)]
     return CommittedTokens(

@@ -1,4 +1,4 @@
-"""The generation loop: draft a tree, verify it in one pass of the target, commit what the target agrees with."""
+"""The generation loop: draft a tree, verify it in one pass of the target, commit the accepted path."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -43,19 +43,19 @@ logger = logging.get_logger(__name__)
 @dataclass
 class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
     """
-    What `generate(assistant_model=<GumihoModel>, return_dict_in_generate=True)` returns.
+    Output of `generate(assistant_model=<GumihoModel>, return_dict_in_generate=True)`.
 
     Args:
         accepted_lengths (`list[list[int]]`):
             For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. Their
-            mean is the acceptance length tau. The first token comes from the prompt pass and counts in no cycle. A
-            sampled row that is far ahead of the others takes one token of a cycle, whatever was drafted.
+            mean is the acceptance length tau. The first token comes from the prefill and counts in no cycle. A sampled
+            row that is far ahead of the others takes one token per cycle.
         tree_sizes (`list[int]`):
-            The draft tokens that each cycle verified in every row. While the drafter is paused, these are the
-            prompt-lookup drafts, or 0 without any. With a static cache, every cycle has the nodes of a tree.
+            For each cycle, the number of draft tokens verified in every row. While the drafter is paused, this is the
+            number of prompt-lookup drafts, or 0. With a static cache it is the same in every cycle.
 
-    In a batch, `scores`, `logits` and `hidden_states` are zero where a row has ended before the others: the target is
-    not run on padding.
+    In a batch, `scores`, `logits` and `hidden_states` are zero for a row that has ended before the others, because the
+    target does not run on padding.
 
     Example:
 
@@ -128,7 +128,7 @@ def decode_with_tree(
                 shapes,
                 assistant_model.config.target_layer_ids,
             )
-            # At once: it has the entries of the caller's cache, and gives them back whatever an observer raises.
+            # Entered first, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
         records.hidden_states.add_prompt(output.hidden_states)
         tree = bare_root(input_ids.new_zeros(len(input_ids)))
@@ -164,7 +164,7 @@ def _output(
 ) -> GumihoGenerateOutput:
     num_steps = sequences.final_length - sequences.prompt_length
     num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
-    accepted_lengths = records.accepted_lengths.without_last(num_removed)
+    accepted_lengths = records.accepted_lengths(num_removed)
     return GumihoGenerateOutput(
         sequences=sequences.final_ids(),
         scores=chooser.scores.until(num_steps),
@@ -220,7 +220,7 @@ def _prepare_shapes(
     model_kwargs: dict[str, Any],
     num_nodes: int,
 ) -> CycleShapes:
-    """Returns what cycles run in, and sees to it that the prompt goes through an ordinary cache."""
+    """Returns the shapes of the cycles, and gives the prefill an ordinary cache."""
     shapes = cycle_shapes(target, generation_config, model_kwargs, num_nodes)
     if shapes.are_fixed:
         # The static cache that `generate()` prepared is dropped; unless the prompt is read in chunks it has taken no

@@ -1,4 +1,4 @@
-"""Drafters that a call of `generate()` names: loaded once for each target."""
+"""Drafters given to `generate()` by name or folder, loaded once per target."""
 
 import os
 from typing import Any
@@ -13,13 +13,13 @@ from ..model.released_configs import find_packaged_folder
 from ..target.placement import drafter_device
 
 
-# For each target the drafters that it was called with, by where they came from.
+# The drafters of each target, by their source and revision.
 _drafters: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, Any], GumihoModel]] = WeakKeyDictionary()
 
 
 def is_drafter(name: str | os.PathLike) -> bool:
     """
-    Whether a folder or a name on the Hub is that of a Gumiho drafter, by its config. No code of it is run.
+    Whether a folder or a name on the Hub is that of a Gumiho drafter, judged by its config. Runs no code from there.
 
     Raises:
         ValueError: No config can be read there.
@@ -32,18 +32,18 @@ def is_drafter(name: str | os.PathLike) -> bool:
         raise ValueError(
             f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
         ) from error
-    # As in `as_drafter_fields`, but for the reference's layout, which looks like a small Llama's.
+    # As in `as_drafter_fields`, except for the reference's layout, which looks like a small Llama.
     return config.get("model_type", "gumiho" if "model" in config else None) == GumihoConfig.model_type
 
 
 def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoModel | None:
     """
-    Returns the drafter that a call of `generate()` names; `None` where a folder or name is that of another model.
+    Returns the drafter with this name or folder, or `None` if it is another model.
 
     Raises:
         ValueError: No config can be read there.
     """
-    # A drafter that was loaded before needs no look at the Hub.
+    # A loaded drafter needs no request to the Hub.
     is_known = (_source(name), None) in _drafters.get(target, {})
     return load_drafter(target, name) if is_known or is_drafter(name) else None
 
@@ -54,13 +54,13 @@ def _source(name: str | os.PathLike) -> str:
 
 def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: Any) -> GumihoModel:
     """
-    Returns the drafter of a folder or a name on the Hub, on the target's device and in its dtype; the same one in
-    every call, as long as the target lives.
+    Returns the drafter of a folder or a name on the Hub, on the target's device and in its dtype. Later calls return
+    the same drafter.
 
     Args:
         target: The target.
         name: The folder or name.
-        **loading: For `from_pretrained`.
+        **loading: Arguments of `from_pretrained`.
     """
     loaded = _drafters.setdefault(target, {})
     key, device = (_source(name), loading.get("revision")), drafter_device(target)

@@ -1,4 +1,4 @@
-"""Telling others what a generation does, while it does it: its stages, and what each cycle committed."""
+"""Callbacks of a generation: its stages, its draft trees, and the tokens that each cycle commits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,38 +11,37 @@ from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
 
 
-# "prompt": the target reads the prompt. "draft": a tree is drafted. "drafter_pass": within that, a part of the drafter
-# or the output head runs; not told where all of drafting is one compiled function. "verify": the target runs a tree.
+# "prompt": the target runs the prefill. "draft": a tree is drafted. "drafter_pass": within "draft", a module of the
+# drafter or the output head runs; not reported if drafting is compiled. "verify": the target runs a tree.
 Stage = Literal["prompt", "draft", "drafter_pass", "verify"]
 
 
 class GenerationObserver:
     """
-    Is told what happens in generations with a draft tree; see [`observing`]. All methods do nothing here.
+    Callbacks of a generation with draft trees; see [`observing`]. Override the methods that you need.
 
-    They are called in the thread that generates, and an exception in them ends the generation. What a stage gave the
-    device to do may not be done at the stage's end: who times stages waits for the device.
+    The methods run in the thread that generates. An exception in them ends the generation. To time a stage,
+    synchronize the device first, because its work may be unfinished when the stage ends.
     """
 
     def on_generation_begin(self, batch_size: int) -> None:
-        """Is called before the target reads a prompt of `batch_size` rows."""
+        """Called before the prefill of a batch of `batch_size` rows."""
 
     def on_stage_begin(self, stage: Stage) -> None:
-        """Is called when a stage begins. The stage "drafter_pass" is a part of "draft"."""
+        """Called when a stage begins. The stage "drafter_pass" runs within "draft"."""
 
     def on_stage_end(self, stage: Stage) -> None:
-        """Is called when a stage ends, by an exception as well."""
+        """Called when a stage ends, also by an exception."""
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
         """
-        Is called when a cycle has committed its tokens. A streamer gets them afterwards where a greedy path is chosen
-        at once, and one by one before where it is chosen token by token (sampling, processors that see the text). The
-        choice of the first token, after the prompt, is no cycle.
+        Called when a cycle has committed its tokens. The first token, which the prefill predicts, is no cycle. A
+        streamer may have received the tokens before (sampling, processors that read the text) or receive them later.
 
         Args:
             tree: The draft tree that was verified.
-            path: What was committed from it, as wide as the longest row's. Where a text ends within a
-                drafted path, the last token is a draft instead of a bonus token.
+            path: The committed path, as wide as that of the longest row. If a text ends within a drafted path, the
+                last token is a draft instead of a bonus token.
         """
 
     def on_tree(self, origin: DraftOrigin) -> None:
@@ -50,12 +49,12 @@ class GenerationObserver:
         Called when a draft tree is made, before its cycle.
 
         Args:
-            origin: Whether the drafter or the context drafted it, or the drafter is paused.
+            origin: Where its tokens come from.
         """
 
 
 class _Registration:
-    """An observer for as long as it is observing. Copies of a context share the registration."""
+    """An observer while it is observing, then `None`. Copies of a context share the registration."""
 
     def __init__(self, observer: GenerationObserver):
         self.observer: GenerationObserver | None = observer
@@ -67,21 +66,21 @@ _REGISTRATIONS: ContextVar[tuple[_Registration, ...]] = ContextVar("gumiho_obser
 @contextmanager
 def observing(observer: GenerationObserver) -> Iterator[None]:
     """
-    Tells `observer` of the generations that this thread begins within it. Several observers can be nested or overlap,
-    and stop observing in any order.
+    Calls the methods of `observer` in all generations that this thread begins within the `with` block. Blocks can be
+    nested or overlap, and end in any order.
     """
     registration = _Registration(observer)
     _REGISTRATIONS.set((*_registrations(), registration))
     try:
         yield
     finally:
-        # Left in another thread than entered, this is what the first one sees of it.
+        # If the block ends in another thread than it began, the first thread sees the end here.
         registration.observer = None
         _registrations()
 
 
 def _registrations() -> tuple[_Registration, ...]:
-    """Returns this context's registrations, and forgets those that have ended."""
+    """Returns the registrations of this context, and drops those that have ended."""
     found = _REGISTRATIONS.get()
     if any(registration.observer is None for registration in found):
         found = tuple(registration for registration in found if registration.observer is not None)
@@ -91,10 +90,10 @@ def _registrations() -> tuple[_Registration, ...]:
 
 class GenerationEvents:
     """
-    Tells the observers of one generation, in the order in which they came; a stage's end in the opposite one.
+    Calls the observers of one generation in the order of registration; at the end of a stage, in reverse order.
 
     Args:
-        observers: Those to tell. Without any, telling them does nothing.
+        observers: The observers.
     """
 
     def __init__(self, observers: tuple[GenerationObserver, ...]):
@@ -102,7 +101,7 @@ class GenerationEvents:
 
     @classmethod
     def begin(cls, batch_size: int) -> "GenerationEvents":
-        """Looks up the observers of this thread and tells them that a generation begins."""
+        """Finds the observers of this thread and reports that a generation begins."""
         observers = (registration.observer for registration in _registrations())
         events = cls(tuple(observer for observer in observers if observer is not None))
         for observer in events.observers:
@@ -110,15 +109,15 @@ class GenerationEvents:
         return events
 
     def stage(self, stage: Stage) -> AbstractContextManager[None]:
-        """Returns a context manager that lasts as long as the stage does."""
-        return self._tell_stage(stage) if self.observers else nullcontext()
+        """Returns a context manager for the duration of a stage."""
+        return self._report_stage(stage) if self.observers else nullcontext()
 
     def each(self, stage: Stage) -> Callable[[], AbstractContextManager[None]]:
-        """Returns what makes such a context manager for a stage that is gone through again and again."""
-        return partial(self._tell_stage, stage) if self.observers else nullcontext
+        """Returns a function that makes a context manager for each repetition of a stage."""
+        return partial(self._report_stage, stage) if self.observers else nullcontext
 
     @contextmanager
-    def _tell_stage(self, stage: Stage) -> Iterator[None]:
+    def _report_stage(self, stage: Stage) -> Iterator[None]:
         with ExitStack() as stack:
             for observer in self.observers:
                 observer.on_stage_begin(stage)
@@ -126,12 +125,12 @@ class GenerationEvents:
             yield
 
     def tree(self, origin: DraftOrigin) -> None:
-        """Reports where the next tree comes from."""
+        """Reports the origin of the next tree."""
         for observer in self.observers:
             observer.on_tree(origin)
 
     def cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
-        """Tells what a cycle committed, in memory that the next one does not overwrite."""
+        """Reports what a cycle committed, in memory that the next cycle does not overwrite."""
         if not self.observers:
             return
         longest = max(path.accepted_lengths)

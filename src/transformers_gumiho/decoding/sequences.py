@@ -1,4 +1,4 @@
-"""The committed text of a generation: rows of their own lengths, where each ends, and what is kept of each step."""
+"""The committed text of a generation: rows of different lengths, and where each ends."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,15 +18,14 @@ class CommittedSequences:
     """
     The committed tokens of all rows, which grow by different lengths until the stopping criteria end them.
 
-    A row ends at exactly the token where plain `generate()` ends it, as every criterion sees every prefix. Criteria on
-    length and on end-of-sequence tokens are decided on the host for a whole path at once; all others are called with
-    one prefix after the other.
+    Every criterion sees every prefix, so a row ends at the same token as in plain `generate()`. Length limits and
+    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix.
 
     Args:
         input_ids (`(B, T)`): The prompt.
         stopping_criteria: As prepared by `generate()`.
         generation_config: As prepared by `generate()`.
-        streamer: Receives the tokens of all rows, `(B,)`, one step at a time, as soon as every row has them.
+        streamer: Receives the tokens of each step, `(B,)`, as soon as all rows have them.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class CommittedSequences:
                 self.eos_token_ids.update(criterion.eos_token_id.tolist())
             elif type(criterion) is not MaxLengthCriteria:
                 self.custom_criteria.append(criterion)
-        # Without an end-of-sequence token plain generation has nothing to pad an ended row with: all rows of a batch
-        # go on until the last one ends.
+        # Without an end-of-sequence token, plain generation has no padding for rows that have ended: all rows of a
+        # batch continue until the last one ends.
         ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.rows_end_alone = ends_rows or batch_size == 1
         self.streamer = streamer
@@ -60,14 +59,14 @@ class CommittedSequences:
 
     @property
     def finished(self) -> bool:
-        """Whether every row has ended, and every row has the tokens of the longest one where they end together."""
+        """Whether every row has ended. Rows that end together must also have the length of the longest one."""
         if any(end is None for end in self.ends):
             return False
         return self.rows_end_alone or min(self.lengths) >= self.final_length
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens are."""
+        """Device of the tokens."""
         return self._buffer.device
 
     def is_open(self, row: int) -> bool:
@@ -77,13 +76,13 @@ class CommittedSequences:
         return self.ends[row] is None or not self.rows_end_alone
 
     def prefix(self, length: int) -> torch.Tensor:
-        """Returns `(B, length)`: the first tokens of every row. Rows that are shorter end in padding."""
+        """Returns the first `length` tokens of every row, `(B, length)`. Shorter rows end in padding."""
         return self._buffer[:, :length].contiguous()
 
     def newest(self, accepted_lengths: Sequence[int], width: int | None = None) -> torch.Tensor:
         """
-        Returns `(B, width)`: the newest `accepted_lengths[b]` tokens of each row, aligned left, then any tokens. By
-        default the width is the largest of these lengths.
+        Returns the newest `accepted_lengths[b]` tokens of each row, `(B, width)`, aligned left and padded with any
+        tokens. By default the width is the largest of these lengths.
         """
         width = width or max(accepted_lengths)
         if min(self.lengths) == max(self.lengths) and min(accepted_lengths) == width:
@@ -94,14 +93,14 @@ class CommittedSequences:
         return self._buffer.gather(1, index.clamp_(max=self._buffer.shape[1] - 1))
 
     def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
-        """Returns the committed tokens of each row from an index on, on the host."""
+        """Returns the tokens of each row from index `starts[b]` on, on the host."""
         counts = [length - start for start, length in zip(starts, self.lengths, strict=True)]
-        # As wide as the most of one row, wherever in the buffer each row is.
+        # As wide as the longest of these texts, wherever they are in the buffer.
         rows = self.newest(counts).tolist()
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def final_ids(self) -> torch.Tensor:
-        """Returns `(B, longest)`: the finished sequences, padded on the right."""
+        """Returns the finished sequences `(B, final_length)`, padded on the right."""
         return self._buffer[:, : self.final_length].clone()
 
     def last_tokens(self) -> torch.Tensor:
@@ -122,8 +121,8 @@ class CommittedSequences:
 
     def num_run_by_plain(self) -> list[int]:
         """
-        Returns for the finished rows how many of their new tokens plain decoding has run: all but the last of the
-        longest rows, which nothing comes after.
+        Returns how many new tokens of each finished row plain decoding runs: all, except for the last token of the
+        longest rows.
         """
         return [min(length, self.final_length - 1) - self.prompt_length for length in self.lengths]
 
@@ -141,11 +140,11 @@ class CommittedSequences:
         Args:
             tokens (`(B, n)`): New tokens of each row, aligned left.
             host_tokens: The same on the host.
-            counts: How many of them to append to each row.
-            scores: The record of processed scores, which holds those of all `counts` tokens; criteria see it.
+            counts: Number of tokens to append to each row.
+            scores: The record of processed scores, up to these tokens. Criteria receive it.
 
         Returns:
-            The accepted length of each row: how many of them were appended.
+            The accepted length of each row: the number of appended tokens.
         """
         accepted_lengths = [
             self._count_to_end(row, host_tokens[row][:count]) if self.is_open(row) else 0
@@ -204,7 +203,7 @@ class CommittedSequences:
         return accepted_lengths
 
     def stream(self) -> None:
-        """Hands the streamer the steps that every row has by now."""
+        """Passes the steps that all rows have to the streamer."""
         if self.streamer is None:
             return
         open_lengths = [length for row, length in enumerate(self.lengths) if self.is_open(row)]
@@ -215,6 +214,6 @@ class CommittedSequences:
 
 
 def max_length_of(stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> int:
-    """Returns the most tokens of a text. A criterion of the caller's replaces the one that `generate()` makes."""
+    """Returns the maximum length of a text. The caller's criterion replaces the one that `generate()` makes."""
     lengths = (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria)
     return min(lengths, default=generation_config.max_length)

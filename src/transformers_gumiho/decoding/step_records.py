@@ -1,4 +1,4 @@
-"""What is kept of every generated token: scores, logits and hidden states, as plain `generate()` returns them."""
+"""Records of every generated token: scores, logits and hidden states, as plain `generate()` returns them."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from ..tree.verification import AcceptedPath, pick
 
 class StepRecord:
     """
-    Values of every generated token (scores, logits), recorded row by row because rows advance by different lengths.
+    Values of every generated token (scores or logits), recorded per row because rows advance by different lengths.
 
     Args:
         batch_size (`int`): Number of rows.
-        enabled (`bool`): Without it nothing is recorded, and the record reads as `None`.
+        enabled (`bool`): If `False`, nothing is recorded, and the record reads as `None`.
     """
 
     def __init__(self, batch_size: int, enabled: bool):
@@ -39,7 +39,7 @@ class StepRecord:
             del self._complete[min(lengths) :]
 
     def until(self, num_steps: int) -> tuple[torch.Tensor, ...] | None:
-        """Returns one tensor `(B, ...)` for each of the first steps; zeros in rows that ended before."""
+        """Returns a tensor `(B, ...)` for each of the first steps, with zeros in rows that have ended."""
         if not self.enabled:
             return None
         if num_steps == 0:
@@ -84,20 +84,31 @@ class HiddenStateRecord:
         return (self._prompt, *(tuple(layer[step][:, None] for layer in layers) for step in range(later)))
 
 
-class AcceptedLengths:
-    """The tokens that each cycle committed in each row."""
+class CycleRecords:
+    """
+    The records of all cycles.
 
-    def __init__(self, batch_size: int):
-        self._rows: list[list[int]] = [[] for _ in range(batch_size)]
+    Attributes:
+        hidden_states: Hidden states of all layers, if they are to be returned.
+        tree_sizes: Number of draft tokens that each cycle verified.
+    """
 
-    def add(self, path: AcceptedPath) -> None:
-        """Records a cycle; it counts for the rows that took a token."""
-        for row, length in zip(self._rows, path.accepted_lengths, strict=True):
+    def __init__(self, batch_size: int, generation_config: GenerationConfig):
+        returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+        self.hidden_states = HiddenStateRecord(batch_size, bool(returns_states))
+        self.tree_sizes: list[int] = []
+        self._accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def add(self, tree: DraftTree, path: AcceptedPath, hidden_states: Any) -> None:
+        """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
+        self.hidden_states.add(hidden_states, path)
+        self.tree_sizes.append(tree.tokens.shape[1] - 1)
+        for row, length in zip(self._accepted_lengths, path.accepted_lengths, strict=True):
             row.extend([length] if length else [])
 
-    def without_last(self, num_removed: Sequence[int]) -> list[list[int]]:
-        """Returns the lengths of each row's cycles, less the last `num_removed[b]` tokens."""
-        return [_without_last(*row) for row in zip(self._rows, num_removed, strict=True)]
+    def accepted_lengths(self, num_removed: Sequence[int]) -> list[list[int]]:
+        """Returns the tokens that the cycles committed in each row, without the last `num_removed[b]` tokens."""
+        return [_without_last(*row) for row in zip(self._accepted_lengths, num_removed, strict=True)]
 
 
 def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
@@ -105,26 +116,3 @@ def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
     total = (ends[-1] if ends else 0) - num_tokens
     pairs = zip(accepted_lengths, ends, strict=True)
     return [length - max(end - total, 0) for length, end in pairs if end - length < total]
-
-
-class CycleRecords:
-    """
-    What is kept of every cycle.
-
-    Attributes:
-        hidden_states: Those of all layers, where they are to be returned.
-        accepted_lengths: The tokens that each cycle committed.
-        tree_sizes: The drafted tokens that each cycle verified.
-    """
-
-    def __init__(self, batch_size: int, generation_config: GenerationConfig):
-        returns_states = generation_config.return_dict_in_generate and generation_config.output_hidden_states
-        self.hidden_states = HiddenStateRecord(batch_size, bool(returns_states))
-        self.accepted_lengths = AcceptedLengths(batch_size)
-        self.tree_sizes: list[int] = []
-
-    def add(self, tree: DraftTree, path: AcceptedPath, hidden_states: Any) -> None:
-        """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
-        self.hidden_states.add(hidden_states, path)
-        self.accepted_lengths.add(path)
-        self.tree_sizes.append(tree.tokens.shape[1] - 1)

@@ -16,9 +16,9 @@ def estimate_break_even(
     target: PreTrainedModel, drafter: GumihoModel, settings: DraftingSettings, num_rows: int
 ) -> float:
     """
-    Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of every
-    pass of the drafter in a cycle, `T` those of the target's layers and output head. On a CPU, where a pass takes
-    longer for more tokens, `num_rows * nodes / 50` is added. `gumiho tune` measures the value.
+    Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of all
+    passes of the drafter in a cycle, `T` those of the target's layers and output head. On a CPU,
+    `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `gumiho tune` measures the value.
 
     Args:
         target: The target.
@@ -33,7 +33,7 @@ def estimate_break_even(
 
 
 def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int:
-    """Returns the parameters that a cycle reads, each as often as it is read."""
+    """Counts the parameters that the passes of a cycle read, once per pass."""
     num_serial = min(drafter.config.num_serial_tokens, settings.tree_depth)
     num_heads = settings.tree_depth - num_serial
     vocabulary = settings.draft_vocabulary
@@ -48,7 +48,7 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
 
 
 def _target_parameters(target: PreTrainedModel, drafter: GumihoModel) -> int:
-    """Counts what a step reads: the layers and the output head. Of an embedding it reads a row per token."""
+    """Counts the parameters that a step reads: layers and output head. An embedding gives one row per token."""
     text_config = drafter.config.get_text_config()
     modules = (module for module in find_decoder(target).modules() if not isinstance(module, nn.Embedding))
     layers = sum(parameter.numel() for module in modules for parameter in module.parameters(recurse=False))

@@ -18,39 +18,39 @@ from ..target.placement import drafter_device
 from ..target.prediction_head import projected_states
 from ..target.requirements import check_pair
 from ..target.tree_cache import TreeCache
-from ..tree.draft_tree import DraftTree, bare_root, padded_root
+from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
+from ..tree.merging import merge_branch, take_better_chain
 from .committed_tokens import CommittedTokens
-from .context_branch import ContextBranch
-from .context_drafts import ContextDrafts
+from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GumihoDrafter, last_of_rows
 from .pause import DraftingPause, DraftOrigin
 from .settings import DraftingSettings
 
 
-# Committed tokens that the drafter has not read, above which runs of the context end: it reads them all at once, which
-# takes memory. A pause may add those of its cycles.
+# Runs of the context end when the drafter has this many committed tokens to read, because it reads all of them in one
+# pass, which takes memory. A pause may add the tokens of its cycles.
 _MAX_UNREAD_TOKENS = 256
 
 
 class GumihoCandidateGenerator(CandidateGenerator):
     """
-    Makes the draft trees of a generation, one for each cycle ([`draft_tree`]), or the best path of each
-    ([`get_candidates`], for transformers' own loop of assisted decoding).
+    Makes the draft tree of each cycle ([`draft_tree`]), or the best path of it ([`get_candidates`], for transformers'
+    own loop of assisted decoding).
 
-    The drafter pauses while it gains less than it costs ([`DraftingPause`]), and reads afterwards what was committed
-    meanwhile. Prompt lookup adds a branch to its trees. Where a text repeats itself, prompt lookup alone drafts longer
-    and longer runs.
+    The drafter pauses while it gains less than it costs ([`DraftingPause`]). After the pause it reads what was
+    committed meanwhile. Prompt lookup adds a branch to its trees. If a text repeats itself, prompt lookup drafts
+    longer and longer runs alone.
 
     Args:
         assistant_model ([`GumihoModel`]): The drafter, on any device.
-        lm_head: The target's output head, from hidden states `(..., H)` to logits `(..., V)`, or `(..., K)` with
-            `token_ids`.
+        lm_head: The target's output head. Maps hidden states `(..., H)` to logits `(..., V)`, or with `token_ids` to
+            those `(..., K)` of these tokens.
         settings ([`DraftingSettings`]): Shape of the tree.
         cache ([`TreeCache`]): An empty cache for the drafter.
-        max_length (`int`, *optional*): Tokens of the longest text, prompt included; no candidate goes beyond it.
-        eos_token_ids: Tokens that end a text; no candidate goes beyond the first of them that was drafted.
-        read_last: What the target does between its last hidden states `(1, T, ...)` and its output projection, where
-            that is anything: `get_candidates` drafts from what the projection reads.
+        max_length (`int`, *optional*): Maximum length of a text with its prompt, in tokens. Limits `get_candidates`.
+        eos_token_ids: Tokens that end a text. `get_candidates` drafts nothing after them.
+        read_last (*optional*): For `get_candidates`: maps the target's last hidden states `(1, T, ...)` to the inputs
+            of its output projection, for targets that compute something in between.
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
         break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
@@ -77,10 +77,9 @@ class GumihoCandidateGenerator(CandidateGenerator):
     ):
         self.assistant_model = assistant_model
         layer_ids = assistant_model.config.target_layer_ids
-        # Places among all states, of which the embeddings are the first.
-        self._places = [-1] if layer_ids is None else [number + 1 for number in layer_ids]
-        # Models that cannot choose among theirs return all of them. Of several layers, releases before 5.23 count
-        # otherwise, so all are asked for.
+        # Indices into the target's hidden states; the first of them are the embeddings.
+        self._state_indices = [-1] if layer_ids is None else [number + 1 for number in layer_ids]
+        # For several layers all states are requested, because releases before 5.23 number them differently.
         self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": -1 if layer_ids is None else True}
         self.device = assistant_model.fc.weight.device
         self.drafter = GumihoDrafter(assistant_model, lm_head, settings, cache, **drafter_kwargs)
@@ -140,17 +139,17 @@ class GumihoCandidateGenerator(CandidateGenerator):
         Returns the tree of the next cycle.
 
         Args:
-            committed: What was committed since the last call: the prompt at first, then what a cycle has committed. On
-                any device; the tree is on the device of these tokens.
-            num_missing: The most tokens that may follow. Only a run of the context needs to know it.
+            committed: What was committed since the last call: first the prompt, then the tokens of one cycle. On any
+                device; the tree is on the same one.
+            num_missing: Most tokens that may follow. It limits the runs of the context.
         """
-        # Before drafting: reading the text, and moving what was found, waits for all that the device was given before.
+        # Before drafting, because reading the text waits until the device has finished its earlier work.
         branch = None
         if self._context is not None:
             branch = self._context.draft(committed.tokens.device, self._run_lengths(num_missing))
         self.origin = self._next_origin(committed, is_run=branch is not None and branch.is_run)
         is_drafted = self.origin.source == "drafter"
-        # The drafter compiles one width. What it reads of several cycles is cut to that width later.
+        # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
         self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
         if not is_drafted:
             return self._make_undrafted(branch)
@@ -175,9 +174,9 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
     def _run_lengths(self, num_missing: int) -> range:
         """
-        Returns the possible lengths of a run: more tokens than a tree has, and fewer than are missing, as the target
-        chooses the last one itself. None in fixed shapes, in chains, whose targets may have to run again what was
-        wrong, and where the drafter has much to read.
+        Returns the possible lengths of a run: more tokens than a tree has, and fewer than are missing, because the
+        target chooses the last one itself. No runs are made with fixed shapes, when the drafter has many tokens to
+        read, and in chains, because a target with recurrent states may have to run rejected tokens again.
         """
         settings, num_unread = self.drafter.settings, sum(part.tokens.shape[1] for part in self._unread)
         if self.drafter.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
@@ -190,13 +189,15 @@ class GumihoCandidateGenerator(CandidateGenerator):
         root = last_of_rows(newest.tokens, newest.accepted_lengths).squeeze(1)
         if self.drafter.has_fixed_shapes:
             return self._add_branch(padded_root(root, self._num_drafted, self.drafter.settings.longest_path), branch)
-        return bare_root(root) if branch is None else branch.alone(root)
+        return bare_root(root) if branch is None else single_path(root, branch.tokens, branch.log_probs.cumsum(dim=1))
 
     def _add_branch(self, tree: DraftTree, branch: ContextBranch | None) -> DraftTree:
+        """Returns the best nodes of a tree and a branch, as many as the tree has; of a chain, the better path."""
         settings = self.drafter.settings
         if branch is not None:
-            tree = branch.added_to(tree, settings.branching_factor == 1)
-        # With or without a branch, trees of fixed shapes are equally deep.
+            merge = take_better_chain if settings.branching_factor == 1 else merge_branch
+            tree = merge(tree, branch.tokens, branch.log_probs)
+        # With fixed shapes all trees are equally deep, with or without a branch.
         return tree if self._context is None else replace(tree, max_depth=settings.longest_path)
 
     def get_candidates(
@@ -215,14 +216,14 @@ class GumihoCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids (`(1, T)`): The committed text.
-            model_kwargs: With the `position_ids` and the `attention_mask`, both `(1, T)`, of the committed text; by
-                default positions count from 0, and nothing is padding.
-            model_outputs: Of the target's newest pass, with `hidden_states`.
-            is_first_iteration: Whether the target has not run yet. Nothing is drafted then.
-            n_last_matches: Candidates of the last call that are part of the text now.
-            hidden_states (`(1, n, H)`): Instead of `model_outputs` and `n_last_matches`: the target's last hidden
-                states before its newest `n` tokens. In the first call these are all tokens but the last, later those
-                that were committed since. `(1, n, k * H)` for a drafter that reads k layers.
+            model_kwargs: May have the `position_ids` and the `attention_mask` of the text, both `(1, T)`. By default
+                positions count from 0, and there is no padding.
+            model_outputs: Outputs of the target's newest pass, with `hidden_states`.
+            is_first_iteration: Whether the target has not run yet. Then nothing is drafted.
+            n_last_matches: Number of candidates of the last call that were accepted.
+            hidden_states (`(1, n, k * H)`): Replaces `model_outputs` and `n_last_matches`: the states, of the k layers
+                that the drafter reads, that predicted the newest `n` tokens. In the first call these are all tokens
+                but the first, later the tokens committed since the last call.
 
         Returns:
             Candidates `(1, T + depth)`, and no candidate logits: drafted tokens are verified as point masses.
@@ -258,20 +259,20 @@ class GumihoCandidateGenerator(CandidateGenerator):
                 f"`output_hidden_states=True` and pass what it returns as `model_outputs`, or pass them as "
                 f"`hidden_states`."
             )
-        # Nothing was drafted before the prompt was read, so all of its states belong to the text.
         last = len(hidden_states) - 1
         states = [
-            self._read_last(hidden_states[place]) if self._read_last and place in (-1, last) else hidden_states[place]
-            for place in self._places
+            self._read_last(hidden_states[index]) if self._read_last and index in (-1, last) else hidden_states[index]
+            for index in self._state_indices
         ]
         read = torch.cat([layer_states.to(self.device) for layer_states in states], dim=-1)
+        # All states of the prompt belong to committed tokens.
         return read[:, : n_last_matches + 1] if self._has_read_prompt else read
 
     def _draft_after(
         self, input_ids: torch.Tensor, hidden_states: torch.Tensor, model_kwargs: dict[str, Any]
     ) -> DraftTree:
         """Drafts after `input_ids` `(1, T)`, from the states `(1, n, H)` that its newest tokens were chosen from."""
-        # With `inputs_embeds` there are states of a prompt whose tokens are not known.
+        # With `inputs_embeds` a prompt has states, but no tokens.
         num_new = min(hidden_states.shape[1], input_ids.shape[1])
         position_ids, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
         if position_ids is None:
@@ -294,8 +295,8 @@ class GumihoCandidateGenerator(CandidateGenerator):
         return tree
 
     def _until_end(self, path: torch.Tensor) -> torch.Tensor:
-        """Returns the path `(1, depth)` up to its first end-of-sequence token, behind which nothing is committed."""
-        ends = [place for place, token in enumerate(path[0].tolist()) if token in self.eos_token_ids]
+        """Returns the path `(1, depth)` up to its first end-of-sequence token."""
+        ends = [index for index, token in enumerate(path[0].tolist()) if token in self.eos_token_ids]
         return path[:, : ends[0] + 1] if ends else path
 
 

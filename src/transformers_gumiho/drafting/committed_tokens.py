@@ -1,7 +1,7 @@
-"""What cycles committed, as the drafter reads it."""
+"""Committed tokens, with the target's hidden states that the drafter reads."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,14 +11,14 @@ from ..uploads import upload
 @dataclass(frozen=True)
 class CommittedTokens:
     """
-    Newly committed tokens of each row, aligned left, with the states that they were chosen from.
+    The newly committed tokens of each row, aligned left, and the target's hidden states that predicted them.
 
     Attributes:
-        tokens (`(B, n)`): The tokens.
-        drafter_input (`(B, n, H_in)`): For each, what the drafter reads of the target's state it was chosen from.
-        position_ids (`(B, n)`): For each, the position of that state.
-        accepted_lengths: How many of the `n` are real in each row.
-        attention_mask (`(B, n)`, *optional*): For the prompt, 0 where a state belongs to padding.
+        tokens (`(B, n)`): The token ids.
+        drafter_input (`(B, n, k * H)`): The target's states of the layers that the drafter reads, one state per token.
+        position_ids (`(B, n)`): The positions of these states.
+        accepted_lengths: Number of committed tokens in each row. Entries after them have no meaning.
+        attention_mask (`(B, n)`, *optional*): For the prompt: 0 if the state belongs to padding.
     """
 
     tokens: torch.Tensor
@@ -28,67 +28,61 @@ class CommittedTokens:
     attention_mask: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "CommittedTokens":
-        """Returns the tokens, states, positions and mask on `device`."""
-        return CommittedTokens(
-            self.tokens.to(device),
-            self.drafter_input.to(device),
-            self.position_ids.to(device),
-            self.accepted_lengths,
-            self.attention_mask.to(device) if self.attention_mask is not None else None,
-        )
+        """Returns the same with all tensors on `device`."""
+        return self._map(lambda tensor: tensor.to(device))
 
     def narrow(self) -> "CommittedTokens":
-        """Returns the tokens without columns that are real in no row."""
+        """Returns the same without columns that no row uses."""
         width = max(self.accepted_lengths)
-        return CommittedTokens(
-            self.tokens[:, :width],
-            self.drafter_input[:, :width],
-            self.position_ids[:, :width],
-            self.accepted_lengths,
-            self.attention_mask[:, :width] if self.attention_mask is not None else None,
+        return self._map(lambda tensor: tensor[:, :width])
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CommittedTokens":
+        return replace(
+            self,
+            tokens=function(self.tokens),
+            drafter_input=function(self.drafter_input),
+            position_ids=function(self.position_ids),
+            attention_mask=None if self.attention_mask is None else function(self.attention_mask),
         )
 
     @classmethod
     def join(cls, parts: Sequence["CommittedTokens"]) -> "CommittedTokens":
-        """Returns what several cycles in a row committed, none of them the prompt, as if it had been one."""
+        """Returns the tokens of consecutive cycles as if one cycle had committed them. The prompt is not joined."""
         if len(parts) == 1:
             return parts[0]
-        places: list[list[int]] = [[] for _ in parts[0].accepted_lengths]
+        columns: list[list[int]] = [[] for _ in parts[0].accepted_lengths]
         start = 0
         for part in parts:
-            for row, length in zip(places, part.accepted_lengths, strict=True):
+            for row, length in zip(columns, part.accepted_lengths, strict=True):
                 row.extend(range(start, start + length))
             start += part.tokens.shape[1]
-        together = cls(
+        joined = cls(
             torch.cat([part.tokens for part in parts], dim=1),
             torch.cat([part.drafter_input for part in parts], dim=1),
             torch.cat([part.position_ids for part in parts], dim=1),
             [],
         )
-        return together._pick(places, max(map(len, places)))
+        return joined._pick(columns, max(map(len, columns)))
 
     def split(self, width: int) -> list["CommittedTokens"]:
-        """
-        Returns the same tokens in parts of `width`, the oldest first. The last part holds the newest token of each
-        row that has one.
-        """
+        """Returns the same tokens in parts of `width`, the oldest first. The last part has each row's newest token."""
+        if self.tokens.shape[1] == width:
+            return [self]
         parts: list[CommittedTokens] = []
         ends = list(self.accepted_lengths)
         while not parts or max(ends) > 0:
             starts = [max(end - width, 0) for end in ends]
-            places = [list(range(start, end)) for start, end in zip(starts, ends, strict=True)]
-            parts.append(self._pick(places, width))
+            parts.append(self._pick([list(range(*bounds)) for bounds in zip(starts, ends, strict=True)], width))
             ends = starts
         return parts[::-1]
 
-    def _pick(self, places: Sequence[list[int]], width: int) -> "CommittedTokens":
-        """Returns the tokens at these places of each row, aligned left, then any tokens up to `width`."""
-        rows = [[*row, *[0] * (width - len(row))] for row in places]
-        index = upload(rows, self.tokens.device)
+    def _pick(self, columns: Sequence[list[int]], width: int) -> "CommittedTokens":
+        """Returns the tokens in these columns of each row, aligned left, padded with any tokens to `width`."""
+        index = upload([[*row, *[0] * (width - len(row))] for row in columns], self.tokens.device)
         states = index.to(self.drafter_input.device)[:, :, None].expand(-1, -1, self.drafter_input.shape[2])
         return CommittedTokens(
             self.tokens.gather(1, index),
             self.drafter_input.gather(1, states),
             self.position_ids.gather(1, index.to(self.position_ids.device)),
-            [len(row) for row in places],
+            [len(row) for row in columns],
         )

@@ -1,63 +1,80 @@
-"""Drafts from the context: how the text went on where its newest tokens stood before."""
+"""Prompt-lookup drafts: the tokens that followed when the text's newest tokens occurred before."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from .context_branch import ContextBranch
+from ..uploads import upload
 from .ngram_index import LONGEST_MATCH, NgramIndex
 
 
-# Lengths of matches up to each of these are counted together, with those beyond the last one.
+# Matches are counted in groups by their length: up to each of these bounds, and longer ones.
 _BOUNDS = (1, 2, 4, 8, 16)
-# How often the token behind a match of these lengths is taken to be the next one before anything was counted: as often
-# as it was in a small chat model's answers to prompts of its own. That stands for so many counts, of which these last.
+# Prior probability of each group that the token after a match is the next one, measured on a small chat model's
+# answers to its own prompts. The prior is worth 8 pseudo-counts, 0.5 of which never decay.
 _EXPECTED = (0.2, 0.42, 0.64, 0.77, 0.87, 0.97)
 _EXPECTED_COUNT = 8.0
 _LASTING_COUNT = 0.5
-# What a count is worth after each one that follows: what a text does changes within it.
-_FORGETTING = 0.95
-# Below this a draft is not worth being compared with those of the drafter.
+# Factor by which each new count lowers the weight of earlier ones, because texts change.
+_DECAY = 0.95
+# Drafts that are less probable than this are dropped.
 _MIN_ESTIMATE = 0.02
-# The longest run, in numbers of tokens that are drafted otherwise, and in tokens: the logits of each take memory.
-_MOST_DRAFTS_OF_RUN, _MOST_TOKENS_OF_RUN = 4, 64
+# A run has at most four times the usual number of drafts, and 64 tokens: the logits of each take memory.
+_MAX_RUN_FACTOR, _MAX_RUN_TOKENS = 4, 64
+
+
+@dataclass(frozen=True)
+class ContextBranch:
+    """
+    A drafted path in each row.
+
+    Attributes:
+        tokens (`(B, M)`): The tokens from depth 1 down.
+        log_probs (`(B, M)`): Log-probability (nats) that each token is accepted if those before it are. Minus infinity
+            in rows without a draft.
+        is_run: Whether the target verifies this path alone, without a tree of the drafter.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    is_run: bool
 
 
 class MatchEstimates:
-    """How often the token behind a match is the next one: counted during a generation, by the length of the match."""
+    """Probabilities that the token after a match is the next one, counted in a generation by the match's length."""
 
     def __init__(self) -> None:
-        fading = _EXPECTED_COUNT - _LASTING_COUNT
-        self._hits = [fading * expected for expected in _EXPECTED]
-        self._counts = [fading] * len(_EXPECTED)
+        decaying = _EXPECTED_COUNT - _LASTING_COUNT
+        self._hits = [decaying * expected for expected in _EXPECTED]
+        self._counts = [decaying] * len(_EXPECTED)
 
     def probability(self, length: int) -> float:
         """Returns the estimate for a match of `length` tokens, between 0 and 1, both excluded."""
-        kind = _KINDS[min(length, LONGEST_MATCH)]
-        return (self._hits[kind] + _EXPECTED[kind] * _LASTING_COUNT) / (self._counts[kind] + _LASTING_COUNT)
+        group = _GROUPS[min(length, LONGEST_MATCH)]
+        return (self._hits[group] + _EXPECTED[group] * _LASTING_COUNT) / (self._counts[group] + _LASTING_COUNT)
 
     def count(self, length: int, is_hit: bool) -> None:
-        """Counts whether the token behind a match of `length` tokens was the next one."""
-        kind = _KINDS[min(length, LONGEST_MATCH)]
-        self._hits[kind] = _FORGETTING * self._hits[kind] + is_hit
-        self._counts[kind] = _FORGETTING * self._counts[kind] + 1.0
+        """Counts whether the token after a match of `length` tokens was the next one."""
+        group = _GROUPS[min(length, LONGEST_MATCH)]
+        self._hits[group] = _DECAY * self._hits[group] + is_hit
+        self._counts[group] = _DECAY * self._counts[group] + 1.0
 
 
-_KINDS = [sum(length > bound for bound in _BOUNDS) for length in range(LONGEST_MATCH + 1)]
+_GROUPS = [sum(length > bound for bound in _BOUNDS) for length in range(LONGEST_MATCH + 1)]
 
 
 class RowDrafts:
     """
-    The drafts from the context of one text.
+    The prompt-lookup drafts of one row.
 
     Args:
-        num_tokens: The most drafted tokens.
-        max_ngram_size: The longest n-grams that are looked up.
+        num_tokens: Usual number of drafted tokens.
+        max_ngram_size: Longest n-gram that is looked up.
 
     Attributes:
-        run_length: Twice as many tokens as the newest drafts, where all of these were right, at most [`longest_run`].
-            Else 0.
+        run_length: Twice the length of the newest draft if all of it was right, at most [`longest_run`]; otherwise 0.
     """
 
     def __init__(self, num_tokens: int, max_ngram_size: int):
@@ -69,15 +86,10 @@ class RowDrafts:
         self._match_length = 0
 
     def extend(self, tokens: list[int]) -> int:
-        """
-        Adds committed tokens to the text; the newest drafts are counted by them, whether or not they were run.
-
-        Returns:
-            How many of the newest drafts were right, as far as they were verified.
-        """
+        """Adds committed tokens. Returns how many tokens of the newest draft were right, whether verified or not."""
         num_right = 0
-        for place, (token, drafted) in enumerate(zip(tokens, self._drafted, strict=False)):
-            self.estimates.count(self._match_length + place, token == drafted)
+        for offset, (token, drafted) in enumerate(zip(tokens, self._drafted, strict=False)):
+            self.estimates.count(self._match_length + offset, token == drafted)
             if token != drafted:
                 break
             num_right += 1
@@ -89,8 +101,8 @@ class RowDrafts:
 
     def draft(self, num_tokens: int | None = None) -> tuple[list[int], list[float]]:
         """
-        Returns `num_tokens` drafted tokens (default: as many as ever), none without a match, and the estimate of each
-        if those before it are right.
+        Returns `num_tokens` drafted tokens, and for each the probability that it is right if those before it are. Both
+        are empty without a match.
         """
         num_tokens = self.num_tokens if num_tokens is None else num_tokens
         match = self._index.match()
@@ -98,29 +110,29 @@ class RowDrafts:
             return [], []
         self._match_length = match.length
         self._drafted = self._index.continuation(match, num_tokens)
-        # A token that is accepted makes the match longer by one.
+        # Each accepted token makes the match longer by one.
         lengths = range(match.length, match.length + num_tokens)
         return self._drafted, [self.estimates.probability(length) for length in lengths]
 
 
 def longest_run(num_tokens: int) -> int:
-    """Returns the most tokens of a run where `num_tokens` are drafted otherwise."""
-    return min(_MOST_DRAFTS_OF_RUN * num_tokens, _MOST_TOKENS_OF_RUN)
+    """Returns the most tokens of a run if drafts usually have `num_tokens`."""
+    return min(_MAX_RUN_FACTOR * num_tokens, _MAX_RUN_TOKENS)
 
 
 class ContextDrafts:
     """
-    The drafts from the context of all rows of a generation.
+    The prompt-lookup drafts of all rows in a generation.
 
     Args:
-        read_text: Returns the tokens of each row from an index on, for such an index of each row.
-        starts: Where the text of each row begins: behind padding.
-        num_tokens: As in [`RowDrafts`].
-        max_ngram_size: As in [`RowDrafts`].
-        vocab_size: Other tokens are no part of the text (those that stand for an image).
+        read_text: Takes an index for each row, and returns the row's tokens from it on.
+        starts: Index of the first token after the padding in each row.
+        num_tokens: Usual number of drafted tokens.
+        max_ngram_size: Longest n-gram that is looked up.
+        vocab_size: Tokens outside the vocabulary, which mark images, are skipped.
 
     Attributes:
-        num_right: Of the drafts before the newest ones, how many were right in each row.
+        num_right: For each row, how many tokens of the draft before the newest one were right.
     """
 
     def __init__(
@@ -140,38 +152,33 @@ class ContextDrafts:
 
     def draft(self, device: torch.device, run_lengths: range = range(0)) -> ContextBranch | None:
         """
-        Takes in what was committed since the last call, and drafts on from there: `num_tokens` in each row, but for
-        those in which nothing is drafted. `None` where that is so in all rows. A text alone whose newest drafts were
-        all right goes on with more of them, a run.
+        Reads what was committed since the last call, and drafts `num_tokens` tokens for each row with a match. If all
+        of the newest draft was right, a single row gets a run: twice as many tokens.
 
         Args:
-            device: Where the branch is needed.
-            run_lengths: How many tokens a run may have (default: there is none).
+            device: Device of the branch.
+            run_lengths: Possible lengths of a run. By default there is none.
+
+        Returns:
+            The branch, or `None` if no row has a draft.
         """
         texts = self._read_text(self._known)
         self._known = [known + len(text) for known, text in zip(self._known, texts, strict=True)]
         new = [[token for token in text if 0 <= token < self._vocab_size] for text in texts]
         self.num_right = [row.extend(tokens) for row, tokens in zip(self._rows, new, strict=True)]
-        run_length = self._run_length(run_lengths)
+        run_length = 0
+        # Not in batches: rows seldom repeat themselves at once, and the other rows would verify a run for nothing.
+        if len(self._rows) == 1 and run_lengths:
+            length = min(self._rows[0].run_length, run_lengths[-1])
+            run_length = length if length in run_lengths else 0
         width = run_length or self.num_tokens
-        drafts = [_draft_row(row, width) for row in self._rows]
-        if all(draft is None for draft in drafts):
+        tokens, log_probs = [[0] * width for _ in texts], [[-math.inf] * width for _ in texts]
+        has_draft = False
+        for index, row in enumerate(self._rows):
+            drafted, estimates = row.draft(width)
+            if drafted and estimates[0] >= _MIN_ESTIMATE:
+                has_draft = True
+                tokens[index], log_probs[index] = drafted, [math.log(estimate) for estimate in estimates]
+        if not has_draft:
             return None
-        none = [0] * width, [-math.inf] * width
-        tokens, log_probs = zip(*(draft or none for draft in drafts), strict=True)
-        return ContextBranch.make(tokens, log_probs, device, is_run=run_length > 0)
-
-    def _run_length(self, lengths: range) -> int:
-        """Returns how many tokens the context drafts in a run, 0 where it makes none."""
-        # Rows of a batch seldom go on all at once, and what is a run in one would be lost on the others.
-        if len(self._rows) > 1 or not lengths:
-            return 0
-        length = min(self._rows[0].run_length, lengths[-1])
-        return length if length in lengths else 0
-
-
-def _draft_row(row: RowDrafts, num_tokens: int) -> tuple[list[int], list[float]] | None:
-    tokens, estimates = row.draft(num_tokens)
-    if not tokens or estimates[0] < _MIN_ESTIMATE:
-        return None
-    return tokens, [math.log(estimate) for estimate in estimates]
+        return ContextBranch(upload(tokens, device), upload(log_probs, device, torch.float32), run_length > 0)

@@ -1,12 +1,12 @@
-"""When the drafter pauses: while its drafts gain less than they cost."""
+"""Pauses of the drafter, while its drafts gain less than they cost."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 
-# Lost tokens per row above which the drafter pauses, and the most that earlier gains make up for.
+# The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.
 MAX_LOST, MAX_GAINED = 2.0, 4.0
-# Cycles of a pause: the first one, and those after it until the losses are regained.
+# Cycles of the first pause, and of later ones until the losses are regained.
 FIRST_PAUSE, LATER_PAUSE = 8, 64
 
 
@@ -16,9 +16,9 @@ class DraftOrigin:
     Where the tokens of a draft tree come from.
 
     Attributes:
-        source: "drafter"; "context", where the text repeats itself and needs no drafter; or "pause", where the drafter
-            is paused and the tree has prompt-lookup drafts or the root alone.
-        num_left: Further cycles of the pause.
+        source: "drafter"; "context" for a run of prompt-lookup drafts; or "pause" if the drafter is paused. In a pause
+            the tree has prompt-lookup drafts, or the root alone.
+        num_left: Remaining cycles of the pause after this one.
     """
 
     source: Literal["drafter", "context", "pause"]
@@ -33,7 +33,7 @@ class DraftingPause:
         break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding.
 
     Attributes:
-        num_left: Cycles of the present pause that are left.
+        num_left: Remaining cycles of the current pause.
     """
 
     def __init__(self, break_even: float):
@@ -59,7 +59,7 @@ class DraftingPause:
             self.num_left, self._next_pause = self._next_pause, LATER_PAUSE
 
     def take_cycle(self) -> bool:
-        """Returns whether the next cycle is one of a pause, and counts it."""
+        """Returns whether the drafter is paused in the next cycle, and counts that cycle."""
         is_paused = self.num_left > 0
         self.num_left -= is_paused
         return is_paused

@@ -12,11 +12,11 @@ from ..model.decoding_settings import vocabulary_fault
 from ..model.per_rows import value_for_rows
 
 
-# Ranking nodes more sharply than the drafter's own probabilities pays: the target takes the most likely token (under
-# the noise of its draw when sampling), which the drafter ranks first more often than its probability says.
+# Below 1, because the target takes the most likely token (under the noise of its draw when sampling), which the
+# drafter ranks first more often than its probability says.
 DRAFT_TEMPERATURE = 2 / 3
 
-# On a CPU each node adds to the time of a pass, and the more rows there are, the more.
+# On a CPU, each node of each row adds to the time of a pass.
 _CPU_NODES, _CPU_BRANCHING = {"1": 12, "4": 4, "8": 2}, 4
 _ACCELERATOR_NODES, _ACCELERATOR_BRANCHING = 63, 14
 _WHERE = "Set it in the drafter's `generation_config`."
@@ -29,13 +29,13 @@ class DraftingSettings:
     """
     The decoding settings of a drafter for one call of `generate()`, read from its `generation_config`.
 
-    `num_assistant_tokens` and `break_even` may be one number there, or a mapping from the number of rows of a batch to
-    numbers, as `{"1": 12, "4": 4, "8": 2}`. The largest key that does not exceed the number of rows counts. If all
-    keys exceed it, the smallest key counts. Rows are counted after `num_return_sequences`.
+    There, `num_assistant_tokens` and `break_even` may be a number, or a mapping from rows of a batch to numbers, such
+    as `{"1": 12, "4": 4, "8": 2}`. The largest key that does not exceed the number of rows applies; if all keys
+    exceed it, the smallest one does. Rows are counted after `num_return_sequences`.
 
     Attributes:
-        num_assistant_tokens: Draft tokens verified per cycle: a number, or a mapping from rows to numbers. By default
-            63 on an accelerator, and `{"1": 12, "4": 4, "8": 2}` on a CPU.
+        num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, and
+            `{"1": 12, "4": 4, "8": 2}` on a CPU.
         branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
             and 4 on a CPU.
         tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads. It never
@@ -43,18 +43,17 @@ class DraftingSettings:
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`). With `False`,
             extend only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens
             (EAGLE-2's tree).
-        draft_temperature: Temperature under which draft scores rank nodes: a number, or a list with one for each depth
-            from 1 on. The last also applies to all greater depths. By default (`None`) 2/3.
+        draft_temperature: Temperature of the draft scores: a number, or a list with one for each depth from 1 on. The
+            last also applies to all greater depths. By default (`None`) 2/3.
         draft_vocabulary: Ids of the tokens that may be drafted, as a list; by default (`None`) all.
-        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding: a number, a
-            mapping from rows to numbers, or one of these for each of `greedy` and `sampled`. The drafter pauses while
-            it commits fewer. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune`
-            measures it.
-        sampling_temperature: The target's, `None` if greedy. It is not a setting of the drafter.
+        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding. The drafter pauses
+            while it commits fewer. A number, a mapping from rows to numbers, or one of these for each of `greedy` and
+            `sampled`. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune` measures it.
+        sampling_temperature: Temperature of the target, `None` if greedy. Not a setting of the drafter.
         prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup, except for runs; 0 (the default)
-            for none. An argument of `generate()`, too.
-        max_matching_ngram_size: How many of the newest tokens are looked up in the text: 2 by default, at most 8.
-            An argument of `generate()`, too.
+            for none. Can also be passed to `generate()`.
+        max_matching_ngram_size: Number of newest tokens to look up in the context: 2 by default, at most 8. Can also
+            be passed to `generate()`.
     """
 
     num_assistant_tokens: int
@@ -81,9 +80,9 @@ class DraftingSettings:
         Reads and checks the settings for a batch.
 
         Args:
-            generation_config: The drafter's.
-            config: The drafter's.
-            sampling_temperature: The temperature the target samples at, `None` at greedy.
+            generation_config: The drafter's generation config.
+            config: The drafter's config.
+            sampling_temperature: Temperature of the target, `None` if greedy.
             num_rows: Rows of the batch.
             device_type: Type of the target's device.
 
@@ -116,22 +115,22 @@ class DraftingSettings:
             max_matching_ngram_size=read("max_matching_ngram_size", 2),
         )
         settings._validate(config)
-        # No path is longer than the tree has nodes; what would be drafted below is not drafted at all.
+        # No path has more nodes than the tree.
         return replace(settings, tree_depth=min(settings.tree_depth, settings.num_assistant_tokens))
 
     def as_chain(self) -> "DraftingSettings":
-        """Returns the settings under which the tree is its best path alone."""
+        """Returns the same settings for a chain."""
         return replace(self, branching_factor=1, num_assistant_tokens=self.tree_depth)
 
     def with_prompt_lookup(self, generation_config: GenerationConfig) -> "DraftingSettings":
         """
-        Returns the settings with those for drafts from the context that a call of `generate()` was given, if any.
+        Returns the same settings with the prompt-lookup arguments of a call of `generate()`, if any.
 
         Args:
-            generation_config: Of the call.
+            generation_config: Generation config of the call.
 
         Raises:
-            ValueError: One of them is no number of tokens.
+            ValueError: An argument is no number of tokens.
         """
         given = {name: getattr(generation_config, name) for name in _LEAST_OF_LOOKUP}
         settings = replace(self, **{name: value for name, value in given.items() if value is not None})
@@ -140,7 +139,7 @@ class DraftingSettings:
 
     @property
     def longest_path(self) -> int:
-        """The most drafted tokens on a path, those from the context included."""
+        """Most drafted tokens on a path, including those of prompt lookup."""
         if self.branching_factor == 1:
             return self.tree_depth
         return max(self.tree_depth, min(self.prompt_lookup_num_tokens, self.num_assistant_tokens))
@@ -187,17 +186,11 @@ class DraftingSettings:
         return (*given, *[given[-1]] * self.tree_depth)[: self.tree_depth]
 
     @property
-    def extension(self) -> tuple[int, int]:
-        """Below the serial tokens: how many nodes of a depth are extended, and by how many tokens each."""
-        if self.full_tree_attention and self.branching_factor > 1:
-            # As wide as the budget, a per-depth beam holds every node that can be among the best of the budget.
-            return self.num_assistant_tokens, self.num_assistant_tokens
-        return self.branching_factor, self.branching_factor
-
-    @property
-    def recombines(self) -> bool:
-        """Whether the tree is the best of all recombinations of `extension`'s tokens. A chain is the only one."""
-        return self.full_tree_attention or self.branching_factor == 1
+    def beam(self) -> int:
+        """Below the serial tokens: how many nodes of a depth are extended, each by as many tokens."""
+        # A beam as wide as the tree holds every node that can be among its best.
+        is_full = self.full_tree_attention and self.branching_factor > 1
+        return self.num_assistant_tokens if is_full else self.branching_factor
 
 
 def _for_rows(name: str, value: Any, num_rows: int) -> Any:

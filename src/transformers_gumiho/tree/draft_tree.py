@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,13 @@ def padded_root(root_tokens: torch.Tensor, num_unused: int, max_depth: int) -> D
     return replace(tree, depths=tree.depths.clamp(max=max_depth), max_depth=max_depth)
 
 
-def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_nodes: int, max_depth: int) -> DraftTree:
+def build_tree(
+    root_tokens: torch.Tensor,
+    levels: Sequence[DraftLevel],
+    num_nodes: int,
+    max_depth: int,
+    token_ids: torch.Tensor | None = None,
+) -> DraftTree:
     """
     Builds the tree of the best `num_nodes` nodes of all levels (of all their nodes if there are fewer).
 
@@ -197,16 +204,19 @@ def build_tree(root_tokens: torch.Tensor, levels: Sequence[DraftLevel], num_node
         levels: The levels from depth 1 down.
         num_nodes: The most drafted nodes of the tree.
         max_depth: No path of the levels is longer.
+        token_ids (`(K,)`, *optional*): Ids of the tokens, if the levels hold indices from 0 to `K - 1` instead of ids.
     """
-    root = torch.zeros_like(root_tokens)[:, None]
-    # The candidate that is each candidate's parent. The root is the first candidate.
+    tokens, scores = [level.tokens for level in levels], [level.scores for level in levels]
+    if token_ids is not None:
+        tokens = [token_ids.to(root_tokens.device)[torch.cat(tokens, dim=1)]]
+    # The root is the first candidate, and scores 0. In the first level all parents are 0: the root, which is its own.
     starts = itertools.accumulate([1, *(level.tokens.shape[1] for level in levels)])
     parents = [level.parents + start for level, start in zip(levels[1:], starts, strict=False)]
+    first_parents = levels[0].parents
     return choose_nodes(
-        tokens=torch.cat([root_tokens[:, None], *(level.tokens for level in levels)], dim=1),
-        # The root is sure: it scores 0, and comes first among equals.
-        scores=torch.cat([levels[0].scores.new_zeros(root.shape), *(level.scores for level in levels)], dim=1),
-        parents=torch.cat([root, levels[0].parents, *parents], dim=1),
+        tokens=torch.cat([root_tokens[:, None], *tokens], dim=1),
+        scores=nn.functional.pad(torch.cat(scores, dim=1), (1, 0)),
+        parents=torch.cat([first_parents[:, :1], first_parents, *parents], dim=1),
         num_nodes=num_nodes,
         max_depth=max_depth,
     )
