@@ -30,7 +30,7 @@ from transformers import (
 
 from transformers_gumiho import GumihoConfig, GumihoModel, internals
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
-from transformers_gumiho.target.own_caches import cache_class
+from transformers_gumiho.target.traits import TargetTraits
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_target_without_a_cache() -> None:
     gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
     xlm = XLMWithLMHeadModel(XLMConfig(n_words=8, emb_dim=32, n_layers=1, n_heads=4))
     for target in (gpt, xlm):
-        refuses(target, "takes no cache that `generate\\(\\)` goes on from")
+        refuses(target, "has no reusable key-value cache")
 
 
 class HandsOn(LlamaForCausalLM):
@@ -150,8 +150,8 @@ def test_annotations_that_say_nothing_are_no_cache() -> None:
         ]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decoder.forward, "__signature__", signature.replace(parameters=parameters), raising=False)
-            assert cache_class(target) is None
-    assert isinstance(cache_class(target), type)
+            assert TargetTraits.of(target).cache_class is None
+    assert isinstance(TargetTraits.of(target).cache_class, type)
 
 
 @pytest.mark.parametrize("is_filled", [False, True])

@@ -71,7 +71,7 @@ def test_the_lent_embedding_goes_where_the_drafter_goes(tmp_path: Path) -> None:
 def test_saving_again_keeps_the_form_or_takes_the_other(tmp_path: Path) -> None:
     drafter = saved_without(tmp_path / "without")
     loaded = GumihoModel.from_pretrained(tmp_path / "without", dtype=torch.float64)
-    with pytest.raises(ValueError, match="lent none yet"):
+    with pytest.raises(ValueError, match="has no token embedding yet"):
         loaded.save_pretrained(tmp_path / "whole", save_embedding=True)
     loaded.share_embedding(make_target())
     loaded.save_pretrained(tmp_path / "again")

@@ -9,9 +9,9 @@ from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..model.transition import NUM_CANDIDATES
+from ..target.attention import groups_in_place
 from ..target.cycle_shapes import CycleShapes
-from ..target.grouped_attention import groups_in_place
-from ..target.tree_cache import TreeCache
+from ..target.tree_cache import FixedTreeCache, TreeCache
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..uploads import upload
 from .committed_tokens import CommittedTokens
@@ -66,7 +66,7 @@ class GumihoDrafter:
         self._transitions = None
         if model.transition is not None and num_heads > 0:
             with torch.no_grad():
-                self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids, cache.buffers.memory)
+                self._transitions = DraftTransitions(model, num_heads, lm_head, token_ids, cache.memory)
         self._committed = [(causal[:, :n, :n], offsets[:, :n]) for n in range(self._num_committed + 1)]
         temperatures = torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
         self._serial_temperatures = temperatures.unbind()
@@ -124,7 +124,7 @@ class GumihoDrafter:
         features = self._run_serial_head(fused, mask, position_ids)
         self.cache.advance(prompt.accepted_lengths)
         if self.has_fixed_shapes:
-            self.cache.fix_shapes(tokens.device)
+            self.cache = FixedTreeCache(self.cache, tokens.device)
         root, feature, position = (last_of_rows(t, prompt.accepted_lengths) for t in (tokens, features, position_ids))
         return self._grow_tree(root, feature, position, noise)
 
@@ -220,8 +220,8 @@ class GumihoDrafter:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
                 positions = (position_ids + step).expand(-1, fused.shape[1])
                 feature = self._run_block(fused, visible, depths, positions)
-                self.cache.add_pending(fused.shape[1])
-        self.cache.drop_pending()
+                self.cache.num_pending += fused.shape[1]
+        self.cache.num_pending = 0
         return levels, path_inputs
 
     def _draft_in_parallel(

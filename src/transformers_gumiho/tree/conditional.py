@@ -1,8 +1,7 @@
 """Full Tree Attention's recombinations where a token's probability depends on the token above it.
 
-Then a path may be better than one with more likely tokens in all places, so that the paths which can be among the best
-cannot be enumerated beforehand. They are searched depth by depth: a beam as wide as the tree holds every node that can
-be among the tree's, as no node scores above its parent.
+The best paths cannot be enumerated beforehand, so they are searched depth by depth. A beam as wide as the tree holds
+every node that the tree can have, as no node scores above its parent.
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ class ConditionalCandidates:
 
     Attributes:
         tokens (`(B, heads, P, M)`): Candidate tokens.
-        first (`(B, P, M)`): Draft log-probabilities of the first head's, under the serial paths.
-        following (`(B, heads - 1, P, M, M)`): Those of each further head's; `[b, i, p, a, c]` is that of candidate c
+        first (`(B, P, M)`): Draft log-probabilities of the first head's candidates, under the serial paths.
+        following (`(B, heads - 1, P, M, M)`): Those of each further head; `[b, i, p, a, c]` is that of candidate c
             of head i + 1 under candidate a of head i.
     """
 
@@ -40,31 +39,27 @@ class ConditionalCandidates:
         """
         batch_size, num_heads, num_paths, num_candidates = self.tokens.shape
         # A candidate's index counts those of all paths, so it identifies the path, too.
-        own_places = torch.arange(num_paths * num_candidates, device=self.tokens.device)
-        own_places = own_places.view(1, num_paths, num_candidates).expand(batch_size, -1, -1)
-        log_probs, places = self.first, own_places
+        own_indices = torch.arange(num_paths * num_candidates, device=self.tokens.device)
+        own_indices = own_indices.view(1, num_paths, num_candidates).expand(batch_size, -1, -1)
+        log_probs, indices = self.first, own_indices
         level, levels = last_level.first(num_paths), []
         for head in range(num_heads):
             if width < num_candidates:
                 log_probs, best = log_probs.topk(width)
-                places = places.gather(2, best)
-            found = extend_level(level, places, log_probs, num_nodes)
+                indices = indices.gather(2, best)
+            found = extend_level(level, indices, log_probs, num_nodes)
             levels.append(replace(found, tokens=self.tokens[:, head].flatten(1).gather(1, found.tokens)))
             if head + 1 < num_heads:
                 level, rows = levels[-1].first(beam), found.tokens[:, :beam]
                 log_probs = gather_rows(self.following[:, head].flatten(1, 2), rows)
-                places = gather_rows(own_places, rows // num_candidates)
+                indices = gather_rows(own_indices, rows // num_candidates)
         return levels
 
 
 def condition(log_probs: torch.Tensor, moves: torch.Tensor) -> torch.Tensor:
     """
-    Returns the log-probabilities `(..., M)` of candidates whose logits are moved, those of all other tokens being as
-    before.
-
-    Args:
-        log_probs: Those before; can be broadcast to `moves`.
-        moves (`(..., M)`): What is added to the logits.
+    Returns the log-probabilities `(..., M)` of candidates after `moves` `(..., M)` are added to their logits, and none
+    to those of other tokens. `log_probs`, those before, can be broadcast to `moves`.
     """
     others = torch.log1p(-log_probs.exp().sum(dim=-1, keepdim=True).clamp(max=1.0))
     moved = log_probs + moves
