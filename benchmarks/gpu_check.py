@@ -36,10 +36,10 @@ from transformers_gumiho.benchmarking import (
     summarize,
 )
 from transformers_gumiho.benchmarking.memory import peak_memory
+from transformers_gumiho.measuring.machine import machine_name
 from transformers_gumiho.measuring.timing import synchronize
 from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.pairs.known import find_pair
-from transformers_gumiho.target.machine import machine_name
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 

@@ -23,7 +23,7 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.target import chain_cache
-from transformers_gumiho.target.chain_layers import KeptLayer
+from transformers_gumiho.target.chain_cache import StateSnapshot
 
 
 @dataclass
@@ -76,7 +76,7 @@ def counting_memory() -> Iterator[Memory]:
     memory = Memory()
     kept_layers: dict[int, int] = {}  # by layer of the cache: of each there is one at a time
 
-    class CountedLayer(KeptLayer):
+    class CountedLayer(StateSnapshot):
         def __init__(self, layer: Any):
             super().__init__(layer)
             own = {tensor.data_ptr() for tensor in tensors(vars(layer))}
@@ -84,11 +84,11 @@ def counting_memory() -> Iterator[Memory]:
             kept_layers[id(layer)] = sum(tensor.nbytes for tensor in copies)
             memory.kept = max(memory.kept, sum(kept_layers.values()))
 
-    chain_cache.KeptLayer = CountedLayer
+    chain_cache.StateSnapshot = CountedLayer
     try:
         yield memory
     finally:
-        chain_cache.KeptLayer = KeptLayer
+        chain_cache.StateSnapshot = StateSnapshot
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

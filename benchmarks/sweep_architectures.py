@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.target.requirements import verification_kind
+from transformers_gumiho.target.traits import TargetTraits
 
 
 # In the order of the table.
@@ -115,7 +115,8 @@ def compare(target: PreTrainedModel, settings: dict[str, Any]) -> dict[str, Any]
     """Returns the verdict on a target that plain decoding works for."""
     drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
     drafter.generation_config.update(num_assistant_tokens=15, branching_factor=4, break_even=NEVER_PAUSES)
-    kind, shares, num_tokens, refusal = verification_kind(target), [], [], ""
+    kind = "chain" if TargetTraits.of(target).is_chain else "tree"
+    shares, num_tokens, refusal = [], [], ""
     for lengths in LENGTHS:
         prompt = prompts(lengths)
         plain = target.generate(**prompt, **settings, do_sample=False)

@@ -35,7 +35,7 @@ from transformers.utils import logging
 from transformers_gumiho.internals import CACHE_NAME, cache_argument
 from transformers_gumiho.target import continuation
 from transformers_gumiho.target.chain_session import PENDING_PER_DRAFT
-from transformers_gumiho.target.own_caches import make_cache
+from transformers_gumiho.target.traits import TargetTraits
 
 
 BATCH = [4, 17, 9]
@@ -76,7 +76,7 @@ def test_without_padding(family: str) -> None:
             plain, drafted = both(target, make_prompts(lengths), do_sample=do_sample)
             assert torch.equal(drafted.sequences, plain.sequences)
             assert 0.3 <= draft_rate(drafted.accepted_lengths) <= 0.9
-    with pytest.raises(ValueError, match="cannot verify drafts in a padded batch"):
+    with pytest.raises(ValueError, match=r"(drafts|drafter) in a padded batch"):
         both(target, make_prompts(BATCH))
 
 
@@ -91,7 +91,7 @@ def test_cache_of_the_targets_own_class(first: str) -> None:
         assert type(drafted[CACHE_NAME]) is type(plain[CACHE_NAME])
         assert drafted[CACHE_NAME].get_seq_length() == plain.sequences.shape[1] - 1
     if first == "linear_attention":  # plain decoding masks by slots that it does not count
-        with pytest.raises(ValueError, match=r"in a padded batch: what it computes .* differs"):
+        with pytest.raises(ValueError, match=r"drafter in a padded batch: multi-token passes differ .*relative error"):
             both(target, make_prompts(BATCH))
     with pytest.raises(ValueError, match=rf"got DynamicCache .* Pass `{CACHE_NAME}=MiniMaxCache\(\.\.\.\)`, or none"):
         target.generate(
@@ -117,7 +117,9 @@ def test_states_that_lie_in_no_cache(family: str, batch: list[int] | None) -> No
             for our_state, their_state in pairs:
                 torch.testing.assert_close(our_state, their_state, rtol=1e-4, atol=1e-4)
     if batch is None:  # a row's state is added to all rows, also in plain decoding
-        with pytest.raises(ValueError, match=r"cannot verify drafts in a batch: multi-token passes .*in shape"):
+        with pytest.raises(
+            ValueError, match=r"cannot verify drafts in a batch: multi-token passes differ .* \(shapes\)"
+        ):
             both(target, make_prompts([7, 7, 7]))
 
 
@@ -311,7 +313,7 @@ def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
         target = make_chain_target(family)
         prompt = make_prompts([5])
         plain = target.generate(**prompt, max_new_tokens=40)
-        cache = make_cache(target)
+        cache = TargetTraits.of(target).make_cache()
         with partly_right_drafts(plain, 5), pytest.raises(InterruptedError):
             target.generate(
                 **prompt,
@@ -329,7 +331,7 @@ def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
 @pytest.mark.parametrize("family", INEXACT_FAMILIES)
 def test_what_is_measured_to_differ_is_refused(family: str, dtype: torch.dtype) -> None:
     target = make_chain_target(family).to(dtype)
-    with pytest.raises(ValueError, match=r"differs from one token after the other by \d.*Generate without"):
+    with pytest.raises(ValueError, match=r"relative error \d.*Generate without"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(target))
 
 
@@ -337,7 +339,7 @@ def test_what_is_measured_to_differ_is_refused(family: str, dtype: torch.dtype) 
 def test_low_precision_is_tried_in_float32(family: str) -> None:
     """16 bits hide neither what is right nor, above, what is wrong."""
     target = make_chain_target(family).bfloat16()
-    assert continuation.measure_continuation(target) > 1e-3
+    assert continuation.measure_continuation(target, TargetTraits.of(target)) > 1e-3
     target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
 
 
@@ -358,7 +360,7 @@ def test_what_was_measured_is_kept_of_a_bounded_number_of_configs(monkeypatch: p
     measured: list[int] = []
     known: dict[Any, Any] = {}
 
-    def measure(target: PreTrainedModel, rows: str) -> tuple[float, float]:
+    def measure(target: PreTrainedModel, traits: TargetTraits, rows: str) -> tuple[float, float]:
         measured.append(target.config.vocab_size)
         return 0.0, 1.0
 
@@ -368,7 +370,7 @@ def test_what_was_measured_is_kept_of_a_bounded_number_of_configs(monkeypatch: p
     target = make_chain_target("bloom")
     for vocab_size in (10, 11, 12, 12, 11, 10):
         target.config.vocab_size = vocab_size
-        continuation.check_continuation(target, None)
+        continuation.check_multi_token_decode(target, TargetTraits.of(target), None)
     assert measured == [10, 11, 12, 10]
     assert len(known) == 2
 
@@ -382,7 +384,7 @@ def test_what_fails_when_it_is_tried_is_refused(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("One token at a time, please.")
 
     target.register_forward_pre_hook(take_one_token, with_kwargs=True)
-    with pytest.raises(ValueError, match=r"a trial of a few tokens behind its cache fails \(One token at a time"):
+    with pytest.raises(ValueError, match=r"a trial pass over several tokens fails \(One token at a time"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(target))
 
 
@@ -412,9 +414,9 @@ def test_the_log_says_once_that_chains_are_drafted(caplog: pytest.LogCaptureFixt
         for _ in range(2):
             target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter)
     assert caplog.text.count("GPTNeoForCausalLM cuts its local attention windows") == 1
-    assert caplog.text.count("Falling back to chain drafts") == 1
+    assert caplog.text.count("Falling back to chain drafts (`branching_factor=1`)") == 1
     # What is refused verifies nothing.
     refused = make_chain_target("jamba")
     with caplog.at_level("WARNING"), pytest.raises(ValueError, match="cannot verify drafts"):
         refused.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(refused))
-    assert caplog.text.count("Falling back to chain drafts") == 1
+    assert caplog.text.count("Falling back to chain drafts (`branching_factor=1`)") == 1

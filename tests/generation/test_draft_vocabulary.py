@@ -20,7 +20,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from transformers_gumiho import GumihoCandidateGenerator, GumihoModel
-from transformers_gumiho.target.output_head import drafting_head, output_head
+from transformers_gumiho.target.output_head import output_head
 from transformers_gumiho.tree.draft_tree import DraftTree
 
 
@@ -173,7 +173,7 @@ def test_plain_head_is_cut_to_the_rows_of_the_vocabulary(family: str, monkeypatc
     features = torch.randn(2, 3, 32, dtype=torch.float64)
     expected = output_head(target)(features)[..., SUBSET]
     monkeypatch.setattr(nn.Linear, "forward", lambda *args: pytest.fail("the whole head ran"))
-    head = drafting_head(target, torch.tensor(SUBSET))
+    head = output_head(target, torch.tensor(SUBSET))
     torch.testing.assert_close(head(features), expected)
     assert head(features[:, :0]).shape == (2, 0, len(SUBSET))  # of a batch in which no position counts
 
@@ -189,7 +189,7 @@ def test_head_that_is_more_than_a_matrix_runs_as_it_is(
     change(target)
     logits = output_head(target)(features)
     assert torch.equal(logits, unchanged) == (change is offloaded)
-    torch.testing.assert_close(drafting_head(target, torch.tensor(SUBSET))(features), logits[..., SUBSET])
+    torch.testing.assert_close(output_head(target, torch.tensor(SUBSET))(features), logits[..., SUBSET])
     permuted = trees_of(target, drafter)
     drafter.generation_config.draft_vocabulary = None
     assert permuted == trees_of(target, drafter)

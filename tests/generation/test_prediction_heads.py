@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
 from transformers_gumiho.target.feature_reader import FeatureReader
-from transformers_gumiho.target.output_head import drafting_head, output_head
+from transformers_gumiho.target.output_head import output_head
 from transformers_gumiho.training import GumihoTrainer, OnlineFeatures
 from transformers_gumiho.training.row_leaving import continue_rows
 
@@ -46,7 +46,7 @@ def test_the_head_for_drafts_makes_the_targets_own_logits(model_type: str) -> No
         states = FeatureReader(target).read(ids).last
         torch.testing.assert_close(output_head(target)(states), logits)
         some = torch.tensor([7, 2, 11])
-        torch.testing.assert_close(drafting_head(target, some)(states), logits[..., some])
+        torch.testing.assert_close(output_head(target, some)(states), logits[..., some])
     assert states.shape[2] == GumihoConfig.from_target(target.config).model.hidden_size
 
 

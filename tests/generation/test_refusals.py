@@ -30,7 +30,7 @@ from transformers import (
 
 from transformers_gumiho import GumihoConfig, GumihoModel, internals
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
-from transformers_gumiho.target.own_caches import cache_class
+from transformers_gumiho.target.traits import TargetTraits
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def test_annotations_that_say_nothing_are_no_cache() -> None:
         ]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decoder.forward, "__signature__", signature.replace(parameters=parameters), raising=False)
-            assert cache_class(target) is None
-    assert isinstance(cache_class(target), type)
+            assert TargetTraits.of(target).cache_class is None
+    assert isinstance(TargetTraits.of(target).cache_class, type)
 
 
 @pytest.mark.parametrize("is_filled", [False, True])

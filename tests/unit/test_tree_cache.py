@@ -8,8 +8,7 @@ from targets import make_drafter, make_prompts, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from transformers_gumiho.target import cache_buffers, cache_moving
-from transformers_gumiho.target.cache_buffers import CacheBuffers
+from transformers_gumiho.target import tree_cache as tree_caches
 from transformers_gumiho.target.tree_cache import TreeCache
 from transformers_gumiho.tree.verification import AcceptedPath
 
@@ -24,17 +23,17 @@ def make_dynamic(num_layers: int, length: int) -> tuple[DynamicCache, list[tuple
 
 
 def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_moving, "MOVED_BYTES", 1)
+    monkeypatch.setattr(tree_caches, "MOVED_BYTES", 1)
     dynamic, states = make_dynamic(num_layers=32, length=100)
     size = sum(keys.nbytes + values.nbytes for keys, values in states)
-    allocate, held = CacheBuffers.allocate, []
+    allocate, held = TreeCache.allocate, []
 
-    def measuring_allocate(self: CacheBuffers, given: list) -> None:
+    def measuringallocate(self: TreeCache, given: list) -> None:
         allocate(self, given)
         old = [layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers if layer.keys is not None]
-        held.append(sum(old) + self.nbytes)
+        held.append(sum(old) + sum(group.nbytes for group, _ in self._groups))
 
-    monkeypatch.setattr(CacheBuffers, "allocate", measuring_allocate)
+    monkeypatch.setattr(TreeCache, "allocate", measuringallocate)
     tree_cache = TreeCache.from_dynamic(dynamic, capacity=101)
     assert max(held) < 1.1 * size
     for layer, (keys, values) in zip(tree_cache.layers, states, strict=True):
@@ -46,7 +45,7 @@ def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> No
     new = [(torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 4)) for _ in states]
     for index, (keys, values) in enumerate(new):
         tree_cache.update(keys, values, index)
-    tree_cache.commit(AcceptedPath(nodes, nodes, [1, 1]))
+    tree_cache.keep_path(AcceptedPath(nodes, nodes, [1, 1]))
     tree_cache.restore(dynamic)
     for layer, (keys, _), (new_keys, _) in zip(dynamic.layers, states, new, strict=True):
         assert torch.equal(layer.keys, torch.cat((keys, new_keys), dim=2))
@@ -56,16 +55,16 @@ def test_a_cache_that_grows_is_never_held_twice(monkeypatch: pytest.MonkeyPatch)
     dynamic, states = make_dynamic(num_layers=32, length=2000)
     cache = TreeCache.from_dynamic(dynamic, capacity=2001)
     assert len(buffers_of(cache)) == 1, "a small cache, in one buffer until it grows"
-    monkeypatch.setattr(cache_buffers, "MOVED_BYTES", 1)
-    cache.buffers.reserve(2100)
-    held, assign_views = [], cache_buffers.assign_views
+    monkeypatch.setattr(tree_caches, "MOVED_BYTES", 1)
+    cache.reserve(2100)
+    held, add_group = [], TreeCache.add_group
 
-    def measuring(group: torch.Tensor, *args: Any) -> None:
+    def measuring(self: TreeCache, group: torch.Tensor, users: Any) -> None:
         held.append(sum(buffers_of(cache).values()) + group.nbytes)
-        assign_views(group, *args)
+        add_group(self, group, users)
 
-    monkeypatch.setattr(cache_buffers, "assign_views", measuring)
-    cache.buffers.reserve(3000)
+    monkeypatch.setattr(TreeCache, "add_group", measuring)
+    cache.reserve(3000)
     assert cache.capacity == 3000 + 750, "a quarter more"
     size = sum(buffers_of(cache).values())
     assert size == 32 * 2 * 2 * 3 * 4 * 3750 * 4
@@ -78,13 +77,13 @@ def test_a_cache_that_grows_is_never_held_twice(monkeypatch: pytest.MonkeyPatch)
 
 def test_slots_are_reserved_as_a_text_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     capacities: list[int] = []
-    grow = CacheBuffers.reserve
+    grow = TreeCache.reserve
 
-    def growing(self: CacheBuffers, num_slots: int) -> None:
+    def growing(self: TreeCache, num_slots: int) -> None:
         capacities.append(self.capacity)
         grow(self, num_slots)
 
-    monkeypatch.setattr(CacheBuffers, "reserve", growing)
+    monkeypatch.setattr(TreeCache, "reserve", growing)
     target = make_target()
     target.config.max_position_embeddings = 2048
     prompts = make_prompts([5])
@@ -118,12 +117,12 @@ def test_paths_are_kept_in_many_buffers_by_one_index(lengths: list[int], monkeyp
     nodes = torch.tensor([[0, 3, 4], [0, 2, 5]])
     numbers = []
     for moved_bytes in (2**26, 1):
-        monkeypatch.setattr(cache_moving, "MOVED_BYTES", moved_bytes)
+        monkeypatch.setattr(tree_caches, "MOVED_BYTES", moved_bytes)
         dynamic, _ = make_dynamic(num_layers=32, length=5)
         cache = TreeCache.from_dynamic(dynamic, capacity=20)
-        cache.slots.set_lengths(lengths)
+        cache.set_lengths(lengths)
         with Operations() as operations:
-            cache.commit(AcceptedPath(nodes, nodes, [3, 3]))
+            cache.keep_path(AcceptedPath(nodes, nodes, [3, 3]))
         numbers.append((len(buffers_of(cache)), operations.number))
     (one, with_one), (many, with_many) = numbers
     assert (one, many) == (1, 16)

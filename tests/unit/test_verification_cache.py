@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from transformers import DynamicCache
 
-from transformers_gumiho.target.tree_cache import TreeCache
-from transformers_gumiho.target.verification_cache import VerificationCache
+from transformers_gumiho.target.tree_cache import FixedTreeCache, TreeCache
 from transformers_gumiho.tree.verification import AcceptedPath
 
 
@@ -55,7 +54,7 @@ def seen_by(case: Case, row: int, length: int, node: int) -> list[bool]:
     return in_context + in_block
 
 
-def check_pass(cache: VerificationCache, case: Case, held: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+def check_pass(cache: TreeCache, case: Case, held: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """Makes a pass over a block of nodes, of which each sees the ones before it; returns its entries."""
     batch_size = len(held)
     depths = torch.arange(NUM_NODES).expand(batch_size, -1)
@@ -65,7 +64,7 @@ def check_pass(cache: VerificationCache, case: Case, held: list[list[torch.Tenso
     mask = cache.attention_mask(visible, depths, torch.float32, case.window)
     new = make_entries(batch_size, NUM_NODES)
     for layer, entries in enumerate(new):
-        keys, values = cache.argument.update(entries, -entries, layer)
+        keys, values = cache.update(entries, -entries, layer)
         assert mask.shape == (batch_size, 1, NUM_NODES, keys.shape[2])
         for row, entries_of_row in enumerate(held):
             length = len(entries_of_row)
@@ -79,7 +78,7 @@ def check_pass(cache: VerificationCache, case: Case, held: list[list[torch.Tenso
     return new
 
 
-def check_root_alone(cache: VerificationCache, case: Case, held: list[list[torch.Tensor]], fixed: bool) -> None:
+def check_root_alone(cache: TreeCache, case: Case, held: list[list[torch.Tensor]], fixed: bool) -> None:
     """Checks when a pass over one token of each row is said to need no mask; one over more tokens always does."""
     lengths = [len(row) for row in held]
     sees_all = all(all(seen_by(case, row, length, 0)[: length + 1]) for row, length in enumerate(lengths))
@@ -102,14 +101,14 @@ def test_entries_are_those_of_lists(fixed: bool, case: Case, capacity: int, seed
     context_mask = None if context_mask.all() else context_mask  # as the prompt's
     cache = TreeCache.from_dynamic(caller, 64 if fixed else capacity, context_mask)
     if fixed:
-        cache.fix_shapes(torch.device("cpu"))
+        cache = FixedTreeCache(cache, torch.device("cpu"))
 
     for paths in case.passes:
         check_root_alone(cache, case, held, fixed)
         new = check_pass(cache, case, held)
         width = NUM_NODES if fixed else max(map(len, paths))
         nodes = torch.tensor([path + [0] * (width - len(path)) for path in paths]).view(batch_size, width)
-        cache.commit(AcceptedPath(nodes, nodes, [len(path) for path in paths]))
+        cache.keep_path(AcceptedPath(nodes, nodes, [len(path) for path in paths]))
         for row, path in enumerate(paths):
             held[row] += [[keys[row, :, node] for keys in new] for node in path]
     check_pass(cache, case, held)  # given up again
@@ -136,15 +135,15 @@ def test_pending_entries_stay_until_they_are_given_up() -> None:
         cache.update(first, -first, 0)
         cache.advance([1, 3])
         if fixed:
-            cache.fix_shapes(torch.device("cpu"))
+            cache = FixedTreeCache(cache, torch.device("cpu"))
         pending, newest, next_one = (torch.randn(2, NUM_HEADS, 2, HEAD_DIM) for _ in range(3))
         cache.update(pending, -pending, 0)
-        cache.add_pending(2)
+        cache.num_pending += 2
         keys, _ = cache.update(newest, -newest, 0)
         for row, length in enumerate((1, 3)):
             expected = torch.cat((first[row, :, :length], pending[row], newest[row]), dim=1)
             assert torch.equal(keys[row, :, : length + 4], expected)
-        cache.drop_pending()
+        cache.num_pending = 0
         keys, _ = cache.update(next_one, -next_one, 0)
         for row, length in enumerate((1, 3)):
             assert torch.equal(keys[row, :, length : length + 2], next_one[row])

@@ -22,8 +22,8 @@ from ..internals import (
 )
 from ..model.attaching import ATTACHMENT_CHECKS, attached_drafter
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
-from ..target import grouped_attention
-from ..target.continuation import check_continuation
+from ..target import attention
+from ..target.continuation import check_multi_token_decode
 from ..target.prompt import check_prompt_pass
 from ..target.requirements import (
     Unsupported,
@@ -31,8 +31,8 @@ from ..target.requirements import (
     check_request,
     check_target,
     reason_against,
-    verification_kind,
 )
+from ..target.traits import TargetTraits
 from ..target.without_graphs import without_graphs
 from .loop import check_inputs, decode_with_tree
 from .named_drafters import named_drafter
@@ -109,9 +109,11 @@ def _assisted_decoding(
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
     verifier = without_graphs(target, assistant.config.target_layer_ids)
-    reason = reason_against(check_inputs, verifier, input_ids, kwargs)
+    traits = TargetTraits.of(verifier)
+    reason = reason_against(check_inputs, verifier, traits, input_ids, kwargs)
     if reason is None:
-        return decode_with_tree(verifier, input_ids, *args, **kwargs | {"assistant_model": assistant})
+        kwargs |= {"assistant_model": assistant, "traits": traits}
+        return decode_with_tree(verifier, input_ids, *args, **kwargs)
     if _attached_call.get() is not target:
         raise Unsupported(reason)
     _warn_of_plain_decoding(reason)
@@ -124,13 +126,13 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
     Raises `ValueError` for a target that a drafter cannot be attached to. What only a pass can say is tried with a few
     tokens: for chains, and for a `forward` that transformers does not bring.
     """
-    check_target(target)
+    traits = check_target(target)
     check_pair(target, drafter)
     verifier = without_graphs(target, drafter.config.target_layer_ids)
-    if verification_kind(target) == "chain":
-        check_continuation(verifier, None, batch_size=1)
+    if traits.is_chain:
+        check_multi_token_decode(verifier, traits, None, batch_size=1)
     elif not type(target).__module__.startswith("transformers."):
-        check_prompt_pass(verifier, drafter.config.target_layer_ids)
+        check_prompt_pass(verifier, traits, drafter.config.target_layer_ids)
 
 
 # Attribute of a step that was replaced.
@@ -170,7 +172,7 @@ def install() -> None:
             replace_generation_step(name, _dispatching(plain, dispatcher))
     if _check_attachment not in ATTACHMENT_CHECKS:
         ATTACHMENT_CHECKS.append(_check_attachment)
-    grouped_attention.install()
+    attention.install()
 
 
 def _dispatching(plain: Callable[..., Any], dispatcher: Callable[..., Any]) -> Callable[..., Any]:

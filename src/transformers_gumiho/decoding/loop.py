@@ -15,20 +15,13 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..drafting.settings import DraftingSettings
-from ..internals import CACHE_NAME, cache_argument
+from ..internals import CACHE_NAME
 from ..model.modeling_gumiho import GumihoModel
-from ..target.continuation import check_continuation
+from ..target.continuation import check_multi_token_decode
 from ..target.cycle_shapes import CycleShapes, cycle_shapes
-from ..target.own_caches import make_cache
 from ..target.prompt import prompt_positions, read_prompt
-from ..target.requirements import (
-    check_cache,
-    check_padding,
-    check_positions,
-    check_text_is_kept,
-    tree_obstacle,
-    verification_kind,
-)
+from ..target.requirements import check_cache, check_padding, check_positions, check_text_is_kept
+from ..target.traits import TargetTraits
 from ..tree.draft_tree import bare_root
 from .drafts import committed_path, committed_prompt, make_generator
 from .observers import GenerationEvents
@@ -90,27 +83,35 @@ def decode_with_tree(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     assistant_model: GumihoModel,
+    traits: TargetTraits,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> GumihoGenerateOutput | torch.Tensor:
     """
-    Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared.
+    Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared, and with the target's traits.
 
     Returns:
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
-    is_chain = verification_kind(target) == "chain"
     asked = _drafting_settings(target, assistant_model, generation_config, len(input_ids))
-    settings = asked.as_chain() if is_chain else asked
+    settings = asked.as_chain() if traits.is_chain else asked
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
     num_nodes = settings.num_assistant_tokens + 1
-    shapes = _prepare_shapes(target, generation_config, model_kwargs, num_nodes)
-    if is_chain and asked.branching_factor > 1:
-        _warn_of_chain(target)
+    shapes = _prepare_shapes(target, traits, generation_config, model_kwargs, num_nodes)
+    if traits.is_chain and asked.branching_factor > 1:
+        logger.warning_once(
+            f"{traits.name} {traits.tree_obstacle}. Falling back to chain drafts (`branching_factor=1`)."
+        )
     chooser = TokenChooser(
-        sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain, settings.longest_path + 1
+        sequences,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        shapes,
+        traits.is_chain,
+        settings.longest_path + 1,
     )
     records = CycleRecords(len(input_ids), generation_config)
     events = GenerationEvents.begin(len(input_ids))
@@ -120,6 +121,7 @@ def decode_with_tree(
         with events.stage("prompt"):
             session, output = read_prompt(
                 target,
+                traits,
                 input_ids,
                 generation_config,
                 model_kwargs,
@@ -143,11 +145,11 @@ def decode_with_tree(
                 tree = drafts.draft_tree(committed, sequences.max_length - max(sequences.lengths))
             events.tree(drafts.origin)
             with events.stage("verify"):
-                output = session.run_tree(sequences.pad_ended_rows(tree) if is_chain else tree)
+                output = session.run_tree(tree, [not sequences.is_open(row) for row in range(len(input_ids))])
             path = chooser.commit(tree, output.logits)
             events.cycle(tree, path)
             sequences.stream()
-            session.commit(path)
+            session.keep(path)
             records.add(tree, path, output.hidden_states)
             committed = committed_path(sequences, session, output, path)
         session.finish(sequences.num_run_by_plain(), sequences.last_tokens(), tree)
@@ -176,26 +178,29 @@ def _output(
     )
 
 
-def check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, arguments: dict[str, Any]) -> None:
+def check_inputs(
+    target: PreTrainedModel, traits: TargetTraits, input_ids: torch.Tensor, arguments: dict[str, Any]
+) -> None:
     """
     Raises [`Unsupported`] where drafts cannot be verified for these inputs. The target does not run, except for a
     trial of a few tokens in the first call of a chain's class and config.
 
     Args:
         target: The target.
+        traits: Its traits.
         input_ids (`(B, T)`): The prompt.
         arguments: What `generate()` hands to its decoding loop, the cache among them.
     """
     config: GenerationConfig = arguments["generation_config"]
-    check_padding(target, arguments)
+    check_padding(traits, arguments)
     max_new_tokens = max_length_of(arguments["stopping_criteria"], config) - input_ids.shape[1]
-    check_positions(target, prompt_positions(input_ids, arguments), max_new_tokens)
-    cache = arguments.get(cache_argument(target))
+    check_positions(traits, prompt_positions(input_ids, arguments), max_new_tokens)
+    cache = arguments.get(traits.cache_argument)
     if config.cache_implementation != "static":  # a static cache is replaced by one of ours
-        check_cache(target, cache)
-        check_text_is_kept(target, cache, input_ids.shape[1], max_new_tokens)
-    if verification_kind(target) == "chain":
-        check_continuation(target, arguments.get("attention_mask"), len(input_ids))
+        check_cache(traits, cache)
+        check_text_is_kept(target, traits, cache, input_ids.shape[1], max_new_tokens)
+    if traits.is_chain:
+        check_multi_token_decode(target, traits, arguments.get("attention_mask"), len(input_ids))
 
 
 def _drafting_settings(
@@ -208,14 +213,9 @@ def _drafting_settings(
     return settings.with_prompt_lookup(generation_config)
 
 
-def _warn_of_chain(target: PreTrainedModel) -> None:
-    logger.warning_once(
-        f"{type(target).__name__} {tree_obstacle(target)}. Falling back to chain drafts (`branching_factor=1`)."
-    )
-
-
 def _prepare_shapes(
     target: PreTrainedModel,
+    traits: TargetTraits,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     num_nodes: int,
@@ -225,8 +225,8 @@ def _prepare_shapes(
     if shapes.are_fixed:
         # The static cache that `generate()` prepared is dropped; unless the prompt is read in chunks it has taken no
         # memory yet.
-        model_kwargs[CACHE_NAME] = make_cache(target)
-    elif model_kwargs.get(cache_argument(target)) is None:
+        model_kwargs[CACHE_NAME] = traits.make_cache()
+    elif model_kwargs.get(traits.cache_argument) is None:
         # `generate()` leaves a cache of the target's own class to the prompt's pass.
-        model_kwargs[cache_argument(target)] = make_cache(target)
+        model_kwargs[traits.cache_argument] = traits.make_cache()
     return shapes

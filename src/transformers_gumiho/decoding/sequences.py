@@ -1,7 +1,6 @@
 """The committed text of a generation: rows of different lengths, and where each ends."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig
@@ -9,7 +8,6 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 from transformers.generation.streamers import BaseStreamer
 
 from ..internals import pad_token_id
-from ..tree.draft_tree import DraftTree
 from ..uploads import upload
 from .step_records import StepRecord
 
@@ -106,18 +104,6 @@ class CommittedSequences:
     def last_tokens(self) -> torch.Tensor:
         """Returns the newest token of each row, `(B,)`."""
         return self.newest([1] * len(self.lengths)).squeeze(1)
-
-    def pad_ended_rows(self, tree: DraftTree) -> DraftTree:
-        """
-        Returns a chain with what plain decoding runs in rows that have ended: their last token, then padding. All
-        rows have taken the same number of steps.
-        """
-        if all(self.is_open(row) for row in range(len(self.lengths))):
-            return tree
-        ended = upload([[not self.is_open(row)] for row in range(len(self.lengths))], tree.tokens.device)
-        tokens = tree.tokens.masked_fill(ended, self.pad_token_id)
-        length = max(self.lengths)
-        return replace(tree, tokens=tokens).with_root(self._buffer[:, length - 1])
 
     def num_run_by_plain(self) -> list[int]:
         """

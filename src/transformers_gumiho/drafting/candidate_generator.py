@@ -12,12 +12,11 @@ from transformers.generation import CandidateGenerator
 from transformers.utils import ModelOutput
 
 from ..model.modeling_gumiho import GumihoModel
-from ..target.cache_buffers import GROWTH
 from ..target.output_head import head_for_drafting
 from ..target.placement import drafter_device
 from ..target.prediction_head import projected_states
 from ..target.requirements import check_pair
-from ..target.tree_cache import TreeCache
+from ..target.tree_cache import GROWTH, TreeCache
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
 from .committed_tokens import CommittedTokens

@@ -9,9 +9,9 @@ from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..model.transition import NUM_CANDIDATES
+from ..target.attention import groups_in_place
 from ..target.cycle_shapes import CycleShapes
-from ..target.grouped_attention import groups_in_place
-from ..target.tree_cache import TreeCache
+from ..target.tree_cache import FixedTreeCache, TreeCache
 from ..tree.conditional import extend_paths
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..uploads import upload
@@ -60,7 +60,7 @@ class GumihoDrafter:
         self._transitions = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
-                self._transitions = DraftTransitions(model, self._num_heads, lm_head, token_ids, cache.buffers.memory)
+                self._transitions = DraftTransitions(model, self._num_heads, lm_head, token_ids, cache.memory)
         device = model.fc.weight.device
         # The masks and offsets of the tokens that a cycle may commit, made once for all cycles.
         self._max_committed = settings.longest_path + 1
@@ -113,7 +113,7 @@ class GumihoDrafter:
         features = self._run_serial_head(fused, prompt.attention_mask, prompt.position_ids)
         self.cache.advance(prompt.accepted_lengths)
         if self.has_fixed_shapes:
-            self.cache.fix_shapes(prompt.tokens.device)
+            self.cache = FixedTreeCache(self.cache, prompt.tokens.device)
         return features
 
     def _read(
@@ -206,8 +206,8 @@ class GumihoDrafter:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
                 positions = (position_ids + step).expand(-1, fused.shape[1])
                 feature = self._run_block(fused, visible, depths, positions)
-                self.cache.add_pending(fused.shape[1])
-        self.cache.drop_pending()
+                self.cache.num_pending += fused.shape[1]
+        self.cache.num_pending = 0
         return levels, path_inputs
 
     def _draft_in_parallel(

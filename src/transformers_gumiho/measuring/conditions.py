@@ -8,8 +8,8 @@ from transformers import __version__ as transformers_version
 
 from ..model.modeling_gumiho import GumihoModel
 from ..target.fingerprint import model_fingerprint
-from ..target.machine import machine_name
 from ..target.placement import drafter_device
+from .machine import machine_name
 
 
 def measuring_conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..internals import uncompiled
 
 
-# Beside the models, so that copies, checkpoints, parameters and devices of a target never see its drafter.
+# Beside the models, so that no copy, checkpoint or parameter list of a target includes its drafter.
 _drafters: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 # Raise `ValueError` for a target that a drafter cannot be attached to.
 ATTACHMENT_CHECKS: list[Callable[[PreTrainedModel, Any], None]] = []
@@ -78,6 +78,3 @@ def unwrap_model(model: Any) -> Any:
         if inner is model:
             return model
         model = inner
-
-
-__all__ = ["ATTACHMENT_CHECKS", "AttachingMixin", "attached_drafter", "unwrap_model"]

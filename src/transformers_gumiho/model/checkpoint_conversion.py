@@ -1,4 +1,9 @@
-"""How the tensors of released checkpoints are named, and what a checkpoint must hold to be loaded."""
+"""
+The names of tensors in released checkpoints, and what a checkpoint must hold to be loaded.
+
+Functions here take from the keys that `from_pretrained` reports those that are accepted: `unexpected_keys` are entries
+of the checkpoint without a place in the model, `missing_keys` entries of the model that the checkpoint lacks.
+"""
 
 import json
 import os
@@ -32,8 +37,8 @@ IGNORED_KEYS = {r"^(?:model\.){0,2}lm_head\."}
 
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _FUSION_TENSOR = "layer_fusion.weight"
-# Names under which drafters of the EAGLE kind carry their vocabulary: token ids as they are, or their distances from
-# the draft's own indices. Next to the latter, `_MEMBERSHIP` may hold the same once more, as a mask.
+# Draft vocabularies in checkpoints of EAGLE drafters: token ids, or their distances from the draft's own indices. The
+# latter may come with a mask, `_MEMBERSHIP`.
 _TOKEN_MAP, _OFFSETS, _MEMBERSHIP = "token_map", "d2t", "t2d"
 # The arguments of `from_pretrained` that say where files are.
 _PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -69,16 +74,7 @@ def set_surplus_heads_aside(
 ) -> set[str]:
     """
     Accepts a checkpoint with more parallel heads than the config asks for: the first ones are used, and a `tree_depth`
-    that counts on all of them is cut.
-
-    Args:
-        unexpected_keys: The checkpoint's entries that the model has no place for.
-        config: The drafter's.
-        generation_config: The drafter's; `tree_depth` is cut.
-        name_or_path: The checkpoint.
-
-    Returns:
-        The entries that are still unexpected.
+    of `generation_config` that needs all of them is lowered. Returns the keys that are still unexpected.
     """
     unexpected = set(unexpected_keys)
     found: dict[int, set[str]] = {}
@@ -105,16 +101,8 @@ def set_transitions_aside(
 ) -> tuple[set[str], set[str]]:
     """
     Accepts a checkpoint without transitions for a config with them: they are new, and change nothing until they are
-    trained. Accepts one with transitions for a config without them, or for fewer heads: they are left out.
-
-    Args:
-        unexpected_keys: The checkpoint's entries that the model has no place for.
-        missing_keys: The model's entries that the checkpoint does not have.
-        config: The drafter's.
-        name_or_path: The checkpoint.
-
-    Returns:
-        The entries that are still unexpected, and still missing.
+    trained. Accepts one with transitions for a config without them, or for fewer heads: they are left out. Returns
+    the keys that are still unexpected, and those still missing.
     """
     unexpected, missing = set(unexpected_keys), set(missing_keys)
     surplus = {
@@ -140,16 +128,8 @@ def set_new_fusion_aside(
 ) -> set[str]:
     """
     Accepts a checkpoint that reads one state of the target for a config with several layers: their fusion begins as
-    the state of the highest of them.
-
-    Args:
-        info: The loading info of `from_pretrained`.
-        config: The drafter's.
-        name_or_path: The checkpoint.
-        kwargs: The arguments of `from_pretrained` that say where it is.
-
-    Returns:
-        The entries that are still missing.
+    the state of the highest of them. `kwargs` are the arguments of `from_pretrained`. Returns the keys that are still
+    missing.
 
     Raises:
         ValueError: The checkpoint reads other layers, or lacks the fusion that its own config names.
@@ -193,15 +173,10 @@ def _layer_ids_of(name_or_path: Any, kwargs: Mapping[str, Any]) -> list[int] | N
 
 def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) -> None:
     """
-    Refuses a checkpoint that does not fit the drafter.
-
-    Args:
-        info: The loading info of `from_pretrained`.
-        name_or_path: The checkpoint.
-        allow_mismatch: Whether tensors may be of the wrong shape.
+    Refuses a checkpoint that does not fit the drafter; `info` is the loading info of `from_pretrained`.
 
     Raises:
-        ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape.
+        ValueError: It lacks tensors, holds others, or, unless `allow_mismatch`, holds some of the wrong shape.
     """
     mismatched = [] if allow_mismatch else info["mismatched_keys"]
     shapes = [f"{name} is {tuple(found)}, expected {tuple(expected)}" for name, found, expected in mismatched]
@@ -224,17 +199,8 @@ def adopt_released_vocabulary(
     options: Mapping[str, Any],
 ) -> set[str]:
     """
-    Makes the draft vocabulary that a checkpoint carries as a tensor a setting, unless the settings have one.
-
-    Args:
-        generation_config: The drafter's; `draft_vocabulary` is set.
-        unexpected_keys: The checkpoint's entries that the model has no place for.
-        vocab_size: The drafter's.
-        name_or_path: The checkpoint.
-        options: What else `from_pretrained` was given.
-
-    Returns:
-        The entries that are still unexpected.
+    Sets `draft_vocabulary` of `generation_config` to the vocabulary that a checkpoint holds as a tensor, unless it is
+    set. `options` are the arguments of `from_pretrained`. Returns the keys that are still unexpected.
 
     Raises:
         ValueError: The checkpoint carries several vocabularies, or one that does not fit the drafter.
@@ -243,12 +209,12 @@ def adopt_released_vocabulary(
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if not keys:
         return unexpected
-    if len(keys) > 1:
+    key, *others = keys
+    if others:
         raise ValueError(
             f"The checkpoint {str(name_or_path)!r} carries its draft vocabulary more than once: {', '.join(keys)}. "
             f"Keep one of them."
         )
-    key = keys[0]
     if generation_config.draft_vocabulary is None:
         entry = _read_entry(name_or_path, key, options)
         if entry is None:

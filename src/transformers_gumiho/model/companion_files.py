@@ -1,4 +1,4 @@
-"""What lies next to the weights of a saved drafter: the target's tokenizer, and code for `custom_generate`."""
+"""The files next to the weights of a saved drafter: the target's tokenizer, and code for `custom_generate`."""
 
 import inspect
 import os
@@ -32,8 +32,7 @@ class SavingMixin:
     Saves a drafter with the files that a server of texts needs besides the drafter itself; for `PreTrainedModel`s.
 
     Attributes:
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. Where given, it is saved with the drafter, so
-            that a pipeline can load it as an assistant by its name.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, saved for pipelines that load the drafter.
     """
 
     config: GumihoConfig
@@ -58,7 +57,7 @@ class SavingMixin:
             *args, **kwargs: As in `PreTrainedModel.save_pretrained`.
 
         Raises:
-            ValueError: The embedding is to be saved, and the drafter has none and was lent none; or a distributed
+            ValueError: The embedding is to be saved and the drafter has none, also not its target's; or a distributed
                 checkpoint is to be pushed.
         """
         if push_to_hub and kwargs.get("distributed_checkpoint"):
@@ -117,6 +116,3 @@ def _push_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns those arguments of `save_pretrained` that are for the Hub alone, and the token, which is for both."""
     for_saving = set(inspect.signature(PreTrainedModel.save_pretrained).parameters) - {"token"}
     return {name: value for name, value in kwargs.items() if name not in for_saving}
-
-
-__all__ = ["CUSTOM_GENERATE", "SavingMixin"]

@@ -243,24 +243,23 @@ class GumihoConfig(PreTrainedConfig):
 
 def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of the drafter's Llama config that follow from the target's text config."""
-    _check_derivable(target, overrides)
+    for name in ("vocab_size", "hidden_size"):
+        if not hasattr(target, name) and name not in overrides:
+            raise ValueError(
+                f"{type(target).__name__} has no `{name}`, which a drafter's configuration is derived from. Pass "
+                f"`{name}` as an override."
+            )
     hidden_size = overrides.get("hidden_size") or state_width(target)
     # Targets without attention (Mamba, RWKV) have no heads to copy.
     target_heads = _field(target, "num_attention_heads") or max(hidden_size // HEAD_DIM, 1)
     num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target_heads)
     num_kv_heads = _divisor_up_to(num_heads, _field(target, "num_key_value_heads") or num_heads)
-    intermediate_size = next(
-        (
-            size
-            for name in ("intermediate_size", "ffn_dim", "n_inner")
-            if isinstance(size := _field(target, name), int) and size > 0
-        ),
-        4 * hidden_size,
-    )
+    widths = [_field(target, name) for name in ("intermediate_size", "ffn_dim", "n_inner")]
+    widths = [width for width in widths if isinstance(width, int) and width > 0]
     fields = {
         "vocab_size": target.vocab_size,
         "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
+        "intermediate_size": widths[0] if widths else 4 * hidden_size,
         "num_hidden_layers": 2,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
@@ -311,16 +310,6 @@ def _field(config: PreTrainedConfig, name: str) -> Any:
         return max((value for value in values if value is not None), default=None)
 
 
-def _check_derivable(target: PreTrainedConfig, overrides: dict[str, Any]) -> None:
-    """Raises `ValueError` for a target that a drafter cannot be derived from."""
-    for field in ("vocab_size", "hidden_size"):
-        if not hasattr(target, field) and field not in overrides:
-            raise ValueError(
-                f"{type(target).__name__} has no `{field}`, which a drafter's configuration is derived from. Pass "
-                f"`{field}` as an override."
-            )
-
-
 def _divisor_up_to(number: int, limit: int) -> int:
     """Returns the largest divisor of `number` that is at most `limit`."""
     return next(candidate for candidate in range(min(limit, number), 0, -1) if number % candidate == 0)
@@ -338,6 +327,3 @@ def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
     ):
         return {"rope_theta": 10000.0, "rope_type": "default"} | parameters
     return {"rope_theta": parameters.get("rope_theta", 10000.0), "rope_type": "default"}
-
-
-__all__ = ["GumihoConfig", "resolve_layer_ids"]

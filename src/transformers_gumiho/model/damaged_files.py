@@ -1,4 +1,4 @@
-"""Files of a checkpoint that an interrupted download or copy left broken: they are refused by name."""
+"""Errors that name the damaged file of a checkpoint, as an interrupted download leaves it."""
 
 import json
 import os
@@ -38,11 +38,8 @@ def damaged_json_named(file: str, name_or_path: Any) -> Iterator[None]:
 @contextmanager
 def damaged_weights_named(name_or_path: Any, kwargs: dict[str, Any]) -> Iterator[None]:
     """
-    Raises [`DamagedFileError`] where a safetensors file that is read within this is cut off or damaged.
-
-    Args:
-        name_or_path: The checkpoint.
-        kwargs: The arguments of `from_pretrained` that say where it is.
+    Raises [`DamagedFileError`] where a safetensors file that is read within this is truncated or damaged. `kwargs` are
+    the arguments of `from_pretrained`.
     """
     try:
         yield
@@ -71,6 +68,3 @@ def _weight_files(name_or_path: Any, kwargs: dict[str, Any]) -> list[Path]:
         if isinstance(cached, str):
             return sorted(Path(cached).parent.glob("*.safetensors"))
     return []
-
-
-__all__ = ["DamagedFileError", "damaged_json_named", "damaged_weights_named"]

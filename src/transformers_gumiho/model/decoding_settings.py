@@ -29,8 +29,7 @@ _DROPPED_SETTINGS = ("cycle_costs",)
 
 def override_settings(generation_config: GenerationConfig, **values: Any) -> None:
     """
-    Sets the values that are not `None`. If there are any, the drafter's `break_even` is removed: it was measured with
-    other settings.
+    Sets the values that are not `None`. If there are any, `break_even`, which was measured without them, is removed.
     """
     given = {name: value for name, value in values.items() if value is not None}
     if given:
@@ -39,8 +38,8 @@ def override_settings(generation_config: GenerationConfig, **values: Any) -> Non
 
 def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:
     """
-    Returns what keeps `token_ids` from being a list (or tuple) of at least one and only distinct token ids below
-    `vocab_size`, as the end of a sentence; `None` where nothing does.
+    Returns why `token_ids` is no list (or tuple) of distinct token ids below `vocab_size`, at least one, as the end of
+    a sentence; `None` where it is one.
     """
     if not isinstance(token_ids, (list, tuple)):
         return f"it is of type {type(token_ids).__name__}"
@@ -102,6 +101,3 @@ class DecodingSettingsMixin:
             if not name.startswith("_") and name not in _DROPPED_SETTINGS
         }
         self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
-
-
-__all__ = ["DECODING_SETTINGS", "NEVER_PAUSES", "DecodingSettingsMixin", "override_settings", "vocabulary_fault"]

@@ -13,10 +13,8 @@ _EPSILON = 1e-6
 
 def normalise_lower(layer_states: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """
-    Scales each layer's states to a root mean square of 1, but for the last `hidden_size` entries, which stay.
-
-    Below the final norm a target's states have sizes of their own: small in early layers, and with a few huge entries
-    in later ones, which a weight that all layers share the learning rate of could not follow.
+    Scales each layer's states to a root mean square of 1, except the last `hidden_size` entries. Below the final norm,
+    states are small in early layers and have a few huge entries in later ones; one learning rate does not fit both.
 
     Args:
         layer_states (`(..., k * H)`): The states of k layers.
@@ -35,8 +33,7 @@ class GumihoLayerFusion(nn.Linear):
     A linear layer without bias from the states of the target's `target_layer_ids` `(..., k * H)`, the highest layer's
     last and the others as [`normalise_lower`] made them, to `(..., H)`.
 
-    It begins as the state of the highest of these layers: where that is the target's last one, the drafter begins as
-    it would without the others.
+    It starts as the state of the highest of these layers.
     """
 
     def __init__(self, config: GumihoConfig):
@@ -48,6 +45,3 @@ class GumihoLayerFusion(nn.Linear):
         if not was_loaded(self.weight):
             nn.init.zeros_(self.weight)
             nn.init.eye_(self.weight[:, -self.out_features :])
-
-
-__all__ = ["GumihoLayerFusion", "normalise_lower"]

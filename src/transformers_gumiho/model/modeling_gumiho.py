@@ -68,9 +68,8 @@ class GumihoModel(GumihoPreTrainedModel):
     """
     A Gumiho drafter. Pass it as `assistant_model` to the `generate()` of the target it was trained for.
 
-    It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]), but no
-    output head: features are turned into tokens by the head of the target. Its decoding settings are in
-    `generation_config`; see [`DraftingSettings`].
+    It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]). It has no
+    output head: the target's turns features into tokens. `generation_config` has its [`DraftingSettings`].
 
     Example:
 
@@ -149,9 +148,9 @@ class GumihoModel(GumihoPreTrainedModel):
 
     def share_embedding(self, target: PreTrainedModel) -> bool:
         """
-        Lets the drafter read the target's token embedding where it can, so that memory holds it once. A drafter that
-        was saved without an embedding needs this before its `forward`; `generate()` does it. One with an embedding
-        gives it up for an equal one on the same device and in the same dtype, and otherwise keeps its own.
+        Makes the drafter read the target's token embedding, so that memory holds it once. A drafter that was saved
+        without an embedding needs this before its `forward`; `generate()` does it. Another drafter replaces its own
+        embedding if the target's is equal, on the same device and in the same dtype.
 
         Args:
             target (`PreTrainedModel`): The target that the drafter was made for.
@@ -194,11 +193,10 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
 
-        The released drafters load by their names; [`GumihoConfig.get_config_dict`] says which configs are read, and
-        what happens without one. Tensors may be called as in the released weights, with vLLM's prefixes, or as the
-        reference's training writes them. An output head is left out: features are turned into tokens by the head of
-        the target. Of more parallel heads than the config asks for, the first are used, and the log says so. A
-        `token_map` or `d2t` becomes the setting `draft_vocabulary`, unless there is a setting already.
+        The released drafters load by their names; see [`GumihoConfig.get_config_dict`] for their configs. Tensors may
+        have the names of the released weights, vLLM's prefixes, or the names of the reference's training. An output
+        head is ignored: the target's is used. Of more parallel heads than in the config, the first are used, with a
+        warning. A `token_map` or `d2t` becomes the setting `draft_vocabulary`, unless that is set.
 
         Raises:
             OSError: There is no config or no weight file, or a file is damaged.
@@ -238,8 +236,8 @@ class GumihoModel(GumihoPreTrainedModel):
 
     def read_target(self, drafter_input: torch.Tensor) -> torch.Tensor:
         """
-        Returns the state that [`fuse`] takes of each token that the target has read: where the drafter goes on from
-        its own features, these take its place.
+        Returns the state that [`fuse`] takes for each token that the target has read. (For later tokens it takes the
+        drafter's own features.)
 
         Args:
             drafter_input (`(B, T, k * H)`): The target's states of the `target_layer_ids`, side by side; without such,
@@ -247,7 +245,7 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         if self.layer_fusion is None:
             return drafter_input
-        # Outside of the layer: an adapter's, or a quantised one in its place, knows nothing of norms.
+        # Outside of the layer, which an adapter or quantization may replace.
         states = normalise_lower(drafter_input, self.config.get_text_config().hidden_size)
         return self.layer_fusion(states.to(self.dtype))
 
@@ -387,6 +385,3 @@ def unwrap_drafter(model: Any) -> GumihoModel | None:
     """
     model = unwrap_model(model)
     return model if isinstance(model, GumihoModel) else None
-
-
-__all__ = ["GumihoModel", "GumihoPreTrainedModel", "unwrap_drafter"]

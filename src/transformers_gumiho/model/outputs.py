@@ -38,6 +38,3 @@ class GumihoOutput(ModelOutput):
     cache: Cache | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
-
-
-__all__ = ["GumihoOutput"]

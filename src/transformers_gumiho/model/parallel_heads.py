@@ -69,9 +69,8 @@ class GumihoParallelHeads(nn.ModuleList):
         """
         Returns, for each block, the weights `(P, in, out)` and biases `(P, 1, out)` of all heads.
 
-        The tensors are not copies: on the first call the parameters are moved into shared storage and become views of
-        it, so training steps and loaded weights show. Returns `None` where that cannot be done because a linear layer
-        was replaced or wrapped (quantised, offloaded or with an adapter); use `forward` then.
+        On the first call the parameters become views of shared storage, so the tensors follow training and loading.
+        Returns `None` where a linear layer is quantized, offloaded or has an adapter; use `forward` then.
         """
         heads = [list(head.children()) for head in self]
         if not heads or not all(_is_plain_linear(block.linear) for head in heads for block in head):

@@ -34,6 +34,3 @@ def _rows(key: Any) -> int:
     if isinstance(key, bool) or not str(text).isdecimal() or int(text) < 1:
         raise ValueError(f"{key!r} is not a number of rows")
     return int(text)
-
-
-__all__ = ["value_for_rows"]

@@ -10,8 +10,8 @@ from transformers.utils.hub import create_and_tag_model_card
 
 class Push:
     """
-    Uploads what is written into a folder after this was made, as `save_pretrained(push_to_hub=True)` does. That
-    uploads before a subclass can add files of its own.
+    Uploads the files that are written into a folder after this was made. `save_pretrained(push_to_hub=True)` uploads
+    before a subclass can add files of its own.
 
     Args:
         folder: Where the model is saved.
@@ -57,6 +57,3 @@ class Push:
 
     def _modification_times(self) -> dict[Path, int]:
         return {file: file.stat().st_mtime_ns for file in self.folder.rglob("*") if file.is_file()}
-
-
-__all__ = ["Push"]

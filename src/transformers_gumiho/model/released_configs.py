@@ -13,8 +13,8 @@ _FOLDERS = (Path(__file__).parents[1] / "hub_configs", Path(__file__).parents[3]
 # Of the released drafters, on the Hub.
 _OWNER = "amd"
 
-# The serial heads that the reference trains have 2 layers. A Llama of more layers than this is a language model, and
-# only its tensors could show that, which would have to be downloaded and loaded.
+# A Llama of more layers is taken for a language model: the reference's serial heads have 2. Its tensors would show it,
+# after a download.
 _MOST_LAYERS = 8
 
 
@@ -27,7 +27,7 @@ def find_packaged_folder(name_or_path: Any) -> Path | None:
             or that of a snapshot in a cache of the Hub.
 
     Returns:
-        The folder, `None` where `name_or_path` is called like none of the released drafters.
+        The folder, `None` where `name_or_path` is not the name of a released drafter.
     """
     parts = Path(os.path.abspath(name_or_path)).parts
     if len(parts) > 3 and parts[-2] == "snapshots":

@@ -3,8 +3,8 @@
 from transformers import PreTrainedConfig
 
 
-# From the most particular field on. RemBERT and ELECTRA embed tokens in fewer numbers than their layers compute with,
-# and OPT 350M projects its embedding and its states.
+# The most specific field first. The embedding of RemBERT and ELECTRA is narrower than their layers, and OPT 350M
+# projects its embedding and its states.
 _EMBEDDING_FIELDS = ("input_embedding_size", "embedding_size", "word_embed_proj_dim", "hidden_size")
 _STATE_FIELDS = ("output_embedding_size", "embedding_size", "word_embed_proj_dim", "hidden_size")
 
@@ -23,6 +23,3 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
     values = (getattr(config, name, None) for name in names)
     width: int = next(value for value in values if value)
     return width
-
-
-__all__ = ["embedding_width", "state_width"]

@@ -8,12 +8,11 @@ from torch import nn
 
 class BorrowedEmbedding(nn.Module):
     """
-    The place of an embedding that a drafter was saved without; [`lend`] fills it with the target's.
-
-    What is lent is no parameter: it is neither trained nor saved with the drafter.
+    Stands for an embedding that a drafter was saved without, until [`lend`] sets the target's. That is no parameter:
+    it is neither trained nor saved with the drafter.
 
     Attributes:
-        weight (`(V, E)`, *optional*): The embedding, once it was lent.
+        weight (`(V, E)`, *optional*): The embedding after [`lend`].
     """
 
     def __init__(self) -> None:
@@ -68,6 +67,3 @@ def fitting_rows(embedding: torch.Tensor, vocab_size: int, embedding_size: int) 
             f"{(vocab_size, embedding_size)}. Pass `vocab_size`, and `hidden_size` or `embedding_size`, as overrides."
         )
     return embedding[:vocab_size]
-
-
-__all__ = ["BorrowedEmbedding", "fitting_rows"]

@@ -53,6 +53,3 @@ class GumihoTransitions(nn.ModuleList):
         num_paths = features.shape[2]
         moves = [transition(embeddings[:, head : head + num_paths]) for head, transition in enumerate(self)]
         return features + torch.stack(moves, dim=1)
-
-
-__all__ = ["NUM_CANDIDATES", "GumihoTransition", "GumihoTransitions"]

@@ -10,8 +10,7 @@ class StepCache(DynamicCache):
     """
     The keys and values of one step of an unrolled text, after those of the steps before it.
 
-    A step that is computed again, as by wrappers that keep no activations for the backward pass, finds what it found
-    the first time: unlike its base class, this cache is not extended in place.
+    Unlike its base class it is not extended in place, so that a step can be recomputed for the backward pass.
     """
 
     def __init__(self, earlier: "StepCache | None" = None) -> None:
@@ -38,10 +37,8 @@ def unroll_serial_head(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """
-    Drafts the serial tokens, each beyond the first from the feature of the one before it.
-
-    A step reads the keys and values of those before it. Layers under gradient checkpointing take no cache: there each
-    step runs the inputs of those before it again.
+    Drafts the serial tokens, each beyond the first from the feature of the one before it. Layers under gradient
+    checkpointing take no cache: there each step also runs the inputs of the steps before it.
 
     Args:
         drafter: A [`GumihoModel`].
@@ -96,18 +93,14 @@ def unrolled_attention_mask(
     """
     Returns the mask under which one pass drafts serial tokens of these steps at every position of a text.
 
-    Step 0 reads the text itself, T inputs, and each further step j those of all positions t < T-j that continue from
-    the drafter's own feature of step j-1. An input of step j at t sees the text up to t and the earlier steps *of t*,
-    as it does in drafting.
+    Step 0 reads the text itself, T inputs. Each later step j reads those of positions t < T-j, from the drafter's own
+    feature of step j-1. An input of step j at t sees the text up to t and the earlier steps *of t*, as in drafting.
 
     Args:
         num_tokens: `T`.
         steps: The steps that the pass runs; it sees those before them, too.
-        dtype: Of the mask.
-        device: Of the mask.
         attention_mask (`(B, T)`, *optional*): 0 at padding.
-        position_ids (`(B, T)`, *optional*): Where they start again, another text begins that sees nothing of the one
-            before.
+        position_ids (`(B, T)`, *optional*): A new text, which does not see the last one, begins where they restart.
 
     Returns:
         `(B or 1, 1, inputs of these steps, inputs of all steps so far)`: 0 where an input may look, the lowest number

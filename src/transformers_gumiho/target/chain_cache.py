@@ -1,56 +1,82 @@
-"""The target's own cache between passes over draft chains: cropped where it can be, else put back and caught up."""
+"""The target's own cache between passes over draft chains: cropped where it can be, else restored and replayed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ..tree.verification import AcceptedPath
-from .chain_layers import KeptLayer, KeptStates, crop_to, is_croppable, layers_of, num_entries, own_states
-from .own_caches import as_argument, as_cache
-from .verification_cache import VerificationCache
+from .tree_cache import CONVERTIBLE_LAYERS
 
 
-class ChainCache(VerificationCache):
+STATE_LAYERS = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+# Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is
+# imported.
+COMPRESSED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
+BLOCK_INDEX_KIND = "minimax_m3_sparse"
+# What layers index their keys by, with the dimension of the tokens.
+_INDICES = {"idx_keys": 2, "indexer_keys": 1, "indexer_position_ids": -1}
+
+
+class BareStates:
+    """Stands for a cache where a target takes and returns a list of tensors (RWKV), which it writes in place."""
+
+    def __init__(self, tensors: list[Any]):
+        self.tensors = tensors
+
+
+class ChainCache:
     """
-    The caller's cache, as the target's own causal passes write it. All rows advance by the same number of tokens.
+    The caller's cache, as the target's own causal passes write it, with `length` entries of each of `batch_size` rows.
+    All rows advance by the same number of tokens.
 
-    Layers of keys and values alone are cropped to what was accepted. Where a layer holds a state, what the cache held
-    before the pass is put back after a rejection, and the accepted tokens are pending: they run again in front of the
-    next pass's nodes.
-
-    Args:
-        cache (`DynamicCache`, or what else the target keeps): Holds the prompt.
-        length: Entries of each row.
-        batch_size: Number of rows, `B`.
+    Keys and values are cropped to the accepted tokens. Where a layer holds a state, a rejection restores what the
+    cache held before the pass. The accepted tokens are then pending: the next pass runs them again before its nodes.
     """
 
     def __init__(self, cache: Any, length: int, batch_size: int):
-        self._cache = cache = as_cache(cache)
+        self._cache = cache = BareStates(cache) if isinstance(cache, list) else cache
         self._length = length
         self._batch_size = batch_size
-        if own_states(cache):
+        has_own_states = any(True for _ in tensors_in(vars(cache)))  # MiniMax keeps its beside the layers
+        if has_own_states:
             _mark_unused_layers(cache)
-        self._is_croppable = not own_states(cache) and all(is_croppable(layer) for layer in layers_of(cache))
-        self._kept: list[KeptLayer | KeptStates] | None = None
+        self._is_croppable = not has_own_states and all(map(is_croppable, _layers_of(cache)))
+        self._snapshots: list[StateSnapshot] = []
         self._starts: list[int] = []  # entries of each layer before the newest pass
         self._pending: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None  # of the newest pass, until it is settled
         self._num_accepted = 0  # of these
-        # Those that record the past until they are cropped after a pass; others do so because the caller asked.
+        # Sliding layers that keep their past until they are cropped after a pass. Others do so for the caller.
         self._recording: list[DynamicSlidingWindowLayer] = []
-        if self._is_croppable:
-            self._record_past()
+        for layer in _layers_of(cache) if self._is_croppable else []:
+            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
+                layer.record_past = True
+                self._recording.append(layer)
 
     @property
     def lengths(self) -> list[int]:
+        """Committed entries of each row."""
         return [self._length] * self._batch_size
 
     @property
     def argument(self) -> Any:
-        """The caller's cache. It holds neither pending tokens nor, until the next pass, only accepted ones."""
-        return as_argument(self._cache)
+        """The target's cache argument. It lacks pending tokens; rejected ones are removed before the next pass."""
+        return self._cache.tensors if isinstance(self._cache, BareStates) else self._cache
 
     @property
     def num_pending(self) -> int:
@@ -58,73 +84,186 @@ class ChainCache(VerificationCache):
         self._settle()
         return 0 if self._pending is None else self._pending.shape[1]
 
-    def starts(self, device: torch.device) -> int:
-        return self._length
-
-    def attention_mask(
-        self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
-    ) -> None:
-        """Returns `None`: a chain is seen by the target's own causal mask."""
-
     def begin_pass(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Prepares a pass over `nodes` `(B, n)`. Returns what it has to run: pending tokens, then the nodes."""
+        """Prepares a pass over `nodes` `(B, n)`. Returns the tokens to run: pending ones, then the nodes."""
         self._settle()
-        if not self._is_croppable and self._kept is None:
-            self._kept = [*map(KeptLayer, layers_of(self._cache)), KeptStates(self._cache)]
-        self._starts = [num_entries(layer) for layer in layers_of(self._cache)]
+        if not self._is_croppable and not self._snapshots:
+            self._snapshots = [StateSnapshot(owner) for owner in (*_layers_of(self._cache), self._cache)]
+        self._starts = [num_entries(layer) for layer in _layers_of(self._cache)]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
         self._tokens = nodes if self._pending is None else torch.cat((self._pending, nodes), dim=1)
         return self._tokens
 
-    def commit(self, path: AcceptedPath) -> None:
+    def keep_path(self, path: AcceptedPath) -> None:
         """Keeps as many nodes of the newest pass, from the root on, as the longest of the accepted lengths."""
         self._num_accepted += max(path.accepted_lengths)
         self._length += max(path.accepted_lengths)
 
     def truncate(self, num_removed: Sequence[int]) -> None:
-        """Gives up the newest `max(num_removed)` entries, which must be of the newest pass."""
+        """Removes the newest `max(num_removed)` entries, which must be of the newest pass."""
         if max(num_removed) > self._num_accepted:
-            raise ValueError(f"The newest pass left {self._num_accepted} tokens, and {max(num_removed)} were to go.")
+            raise ValueError(f"Cannot remove {max(num_removed)} tokens: the newest pass left {self._num_accepted}.")
         self._num_accepted -= max(num_removed)
         self._length -= max(num_removed)
 
-    def restore(self, caller_cache: Any) -> None:
-        """Leaves in the caller's cache what was committed and is not pending. The end of this cache."""
+    def restore(self, cache: Any) -> None:
+        """Leaves the committed entries that are not pending in the caller's cache. Ends the use of this one."""
         self._settle()
-        self._kept = self._pending = None
+        self._snapshots, self._pending = [], None
         for layer in self._recording:
             layer.record_past = False
 
     def _settle(self) -> None:
-        """Makes the cache hold what was accepted of the newest pass, or what it held before and the rest pending."""
+        """Removes what the newest pass left and was not accepted."""
         if self._tokens is None:
             return
         tokens, self._tokens = self._tokens, None
         if self._is_croppable:
-            for layer, start in zip(layers_of(self._cache), self._starts, strict=True):
+            for layer, start in zip(_layers_of(self._cache), self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
                     crop_to(layer, start + self._num_accepted, keeps_past=layer not in self._recording)
-            return
-        if self._num_accepted == tokens.shape[1]:
-            self._kept = self._pending = None
-            return
-        for kept in self._kept or []:
-            kept.put_back()
-        self._pending = tokens[:, : self._num_accepted] if self._num_accepted else None
-
-    def _record_past(self) -> None:
-        """Makes sliding layers keep what lies before their windows until they are cropped."""
-        for layer in layers_of(self._cache):
-            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
-                layer.record_past = True
-                self._recording.append(layer)
+        elif self._num_accepted == tokens.shape[1]:
+            self._snapshots, self._pending = [], None
+        else:
+            for snapshot in self._snapshots:
+                snapshot.restore()
+            self._pending = tokens[:, : self._num_accepted] if self._num_accepted else None
 
 
-def _mark_unused_layers(cache: Cache) -> None:
+class StateSnapshot:
     """
-    Makes layers that hold nothing after a prompt, as their states lie beside them, ones that count no tokens. Masks
-    are made as long as the first layer that counts them says, and that would be 0.
+    The state of a layer of a cache, or of the cache itself beside its layers. What only grows is not copied. What is
+    never written in place (keys and values of a sliding window, compressed entries) is referenced. `held` has the
+    attributes to restore by name.
     """
-    for place, layer in enumerate(layers_of(cache)):
+
+    def __init__(self, owner: Any):
+        self.owner = owner
+        self._num_entries = num_entries(owner)
+        is_sliding = isinstance(owner, DynamicSlidingWindowLayer)
+        self._is_cropped = is_croppable(owner) and not is_sliding
+        self._grows = isinstance(owner, DynamicLayer) and not is_sliding
+        self._is_replaced = is_compressed(owner)
+        self.held = {
+            name: self._hold(name, value)
+            for name, value in vars(owner).items()
+            if not (self._is_cropped or name == "layers" or (self._grows and name in ("keys", "values")))
+        }
+
+    def _hold(self, name: str, value: Any) -> Any:
+        if self._is_replaced:
+            return dict(value) if isinstance(value, dict) else value
+        return value if self._is_referenced(name) else _copy(value)
+
+    def _is_referenced(self, name: str) -> bool:
+        return self._is_replaced or (isinstance(self.owner, DynamicLayer) and name in ("keys", "values"))
+
+    def restore(self) -> None:
+        """Restores the state. It can be called again after later passes."""
+        now = vars(self.owner)
+        for name, value in self.held.items():
+            now[name] = self._hold(name, value) if self._is_referenced(name) else _copied_into(now[name], value)
+        if self._is_cropped:
+            crop_to(self.owner, self._num_entries)
+        elif self._grows and self.owner.keys is not None:
+            self.owner.keys = self.owner.keys[..., : self._num_entries, :]
+            self.owner.values = self.owner.values[..., : self._num_entries, :]
+
+
+def can_roll_back(layer: Any) -> bool:
+    """
+    Whether drafts can be removed from a layer. Other classes and subclasses may hold more, and a trial of a few tokens
+    does not reach the end of a window.
+    """
+    return is_croppable(layer) or type(layer) in STATE_LAYERS or is_compressed(layer)
+
+
+def is_croppable(layer: Any) -> bool:
+    """Whether a layer can be cropped to fewer tokens."""
+    kinds = (*CONVERTIBLE_LAYERS, DynamicIndexedLayer, DYNAMIC_LAYER_TYPE_MAPPING.get(BLOCK_INDEX_KIND))
+    return type(layer) in kinds
+
+
+def is_compressed(layer: Any) -> bool:
+    """Whether a layer compresses what is behind its window. All that it holds is replaced, never written in place."""
+    return type(layer) in [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in COMPRESSED_KINDS]
+
+
+def num_entries(layer: Any) -> int:
+    """Returns how many tokens a layer has read; 0 where it does not count them."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return layer.cumulative_length
+    keys = getattr(layer, "keys", None)
+    return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+
+
+def crop_to(layer: Any, num_tokens: int, keeps_past: bool = False) -> None:
+    """
+    Makes a croppable layer hold its first `num_tokens` tokens, also where an interrupted pass has added tokens to the
+    keys and not to their index. With `keeps_past` a sliding layer keeps its tokens before the window.
+    """
+    num_removed = max(num_entries(layer) - num_tokens, 0)
+    if not isinstance(layer, DynamicSlidingWindowLayer):
+        if isinstance(layer, DynamicLayer):
+            DynamicLayer.crop(layer, -num_removed)
+        for name, dim in _INDICES.items():
+            if (index := getattr(layer, name, None)) is not None and index.numel():
+                setattr(layer, name, index.narrow(dim, 0, min(num_tokens, index.shape[dim])))
+    elif keeps_past:
+        num_kept = layer.keys.shape[-2] - num_removed
+        layer.keys, layer.values = layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept]
+        layer.cumulative_length -= num_removed
+    else:
+        layer.crop(-num_removed)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def held_tensors(cache: Any) -> list[torch.Tensor]:
+    """Returns all tensors that a target's cache holds, in its layers and beside them."""
+    return [
+        tensor for owner in (cache, *_layers_of(cache)) for tensor in tensors_in(getattr(owner, "__dict__", owner))
+    ]
+
+
+def _layers_of(cache: Any) -> list[Any]:
+    layers: list[Any] = getattr(cache, "layers", [])  # one that holds states alone may have none
+    return layers
+
+
+def _mark_unused_layers(cache: Any) -> None:
+    """
+    Replaces layers that are empty after the prefill, as their states are beside them, by layers that count no tokens.
+    The first layer that counts them determines the length of masks, and that would be 0.
+    """
+    for index, layer in enumerate(_layers_of(cache)):
         if type(layer) is DynamicLayer and num_entries(layer) == 0:
-            cache.layers[place] = LinearAttentionLayer()
+            cache.layers[index] = LinearAttentionLayer()
+
+
+def _copy(value: Any) -> Any:
+    """Returns a copy of a tensor, or of a container with copies of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return type(value)((name, _copy(item)) for name, item in value.items())
+    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
+
+
+def _copied_into(now: Any, value: Any) -> Any:
+    """Returns a copy of `value`, in the memory of `now` where the shapes agree: compiled functions may know it."""
+    if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+        fits = (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
+        return now.copy_(value) if fits else value.clone()
+    if isinstance(value, dict) and isinstance(now, dict):
+        return type(value)((name, _copied_into(now.get(name), item)) for name, item in value.items())
+    if type(value) in (list, tuple) and type(now) is type(value) and len(now) == len(value):
+        return type(value)(map(_copied_into, now, value))
+    return _copy(value)

@@ -1,4 +1,4 @@
-"""Cycles of fixed shapes, whose stages are compiled once: what `cache_implementation="static"` asks for."""
+"""Cycles of fixed shapes, whose stages are compiled once: the meaning of `cache_implementation="static"` here."""
 
 import functools
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from transformers.cache_utils import StaticCache
 from ..internals import CACHE_NAME, would_compile
 
 
-# Caches grow by at least so many slots, and by a quarter, so that texts of a little more or less run what is compiled.
+# Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.
 CAPACITY_STEP = 64
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 StageCompiler = Callable[[Function], Function]
 
 
-def run_as_it_is(function: Function) -> Function:
+def no_compile(function: Function) -> Function:
     """The [`StageCompiler`] that compiles nothing."""
     return function
 
@@ -28,7 +28,7 @@ def run_as_it_is(function: Function) -> Function:
 @dataclass(frozen=True)
 class CycleShapes:
     """
-    What the stages of a cycle run in.
+    The shapes that the stages of a cycle run in.
 
     Attributes:
         capacity: Least slots of the target's cache where all cycles have the same shapes. `None`: shapes follow the
@@ -37,7 +37,7 @@ class CycleShapes:
     """
 
     capacity: int | None = None
-    compiler: StageCompiler = run_as_it_is
+    compiler: StageCompiler = no_compile
 
     @property
     def are_fixed(self) -> bool:
@@ -47,14 +47,14 @@ class CycleShapes:
     @property
     def are_compiled(self) -> bool:
         """Whether stages are compiled."""
-        return self.compiler is not run_as_it_is
+        return self.compiler is not no_compile
 
     def stage(self, function: Function, num_nodes: int) -> Function:
-        """Compiles a stage for passes over `num_nodes` nodes, apart from those over others."""
-        return self.compiler(_of_its_own(function, num_nodes)) if self.are_compiled else function
+        """Compiles a stage for passes over `num_nodes` nodes, apart from other numbers of nodes."""
+        return self.compiler(_specialized_copy(function, num_nodes)) if self.are_compiled else function
 
     def slots_for(self, num_slots: int) -> int:
-        """Returns the slots of a cache of fixed shapes that is to hold `num_slots`."""
+        """Returns the capacity of a cache of fixed shapes that is to hold `num_slots`."""
         if self.capacity is None or self.capacity >= num_slots:
             return self.capacity or num_slots
         # Powers of two and three steps between them.
@@ -66,25 +66,18 @@ def cycle_shapes(
     target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], num_nodes: int
 ) -> CycleShapes:
     """
-    Returns the shapes for a generation: fixed ones with a static cache, and with a compiler wherever plain
-    `generate()` would compile the target.
-
-    Args:
-        target: The target.
-        generation_config: As prepared by `generate()`.
-        model_kwargs: As prepared by `generate()`, with the cache.
-        num_nodes: Of a tree, root included.
+    Returns the shapes for trees of `num_nodes`, root included: fixed ones with a static cache, and with a compiler
+    wherever plain `generate()` would compile the target.
     """
     if generation_config.cache_implementation != "static":
         return CycleShapes()
     cache: StaticCache = model_kwargs[CACHE_NAME]
     # `generate()` makes it as long as the longest text so far, so that shapes seldom change.
-    longest = getattr(cache, "get_max_length", None) or cache.get_max_cache_shape
-    capacity = CycleShapes(0).slots_for(longest() + num_nodes)
+    capacity = CycleShapes(0).slots_for(cache.get_max_length() + num_nodes)
     if not would_compile(target, model_kwargs, generation_config):
         return CycleShapes(capacity)
     config = generation_config.compile_config or CompileConfig()
-    # `to_dict` copies a backend that is given as an object, and what is compiled for one is not compiled for another.
+    # `to_dict` copies a backend that is an object, and `torch.compile` caches by the object.
     options = {field.name: getattr(config, field.name) for field in fields(config)}
     if options.get("dynamic") is None:
         # Otherwise a second length of text would recompile every stage for all lengths, and make all of them slower.
@@ -93,10 +86,10 @@ def cycle_shapes(
 
 
 @functools.cache
-def _of_its_own(function: Function, num_nodes: int) -> Function:
+def _specialized_copy(function: Function, num_nodes: int) -> Function:
     """
-    Returns a copy of a function, with a code object for each number of nodes: PyTorch counts by these how often it has
-    compiled, and gives up after a few times.
+    Returns a copy of a function with a code object for each number of nodes: PyTorch counts recompilations by code
+    object, and gives up after a few.
     """
     plain: Any = function
     code = plain.__code__.replace(co_name=f"{plain.__name__}_of_{num_nodes}")
@@ -113,6 +106,6 @@ class _Options(dict):
 
 @functools.cache
 def _compiled(function: Function, options: _Options) -> Function:
-    # One and the same object for all generations: what it compiled stays with it.
+    # The same object for all generations, as it holds what it compiled.
     compiled: Any = torch.compile(function, **options)
     return compiled

@@ -1,4 +1,4 @@
-"""Which of the target's hidden states the drafter reads, and which its predictions are compared with."""
+"""The target's hidden states that the drafter reads, and those that its predictions are compared with."""
 
 import functools
 import threading
@@ -14,20 +14,20 @@ from transformers import PreTrainedModel
 from .prediction_head import projected_states
 
 
-# The last states `(B, n, H)` of a pass, and for each layer that was listened to its number and its states.
+# The last states `(B, n, H)` of a pass, and the number and states of each hooked layer.
 CapturedPass = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]
 
 
 @dataclass(frozen=True)
 class TargetStates:
     """
-    What the target tells of each token it read. For most drafters both are one tensor.
+    Target hidden states. For most drafters both are one tensor.
 
     Attributes:
         drafter_input (`(B, T, H_in)`): What the drafter reads: the last states, or those of its `target_layer_ids`
             side by side.
-        last (`(B, T, H)`): What the output projection reads, mostly behind the final norm, and what predictions are
-            compared with.
+        last (`(B, T, H)`): What the output projection reads, mostly after the final norm. The drafter's predictions
+            are compared with these.
     """
 
     drafter_input: torch.Tensor
@@ -40,22 +40,23 @@ class TargetStates:
 
     def newest(self, num_tokens: int) -> "TargetStates":
         """Returns the states of the last `num_tokens` tokens."""
-        last = self.last[:, self.last.shape[1] - num_tokens :]
-        is_one = self.drafter_input is self.last
-        return TargetStates(last if is_one else self.drafter_input[:, self.last.shape[1] - num_tokens :], last)
+        start = self.last.shape[1] - num_tokens
+        return self._map(lambda states: states[:, start:])
 
     def to(self, device: torch.device) -> "TargetStates":
         """Returns the states on `device`."""
-        last = self.last.to(device)
-        is_one = self.drafter_input is self.last
-        return TargetStates(last if is_one else self.drafter_input.to(device), last)
+        return self._map(lambda states: states.to(device))
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TargetStates":
+        last = function(self.last)
+        return TargetStates(last if self.drafter_input is self.last else function(self.drafter_input), last)
 
 
 def find_decoder(target: PreTrainedModel) -> nn.Module:
     """
-    Returns the module that ends with the final norm. `get_decoder` returns the whole target where its class names
-    another module than it has (Llama 4 without images), and the output head where that is called so (ModernBERT's
-    decoder); then its only submodel is the one.
+    Returns the module that ends with the final norm. `get_decoder` returns the target itself where its class names a
+    module that it lacks (Llama 4 without images), and the output head where that is called "decoder" (ModernBERT);
+    then it is the target's only submodel.
     """
     decoder = target.get_decoder()
     submodels = [module for module in target.children() if isinstance(module, PreTrainedModel)]
@@ -65,10 +66,11 @@ def find_decoder(target: PreTrainedModel) -> nn.Module:
 
 def find_layers(target: PreTrainedModel, layer_ids: Sequence[int]) -> dict[int, nn.Module]:
     """
-    Returns these layers of a target's decoder, but for its last one, whose state the drafter reads after the norm.
+    Returns these layers of a target's decoder by number. The last layer is left out: the drafter reads its state after
+    the final norm.
 
     Raises:
-        ValueError: The target has not so many layers, or none that can be found.
+        ValueError: The target lacks these layers, or they cannot be found.
     """
     name, num_layers = type(target).__name__, target.config.get_text_config(decoder=True).num_hidden_layers
     if max(layer_ids) >= num_layers:
@@ -88,12 +90,8 @@ def find_layers(target: PreTrainedModel, layer_ids: Sequence[int]) -> dict[int, 
 
 class FeatureReader:
     """
-    Reads the states of a target: of texts that it runs through the decoder, or of passes that somebody else makes.
-
-    Args:
-        target: The target.
-        layer_ids: The `target_layer_ids` of a drafter that reads several layers. Only these are listened to: no other
-            layer's states are kept.
+    Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Of the
+    layers, only `layer_ids`, a drafter's `target_layer_ids`, get hooks.
 
     Raises:
         ValueError: The target does not have these layers.
@@ -106,11 +104,7 @@ class FeatureReader:
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
         """
-        Runs the decoder, without its output projection and without a cache.
-
-        Args:
-            input_ids (`(B, T)`): The texts.
-            **kwargs: Further arguments of the decoder.
+        Runs the decoder on `input_ids` `(B, T)` and further arguments, without output projection and cache.
         """
         if self.layer_ids is None:
             return TargetStates.from_last(projected_states(self.target, self._run(input_ids, **kwargs)))
@@ -124,7 +118,7 @@ class FeatureReader:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it the states of passes are kept between `begin_capture` and `end_capture`."""
+        """Returns a context in which passes between `begin_capture` and `end_capture` are recorded."""
         with ExitStack() as hooks:
             for number, layer in self._layers.items():
                 hooks.callback(layer.register_forward_hook(_layer_keeper(number)).remove)
@@ -136,11 +130,11 @@ class FeatureReader:
 
     def collect(self, captured: Sequence[CapturedPass]) -> TargetStates:
         """
-        Returns the states of the tokens of one or several passes in a row (a prompt that is read in chunks).
+        Returns the states of one or several consecutive passes (a prompt that is read in chunks).
 
         Raises:
             RuntimeError: The passes did not go through the decoder as a module.
-            ValueError: A layer's states are no vectors of the size of the last ones.
+            ValueError: A layer's states have another shape than the last ones.
         """
         if not captured:
             raise RuntimeError(
@@ -158,7 +152,7 @@ class FeatureReader:
             if states.shape != last.shape:
                 raise ValueError(
                     f"Layer {number} of {type(self.target).__name__} returns states of shape {tuple(states.shape)}, "
-                    f"and its last states are {tuple(last.shape)}: they cannot be fused. Use a drafter without "
+                    f"which cannot be fused with its last states {tuple(last.shape)}. Use a drafter without "
                     f"`target_layer_ids`."
                 )
             fused.append(states)
@@ -174,19 +168,19 @@ _passes = threading.local()
 
 
 def begin_capture() -> None:
-    """From here on the states of this thread's passes are kept, where a [`FeatureReader`] listens."""
+    """Starts recording the states of this thread's passes, where a [`FeatureReader`] has set hooks."""
     _passes.states, _passes.layers = (), ()
 
 
 def end_capture() -> tuple[CapturedPass, ...]:
-    """Returns what was kept of each pass, and keeps no more."""
+    """Stops recording; returns the states of each pass."""
     states: tuple[CapturedPass, ...] = _passes.states
     _passes.states = None
     return states
 
 
 def keep_states(module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook for a decoder. Where several generations have registered it, it still keeps a pass once."""
+    """A forward hook for a decoder. It records a pass once, however many generations have registered it."""
     states = getattr(_passes, "states", None)
     if states is not None and not any(known is output[0] for known, _ in states):
         _passes.states = (*states, (output[0], _passes.layers))
@@ -195,7 +189,7 @@ def keep_states(module: nn.Module, args: Any, output: Any) -> None:
 
 @functools.cache
 def _layer_keeper(number: int) -> Callable[[nn.Module, Any, Any], None]:
-    """A forward hook for the layer of this number: always the same, as compiled functions are told of it."""
+    """Returns the forward hook for the layer of this number: one object, as compiled functions guard on it."""
 
     def keep_layer(module: nn.Module, args: Any, output: Any) -> None:
         if getattr(_passes, "states", None) is not None and all(known != number for known, _ in _passes.layers):

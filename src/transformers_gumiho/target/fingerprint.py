@@ -1,4 +1,4 @@
-"""Telling whether a model is the one that something was made with."""
+"""Recognizing the model that something was made with."""
 
 import hashlib
 import json
@@ -9,17 +9,15 @@ from transformers import PreTrainedModel
 
 # Values of each weight that go into a fingerprint, evenly spaced.
 _SAMPLES = 64
-# Fields of a config that say nothing about what the model computes.
+# Fields of a config that do not change what the model computes.
 _VOLATILE = ("transformers_version", "use_cache")
 
 
 @torch.no_grad()
 def model_fingerprint(model: PreTrainedModel) -> str:
     """
-    Returns a fingerprint of a model's architecture and weights.
-
-    Of each parameter it reads some dozens of values: training changes them all, and reading all takes minutes. Of
-    offloaded ones it reads none.
+    Returns a fingerprint of a model's architecture and weights. It reads some dozens of values of each parameter:
+    training changes them all, and reading all takes minutes. Offloaded parameters count by name and shape alone.
     """
     config = {name: value for name, value in model.config.to_diff_dict().items() if name not in _VOLATILE}
     adapters = getattr(model, "active_adapters", None) if hasattr(model, "peft_config") else None

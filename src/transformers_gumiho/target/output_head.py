@@ -1,4 +1,4 @@
-"""The target's output head: what turns hidden states, and the drafter's features, into logits."""
+"""The target's output head, which turns hidden states and the drafter's features into logits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,43 +11,32 @@ from ..internals import runs_as_defined
 from .static_memory import StaticMemory
 
 
-def output_head(target: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+def output_head(
+    target: PreTrainedModel, token_ids: torch.Tensor | None = None, memory: StaticMemory | None = None
+) -> LogitsFunction:
     """
     Returns the function from the target's states `(..., H)`, as a [`FeatureReader`] returns them, to its logits
-    `(..., V)`: its output projection, and the scaling and capping that some decoders apply.
+    `(..., V)`: its output projection, and the scaling and capping that some decoders apply. With `token_ids` `(K,)` it
+    computes the logits `(..., K)` of these tokens alone; see [`cut_head`].
     """
     head = target.get_output_embeddings()
+    if token_ids is not None:
+        return cut_head(head, target.config, token_ids, memory)
     return scaled_head(_by_rows(head) if _is_plain_linear(head) else head, target.config)
-
-
-def drafting_head(
-    target: PreTrainedModel, token_ids: torch.Tensor, memory: StaticMemory | None = None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """
-    Returns the function from features `(..., H)` to the target's logits of some tokens, `(..., K)`: see [`cut_head`].
-
-    Args:
-        target: The target.
-        token_ids (`(K,)`): The tokens.
-        memory: Where the cut head is to lie, if a captured graph is to find it.
-    """
-    return cut_head(target.get_output_embeddings(), target.config, token_ids, memory)
 
 
 def cut_head(
     head: Any, target_config: PreTrainedConfig, token_ids: torch.Tensor, memory: StaticMemory | None = None
-) -> Callable[[torch.Tensor], torch.Tensor]:
+) -> LogitsFunction:
     """
     Returns the function from features `(..., H)` to the logits of some tokens, `(..., K)`.
 
-    A head that is just a matrix is cut to the rows of these tokens: a copy, of the weights as they are now. Of any
-    other (quantised, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
-
-    Args:
-        head: The target's output head.
-        target_config: The target's.
-        token_ids (`(K,)`): The tokens.
-        memory: As in [`drafting_head`].
+    A plain linear head is cut to the rows of these tokens: a copy of the weights as they are now. Of any other head
+    (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing. `memory` allocates the
+    cut head, where a captured graph reads it.
     """
     if not _is_plain_linear(head):
         return scaled_head(lambda features: _select_last(head(features), token_ids), target_config)
@@ -65,28 +54,18 @@ def head_for_drafting(
     device: torch.device,
     dtype: torch.dtype,
     memory: StaticMemory | None = None,
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor | None]:
+) -> tuple[LogitsFunction, torch.Tensor | None]:
     """
     Returns the function from a drafter's features `(..., H)`, on any device, to the target's logits of the tokens that
-    may be drafted, and the ids of these, `(K,)`; `None` where they are all.
-
-    Args:
-        target: The target.
-        draft_vocabulary: The tokens that may be drafted, by default all.
-        device: That of the states that the target's output head reads.
-        dtype: Theirs.
-        memory: As in [`drafting_head`].
+    may be drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states of
+    this device and dtype.
     """
-    head, token_ids = output_head(target), None
-    if draft_vocabulary is not None:
-        token_ids = torch.tensor(draft_vocabulary, device=device)
-        head = drafting_head(target, token_ids, memory)
+    token_ids = None if draft_vocabulary is None else torch.tensor(draft_vocabulary, device=device)
+    head = output_head(target, token_ids, memory)
     return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
 
 
-def scaled_head(
-    head: Callable[[torch.Tensor], torch.Tensor], target_config: PreTrainedConfig
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def scaled_head(head: LogitsFunction, target_config: PreTrainedConfig) -> LogitsFunction:
     """Returns `head` followed by the scaling and capping of logits that the target's config asks for."""
     config = target_config.get_text_config(decoder=True)
     scale = getattr(config, "logit_scale", None) or 1
@@ -103,10 +82,10 @@ def scaled_head(
     return logits_of
 
 
-def _by_rows(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _by_rows(head: LogitsFunction) -> LogitsFunction:
     """
-    Returns `head`, run on features that are flattened to rows `(n, H)`. Those of the parallel heads lie in memory in
-    another order than their dimensions; PyTorch multiplies such tensors batch by batch, and copies them for it.
+    Returns `head`, run on features that are flattened to rows `(n, H)`. The parallel heads' features are strided;
+    PyTorch would multiply them batch by batch, and copy them for it.
     """
 
     def logits_of(features: torch.Tensor) -> torch.Tensor:
@@ -117,7 +96,7 @@ def _by_rows(head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Te
 
 
 def _is_plain_linear(head: nn.Module) -> bool:
-    """Whether running the head means multiplying with its weight, adding its bias, and nothing else."""
+    """Whether the head multiplies with its weight, adds its bias, and does nothing else."""
     return (
         type(head) is nn.Linear
         and type(head.weight) is nn.Parameter

@@ -9,22 +9,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..internals import attention_implementation, cache_argument
 from ..tree.draft_tree import DraftTree
 from ..tree.verification import AcceptedPath
+from .attention import groups_in_place, tree_attention
 from .cycle_shapes import CycleShapes
 from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
-from .grouped_attention import groups_in_place
-from .requirements import attention_types
 from .static_memory import StaticMemory
-from .unmasked_attention import tree_attention
-from .verification_cache import VerificationCache
+from .traits import TargetTraits
+from .tree_cache import TreeCache
 
 
 @dataclass(frozen=True)
 class TargetOutput:
     """
-    What the target computed for `n` nodes.
+    The output of a pass over `n` nodes.
 
     Attributes:
         logits (`(B, n, V)`): For the prompt, of its last token only (`n = 1`).
@@ -45,11 +43,11 @@ class TargetPrompt:
     What later passes need to know of the prompt.
 
     Attributes:
-        length: Entries that it has in the cache.
-        mask (`(B, length)`, *optional*): False where it is padding. `None` where nothing is.
+        length: Its entries in the cache.
+        mask (`(B, length)`, *optional*): False at padding. `None` without any.
         next_position (`(..., B, 1)`): The position behind it. Multimodal decoders have several positions per token,
             with the batch in the second dimension.
-        cache: The caller's, which its entries came from.
+        cache: The caller's.
         num_reserved: Slots that follow it in the cache of fixed shapes, and in a growing one at first.
     """
 
@@ -60,86 +58,75 @@ class TargetPrompt:
     num_reserved: int
 
 
+@dataclass(eq=False)
 class TargetSession:
     """
-    A target that has read its prompt. A context manager: after it the target is without the hook that it needs, and
-    the caller's cache holds what was committed, whatever happens. Made by [`read_prompt`].
+    A target after the prefill, as a context manager; [`read_prompt`] makes it. At its end, also after an error, its
+    hooks are removed, and the caller's cache holds what was committed.
 
-    Args:
-        model: The target.
+    Attributes:
         model_kwargs: As prepared by `generate()`.
         reader: Of the target's states.
         cache: Holds the prompt.
-        prompt: The prompt.
         max_new_tokens: The most tokens that may follow it.
-        dtype: Of the target's states. (A quantised target computes in another dtype than it stores.)
-        shapes: What the passes run in.
-        memory: Where tensors are to lie that captured graphs read; where nothing is compiled, `None`.
+        dtype: Of the target's states. (A quantized target computes in another dtype than it stores.)
+        shapes: The shapes of its passes.
+        memory: Allocates the tensors that captured graphs read; `None` where nothing is compiled.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        model_kwargs: dict[str, Any],
-        reader: FeatureReader,
-        cache: VerificationCache,
-        prompt: TargetPrompt,
-        max_new_tokens: int,
-        dtype: torch.dtype,
-        shapes: CycleShapes,
-        memory: StaticMemory | None = None,
-    ):
-        self.model = model
-        self.memory = memory
-        self.cache = cache
-        self.prompt = prompt
-        self.shapes = shapes
-        self.device = prompt.next_position.device
-        self._model_kwargs = model_kwargs
-        self._reader = reader
-        self._dtype = dtype
-        self._cache_argument = cache_argument(model)  # not in every pass: it reads signatures
+    model: PreTrainedModel
+    traits: TargetTraits
+    model_kwargs: dict[str, Any]
+    reader: FeatureReader
+    cache: Any
+    prompt: TargetPrompt
+    max_new_tokens: int
+    dtype: torch.dtype
+    shapes: CycleShapes
+    memory: StaticMemory | None
+
+    def __post_init__(self) -> None:
+        self.device = self.prompt.next_position.device
         self._listening = ExitStack()
-        self._has_ended = [False] * len(cache.lengths)
-        # Plain decoding runs no token at a later position, and a target with a table of positions (one without a
-        # rotary embedding) may have none for it.
-        self._last_offset = max_new_tokens - 2
-        config = model.config.get_text_config(decoder=True)
+        self._has_ended = [False] * len(self.cache.lengths)
+        # Plain decoding runs no later token, and a table of positions (without a rotary embedding) may end there.
+        self._last_offset = self.max_new_tokens - 2
+        config = self.traits.config
         has_table = not getattr(config, "rope_parameters", None)
         self._num_positions: int | None = getattr(config, "max_position_embeddings", None) if has_table else None
-        # Attention takes less time without a mask, where the implementation is known to do without one.
-        self._omits_masks = attention_implementation(config) == "sdpa"
-        self._windows = {
-            kind: config.sliding_window if kind == "sliding_attention" else None for kind in attention_types(model)
-        }
 
     def __enter__(self) -> "TargetSession":
-        self._listening.enter_context(self._reader.listening())
+        self._listening.enter_context(self.reader.listening())
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._listening.close()
         if exception[0] is not None:
-            # What every row has committed is all that the caller can tell from padding.
+            # The caller can distinguish from padding only what every row has committed.
             lengths = self.cache.lengths
             self.cache.truncate([length - min(lengths) for length in lengths])
         self.cache.restore(self.prompt.cache)
         if self.memory is not None:
             self.memory.give_back(self.model)
 
-    def run_tree(self, tree: DraftTree) -> TargetOutput:
-        """Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors."""
+    def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
+        """
+        Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors. `has_ended`
+        are the rows that take no more tokens.
+        """
         if self.shapes.are_compiled:
-            # What captured graphs returned in the cycle before may be overwritten from here on.
+            # From here on, captured graphs may overwrite what they returned in the last cycle.
             torch.compiler.cudagraph_mark_step_begin()
         tree = tree.to(self.device)
         position_ids = self._position_ids(tree)
         tree_masks = self.shapes.stage(_tree_masks, tree.tokens.shape[1])
-        masks = tree_masks(tree, self.cache, self._dtype, self._windows, self._omits_masks)
+        # Attention is faster without a mask, where the implementation is known to do without one.
+        omits_masks = self.traits.attention == "sdpa"
+        masks = tree_masks(tree, self.cache, self.dtype, self.traits.windows, omits_masks)
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
-            **{self._cache_argument: self.cache.argument},
+            **{self.traits.cache_argument: self.cache},
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=position_ids,
         )
@@ -147,35 +134,31 @@ class TargetSession:
             outputs, captured = self._run_target(model_inputs, tree.tokens.shape[1])
         return TargetOutput(
             logits=outputs.logits,
-            states=self._reader.collect(captured),
+            states=self.reader.collect(captured),
             position_ids=text_positions(position_ids),
             hidden_states=outputs.hidden_states,
         )
 
     @cached_property
     def _tree_attention(self) -> Callable[[], AbstractContextManager[None]]:
-        return tree_attention(self.model)
+        return tree_attention(self.model, self.traits.attention)
 
-    def commit(self, path: AcceptedPath) -> None:
+    def keep(self, path: AcceptedPath) -> None:
         """
-        Keeps the accepted nodes of the newest pass in the cache. A row that takes no token has ended, and the root is
-        its last token: plain decoding has run it while other rows went on, so it stays, too.
+        Keeps the accepted nodes of the newest pass in the cache. In a row that has just ended the root is its last
+        token. It stays, as plain decoding runs it while other rows continue.
         """
         num_entries = [
             int(not has_ended) if length == 0 else length
             for length, has_ended in zip(path.accepted_lengths, self._has_ended, strict=True)
         ]
         self._has_ended = [length == 0 for length in path.accepted_lengths]
-        self.cache.commit(replace(path, accepted_lengths=num_entries))
+        self.cache.keep_path(replace(path, accepted_lengths=num_entries))
 
     def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
         """
-        Leaves in the cache what plain decoding does.
-
-        Args:
-            num_tokens: The new tokens of each row that plain decoding has run.
-            last_tokens (`(B,)`): The newest token of each row.
-            tree: The newest one, for its shape.
+        Leaves in the cache what plain decoding does: `num_tokens` new tokens of each row. `last_tokens` `(B,)` are the
+        newest tokens; `tree` is the newest one, for its shape.
         """
         num_missing = [
             self.prompt.length + number - length for number, length in zip(num_tokens, self.cache.lengths, strict=True)
@@ -184,11 +167,11 @@ class TargetSession:
             # Rows that ended in the newest pass, before others did: their last tokens take one pass more.
             self.run_tree(tree.with_root(last_tokens))
             roots = torch.zeros_like(last_tokens)[:, None].to(self.device)
-            self.cache.commit(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
+            self.cache.keep_path(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
         self.cache.truncate([max(-number, 0) for number in num_missing])
 
     def _run_target(self, model_inputs: dict[str, Any], num_tokens: int) -> tuple[Any, tuple[CapturedPass, ...]]:
-        """Returns what the target returns for so many tokens in each row, and the states that were captured."""
+        """Returns the output for `num_tokens` tokens in each row, and the states that were captured."""
         with groups_in_place():
             return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs)
 
@@ -202,15 +185,9 @@ class TargetSession:
         return position_ids if self._num_positions is None else position_ids.clamp_(max=self._num_positions - 1)
 
     def _node_kwargs(self, num_nodes: int) -> dict[str, Any]:
-        """Returns the arguments of the caller that go to every pass, extended to `num_nodes` nodes where needed."""
-        handled = (
-            self._cache_argument,
-            "attention_mask",
-            "position_ids",
-            "inputs_embeds",
-            "logits_to_keep",
-        )
-        kwargs = {name: value for name, value in self._model_kwargs.items() if name not in handled}
+        """Returns the caller's arguments of every pass, extended to `num_nodes` nodes where needed."""
+        handled = (self.traits.cache_argument, "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
+        kwargs = {name: value for name, value in self.model_kwargs.items() if name not in handled}
         if (token_type_ids := kwargs.get("token_type_ids")) is not None:
             kwargs["token_type_ids"] = token_type_ids[:, -1:].expand(-1, num_nodes)
         if (token_type_ids := kwargs.get("mm_token_type_ids")) is not None:
@@ -225,7 +202,7 @@ def _run_model(model: PreTrainedModel, model_inputs: dict[str, Any]) -> tuple[An
 
 
 def _tree_masks(
-    tree: DraftTree, cache: VerificationCache, dtype: torch.dtype, windows: dict[str, int | None], omits_masks: bool
+    tree: DraftTree, cache: TreeCache, dtype: torch.dtype, windows: dict[str, int | None], omits_masks: bool
 ) -> dict[str, torch.Tensor | None]:
     """Returns the mask of a tree for each kind of attention, `None` where it may be omitted and would hide nothing."""
     return {

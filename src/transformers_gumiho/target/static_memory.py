@@ -1,4 +1,4 @@
-"""Tensors that compiled generations use again: a captured graph reads and writes them where they lay before."""
+"""Tensors that compiled generations reuse, as a captured graph reads and writes them at fixed addresses."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -13,18 +13,14 @@ from ..internals import mark_static_address
 # Kinds of generations (by rows and capacity) whose tensors are kept for a target; the oldest go first.
 MAX_KEPT = 2
 
-# By the target's embedding: of a compiled target each generation runs another copy, which shares that.
+# By the target's embedding, which the copies of a compiled target share.
 _kept: WeakKeyDictionary[nn.Module, dict[tuple[int, int], "StaticMemory"]] = WeakKeyDictionary()
 
 
 class StaticMemory:
     """
-    The tensors of one generation at a time. Those of the next generation of its kind lie where these lay, if it asks
-    for tensors of the same shapes in the same order.
-
-    Args:
-        batch_size: Rows of the generation.
-        capacity: Slots of its cache.
+    The tensors of one generation at a time. The next generation with as many rows and slots gets the same ones, if it
+    asks for the same shapes in the same order.
     """
 
     def __init__(self, batch_size: int, capacity: int):
@@ -56,7 +52,7 @@ class StaticMemory:
         return self.zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
     def give_back(self, target: PreTrainedModel) -> None:
-        """Leaves the tensors to the target's next generation of this kind."""
+        """Hands the tensors to the target's next generation of this kind."""
         del self._tensors[self._num_used :]
         self._num_used = 0
         kept = _kept.setdefault(target.get_input_embeddings(), {})

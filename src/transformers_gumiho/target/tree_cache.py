@@ -1,198 +1,374 @@
 """A key-value cache for draft trees: rows advance by different lengths, and accepted entries are kept in place."""
 
-import weakref
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch.nn.functional import pad
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..internals import mark_static_address
+from ..tree.attention_masks import block_attention_mask, slot_attention_mask
 from ..tree.verification import AcceptedPath
-from .cache_buffers import CacheBuffers
-from .cache_moving import move_from, move_to
-from .cache_slots import CacheSlots, FixedSlots, GrowingSlots
+from ..uploads import upload
 from .static_memory import StaticMemory
-from .verification_cache import VerificationCache
 
 
-class TreeCacheLayer(CacheLayerMixin):
+# Slots added to outgrown buffers, or a quarter of those in use where that is more.
+GROWTH = 512
+# A copy of the cache needs this share of it twice at a time, or this many bytes where that is more.
+MOVED_SHARE = 1 / 16
+MOVED_BYTES = 2**26
+
+# Layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put it
+# where a layer reads the keys and values of another one; earlier ones leave such layers out.
+CONVERTIBLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
+)
+
+
+def is_convertible(cache: Any) -> bool:
+    """Whether [`TreeCache.from_dynamic`] can take over the entries of `cache`."""
+    return (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(type(layer) in CONVERTIBLE_LAYERS for layer in cache.layers)
+    )
+
+
+class TreeCacheLayer(DynamicLayer):
     """
-    One layer of a [`TreeCache`]: views of its buffers, `keys` and `values`, `(B, heads, capacity, head_dim)`. Slots
-    before `first_slot` are empty.
+    Keys and values `(B, heads, capacity, head_dim)` of one layer: views of the buffers of a [`TreeCache`], which
+    writes and counts its entries. Slots before `first_slot` are empty.
     """
 
-    is_sliding = False
     first_slot = 0
 
-    def __init__(self, cache: "TreeCache"):
-        super().__init__()
-        # A weak reference, so that the buffers are freed with the cache and not by a garbage collection later.
-        self._cache = weakref.ref(cache)
 
-    @property
-    def cache(self) -> "TreeCache":
-        """The cache that this layer belongs to."""
-        cache = self._cache()
-        if cache is None:
-            raise RuntimeError("This layer's TreeCache no longer exists.")
-        return cache
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates the buffers for states of these shapes, dtypes and devices."""
-        self.cache.buffers.allocate([(self, key_states, value_states)])
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cache.update(key_states, value_states, self.cache.layers.index(self))
-
-    def get_seq_length(self) -> int:
-        return self.cache.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.get_mask_sizes(query_length)
-
-    def get_max_length(self) -> int:
-        return -1
-
-    # Abstract under this name in earlier releases of transformers.
-    get_max_cache_shape = get_max_length
-
-
-class TreeCache(Cache, VerificationCache):
+class TreeCache(Cache):
     """
-    A cache that holds every position of the context, each row at its own length, plus entries on probation.
+    A cache that holds every position of the context, each row at its own length, and then the entries of the newest
+    pass until a path of them is kept. Passes see the slots up to the newest entry of the longest row. Outgrown
+    buffers are replaced by larger ones.
 
     Args:
         batch_size (`int`): Number of rows, `B`.
-        capacity (`int`): Slots to allocate per row. Grows in large steps where that does not suffice.
-        memory (`StaticMemory`, *optional*): Where the keys and values are to lie, if a captured graph is to find them.
+        capacity (`int`): Slots to allocate per row.
+        memory (`StaticMemory`, *optional*): Allocates the buffers, where a captured graph reads them.
 
     Attributes:
-        buffers (`CacheBuffers`): The keys and values.
-        slots (`CacheSlots`): Which slots are committed, and where new entries go.
+        lengths: Committed slots of each row, as far as the host knows them.
+        num_pending: Uncommitted entries behind the committed ones that the next pass writes after.
+        context_mask (`(B, T)`, bool, *optional*): False at committed slots that no pass sees (padding). All slots
+            behind them are seen.
     """
 
     def __init__(self, batch_size: int, capacity: int, memory: StaticMemory | None = None):
         super().__init__(layers=[])
-        self.layers: list[TreeCacheLayer]
-        self.buffers = CacheBuffers(batch_size, capacity, memory)
-        self.slots: CacheSlots = GrowingSlots(self.buffers, [0] * batch_size)
+        self.capacity = capacity
+        self.memory = memory
+        self.lengths = [0] * batch_size
+        self.num_pending = 0
+        self.context_mask: torch.Tensor | None = None
+        # Buffers `(n, B, heads, capacity, head_dim)`, each with its `n` layers and names ("keys" or "values").
+        # Layers of one shape share a buffer, so that one step rearranges them all.
+        self._groups: list[tuple[torch.Tensor, list[tuple[Any, str]]]] = []
+        # Each layer asks for these until the number of slots changes.
+        self._starts: dict[torch.device, torch.Tensor] = {}
+        self._new_entries: dict[tuple[torch.device, int, int, int], torch.Tensor] = {}
 
     @classmethod
     def from_dynamic(
         cls,
-        cache: Any,
+        cache: DynamicCache,
         capacity: int,
         context_mask: torch.Tensor | None = None,
         memory: StaticMemory | None = None,
     ) -> "TreeCache":
         """
-        Moves the entries of an ordinary cache here. [`restore`] moves them back.
+        Moves the entries of a cache that [`is_convertible`] accepts here, a few layers at a time; [`restore`] moves
+        them back. A sliding layer has dropped the entries before its window: their slots stay empty.
 
         Args:
-            cache (`DynamicCache`): One that `is_convertible` accepts.
+            cache: The cache.
             capacity: Slots to allocate per row.
-            context_mask (`(B, T)`, *optional*): Zero at entries that nobody sees (padding).
-            memory: As in [`TreeCache`].
+            context_mask (`(B, T)`, *optional*): Zero at padding.
+            memory: Allocates the buffers, where a captured graph reads them.
         """
         length = cache.get_seq_length()
-        batch_size = next(layer.keys.shape[0] for layer in cache.layers if layer.keys is not None)
-        tree_cache = cls(batch_size, max(capacity, length), memory)
-        tree_cache.layers = [TreeCacheLayer(tree_cache) for _ in cache.layers]
-        move_from(cache, tree_cache.layers, tree_cache.buffers)
-        tree_cache.slots.set_lengths([length] * batch_size)
+        # Layers that read the keys and values of another one have none of their own.
+        pairs = [(TreeCacheLayer(), old) for old in cache.layers]
+        filled = [(new, old) for new, old in pairs if old.keys is not None]
+        tree_cache = cls(filled[0][1].keys.shape[0], max(capacity, length), memory)
+        tree_cache.layers = [new for new, _ in pairs]
+        num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in filled)
+        num_bytes = num_bytes * tree_cache.capacity // max(length, 1)  # outgrown buffers are copied with free slots
+        at_once = max(int(len(filled) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
+        for first in range(0, len(filled), at_once):
+            moved = filled[first : first + at_once]
+            tree_cache.allocate([(new, old.keys, old.values) for new, old in moved])
+            for new, old in moved:
+                new.first_slot = length - old.keys.shape[2]
+                new.keys[:, :, new.first_slot : length] = old.keys
+                new.values[:, :, new.first_slot : length] = old.values
+                old.keys = old.values = None
+        tree_cache.set_lengths([length] * len(tree_cache.lengths))
         tree_cache.hide(context_mask)
         return tree_cache
 
-    @property
-    def capacity(self) -> int:
-        """Slots of each row."""
-        return self.buffers.capacity
-
-    @property
-    def lengths(self) -> list[int]:
-        """Committed slots of each row, as far as the host knows them."""
-        return self.slots.lengths
-
-    @property
-    def argument(self) -> "TreeCache":
-        """The cache itself."""
-        return self
-
     def hide(self, context_mask: torch.Tensor | None) -> None:
         """Hides the entries where `context_mask` `(B, T)` is zero (padding) from all passes that follow."""
-        self.slots.context_mask = context_mask.bool() if context_mask is not None else None
-
-    def fix_shapes(self, device: torch.device) -> None:
-        """
-        Makes every later pass see all slots. The cache must have room for whatever follows: it grows no more.
-
-        Args:
-            device: Where the number of committed slots is kept.
-        """
-        self.slots = FixedSlots(self.slots, device)
-        # A captured graph reads and writes these where they lie; without the mark it would copy them in every replay.
-        for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
-            if tensor is not None:
-                mark_static_address(tensor)
+        self.context_mask = context_mask.bool() if context_mask is not None else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Writes new entries behind the committed and pending ones of each row, and returns those that the pass sees.
-        What is written stays only if it is committed.
+        Writes new entries `(B, heads, n, head_dim)` behind the committed and pending ones of each row. Returns the
+        keys and values that the pass sees.
         """
         while len(self.layers) <= layer_idx:
-            self.layers.append(TreeCacheLayer(self))
+            self.layers.append(TreeCacheLayer())
         layer = self.layers[layer_idx]
         if not layer.is_initialized:
-            layer.lazy_initialization(key_states, value_states)
-        return self.slots.write(layer, key_states, value_states)
+            self.allocate([(layer, key_states, value_states)])
+        return self._write(layer, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Returns the slots of the longest row; a tensor `()` where shapes are fixed."""
-        return self.slots.sequence_length()
+        """Returns the slots of the longest row, pending ones included; a tensor `()` where shapes are fixed."""
+        return max(self.lengths) + self.num_pending
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.slots.num_seen(query_length), 0
+        return self.get_seq_length() + query_length, 0
 
     def starts(self, device: torch.device) -> int | torch.Tensor:
-        return self.slots.starts(device)
+        """Returns the committed slots, `(B, 1)` on `device`; a number where the host knows that all rows agree."""
+        return self.lengths[0] if self._is_uniform else self._starts_of_rows(device)
 
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
     ) -> torch.Tensor:
-        return self.slots.attention_mask(visible, depths, dtype, window)
+        """Returns the mask of the next pass; the arguments are those of [`block_attention_mask`]."""
+        self.context_mask = _extended(self.context_mask, max(self.lengths))
+        return block_attention_mask(visible, depths, self.lengths, dtype, self.context_mask, window)
 
     def hides_nothing(self, num_new: int, window: int | None = None) -> bool:
-        return self.slots.hides_nothing(num_new, window)
+        """Returns whether the host knows that `num_new` new entries see all slots, as in a step of plain decoding."""
+        is_alone = num_new == 1 and self.num_pending == 0 and self._is_uniform
+        return is_alone and self.context_mask is None and (window is None or max(self.lengths) < window)
 
-    def add_pending(self, num_entries: int) -> None:
-        """Makes the next pass write behind the newest `num_entries`, which stay uncommitted."""
-        self.slots.num_pending += num_entries
-
-    def drop_pending(self) -> None:
-        """Gives up what is not committed: the next pass writes right behind the committed entries."""
-        self.slots.num_pending = 0
+    def keep_path(self, path: AcceptedPath) -> None:
+        """Moves the entries of the accepted nodes behind the committed ones, and commits them. Drops all others."""
+        longest = max(path.accepted_lengths)
+        # The root is the first entry and stays where it is.
+        if longest > 1:
+            self._move(path.nodes[:, :longest], self.starts(path.nodes.device))
+        self.advance(path.accepted_lengths)
 
     def advance(self, accepted_lengths: Any) -> None:
-        """
-        Makes the first `accepted_lengths[b]` of the newest entries of each row permanent: a list, or `(B,)` where
-        shapes are fixed; then the host no longer knows their number.
-        """
-        self.slots.advance(accepted_lengths)
-
-    def commit(self, path: AcceptedPath) -> None:
-        self.slots.keep(path)
+        """Commits the first `accepted_lengths[b]` of the newest entries of each row."""
+        self.set_lengths([length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)])
 
     def truncate(self, num_removed: Sequence[int]) -> None:
-        self.slots.set_lengths([length - number for length, number in zip(self.lengths, num_removed, strict=True)])
+        """Removes the newest `num_removed[b]` committed entries of each row."""
+        self.set_lengths([length - number for length, number in zip(self.lengths, num_removed, strict=True)])
 
-    def restore(self, caller_cache: Any) -> None:
-        """Moves the committed entries back to the cache they came from; shorter rows end in zeros."""
-        move_to(caller_cache, self.layers, self.buffers, self.lengths)
+    def restore(self, cache: DynamicCache) -> None:
+        """
+        Moves the committed entries back to the cache that they came from; shorter rows end in zeros. A sliding layer
+        that records the past (`activate_past_recording`) also gets its entries before the window. This cache is empty
+        afterwards.
+        """
+        length = max(self.lengths)
+        for group, _ in self._groups:
+            for row, end in enumerate(self.lengths):
+                group[:, row, :, end:length] = 0
+        for old, new in zip(cache.layers, self.layers, strict=True):
+            if not new.is_initialized:
+                continue
+            start = new.first_slot
+            if isinstance(old, DynamicSlidingWindowLayer):
+                old.cumulative_length = length
+                if not old.record_past:
+                    start = max(length - old.sliding_window + 1, start)
+            old.keys, old.values = new.keys[:, :, start:length], new.values[:, :, start:length]
+            # A view keeps all of the buffer alive; where most of it is unused, a copy costs less. Static memory is for
+            # the next generation.
+            if self.memory is not None or self.capacity > 1.25 * (length - start):
+                old.keys, old.values = old.keys.clone(), old.values.clone()
         self.layers.clear()
-        self.buffers.free()
+        self._groups.clear()
+
+    @property
+    def _is_uniform(self) -> bool:
+        return len(self.lengths) == 1 or min(self.lengths) == max(self.lengths)
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.num_pending = 0
+        self._starts.clear()
+        self._new_entries.clear()
+
+    def _starts_of_rows(self, device: torch.device) -> torch.Tensor:
+        if device not in self._starts:
+            self._starts[device] = upload(self.lengths, device)[:, None]
+        return self._starts[device]
+
+    def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        num_new = keys.shape[2]
+        stop = self.get_seq_length() + num_new
+        if stop > self.capacity:
+            self.reserve(stop)
+        for buffer, states in ((layer.keys, keys), (layer.values, values)):
+            if self._is_uniform:
+                buffer[:, :, stop - num_new : stop] = states
+            else:
+                index = self._index_of_new(states.shape[1], num_new, buffer.device)
+                buffer.view(-1, buffer.shape[3]).index_copy_(0, index, states.reshape(-1, states.shape[3]))
+        return layer.keys[:, :, :stop], layer.values[:, :, :stop]
+
+    def _index_of_new(self, num_heads: int, num_new: int, device: torch.device) -> torch.Tensor:
+        """Returns `(B * num_heads * num_new,)`: the new entries in a layer's flattened buffer."""
+        key = device, num_heads, num_new, self.num_pending
+        if key not in self._new_entries:
+            slots = self._starts_of_rows(device) + self.num_pending + torch.arange(num_new, device=device)
+            firsts = _first_slots((len(self.lengths), num_heads), self.capacity, device)
+            self._new_entries[key] = (firsts + slots[:, None]).flatten()
+        return self._new_entries[key]
+
+    def allocate(self, states: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
+        """Gives each layer buffers for keys and values like the given ones."""
+        members = defaultdict(list)
+        for layer, keys, values in states:
+            for name, like in (("keys", keys), ("values", values)):
+                members[like.shape[1], like.shape[3], like.dtype, like.device].append((layer, name))
+            layer.is_initialized = True
+        for (num_heads, head_dim, dtype, device), users in members.items():
+            # Zeros, not empty: attention multiplies masked values by zero, and NaN times zero is NaN.
+            make_zeros = torch.zeros if self.memory is None else self.memory.zeros
+            shape = (len(users), len(self.lengths), num_heads, self.capacity, head_dim)
+            self.add_group(make_zeros(shape, dtype=dtype, device=device), users)
+
+    def add_group(self, group: torch.Tensor, users: list[tuple[Any, str]]) -> None:
+        self._groups.append((group, users))
+        for view, (layer, name) in zip(group, users, strict=True):
+            setattr(layer, name, view)
+
+    def reserve(self, num_slots: int) -> None:
+        """Copies the buffers, a few layers at a time, to larger ones with at least `num_slots` slots."""
+        old_capacity, self.capacity = self.capacity, num_slots + max(GROWTH, num_slots // 4)
+        self._new_entries.clear()
+        outgrown, self._groups = self._groups, []
+        num_moved = max(sum(group.nbytes for group, _ in outgrown) * MOVED_SHARE, MOVED_BYTES)
+        while outgrown:
+            group, users = outgrown.pop()
+            at_once = max(int(num_moved / group[0].nbytes), 1)
+            for first in range(0, len(users), at_once):
+                old = group[first : first + at_once]
+                grown = group.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
+                grown[:, :, :, :old_capacity] = old
+                self.add_group(grown, users[first : first + at_once])
+
+    def _move(self, nodes: torch.Tensor, starts: int | torch.Tensor) -> None:
+        """Moves the entries `nodes` `(B, n)` behind the slots `starts` `(B, 1)` to the first slots from there on."""
+        num_kept = nodes.shape[1]
+        known: dict[Any, Any] = {}  # groups that are alike share their indices
+        for group, _ in self._groups:
+            device = group.device
+            if len(nodes) == 1 and isinstance(starts, int):
+                if device not in known:
+                    known[device] = nodes[0].to(device) + starts
+                group[:, :, :, starts : starts + num_kept] = group.index_select(3, known[device])
+                continue
+            kind = (device, *group.shape[:3])
+            if kind not in known:
+                begins = starts if isinstance(starts, int) else starts.to(device)
+                kept = begins + torch.arange(num_kept, device=device)
+                firsts = _first_slots(group.shape[:3], self.capacity, device)
+                slots = (begins + nodes.to(device), kept.expand_as(nodes))
+                known[kind] = [(firsts + of_rows[:, None]).flatten() for of_rows in slots]
+            source, target = known[kind]
+            # Rows of the flattened buffer: several times as fast as gathering and scattering single numbers.
+            entries = group.view(-1, group.shape[4])
+            entries.index_copy_(0, target, entries.index_select(0, source))
+
+
+class FixedTreeCache(TreeCache):
+    """
+    The variant of fixed shapes: passes see all slots and read no number from the host, so that they can be compiled
+    once. It never grows, so `cache` must have room for all that follows.
+
+    Args:
+        cache: The cache whose entries this one takes over.
+        device: Where the number of committed slots is kept.
+    """
+
+    def __init__(self, cache: TreeCache, device: torch.device):
+        self.__dict__.update(vars(cache))
+        self.context_mask = _extended(cache.context_mask, cache.capacity)
+        starts = upload(cache.lengths, device)[:, None]
+        self._committed = starts if self.memory is None else self.memory.copy(starts)
+        # A captured graph reads and writes these where they are; without the mark, each replay would copy them.
+        for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
+            if tensor is not None:
+                mark_static_address(tensor)
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        return self._committed.max() + self.num_pending
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.capacity, 0
+
+    def starts(self, device: torch.device) -> torch.Tensor:
+        return self._committed.to(device)
+
+    def attention_mask(
+        self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
+    ) -> torch.Tensor:
+        return slot_attention_mask(visible, depths, self._committed, self.capacity, dtype, self.context_mask, window)
+
+    def hides_nothing(self, num_new: int, window: int | None = None) -> bool:
+        return False
+
+    def keep_path(self, path: AcceptedPath) -> None:
+        # As many nodes every time; those behind the accepted ones are dropped again.
+        self._move(path.nodes, self._committed)
+        super().advance(path.accepted_lengths)
+
+    def advance(self, accepted_lengths: torch.Tensor) -> None:
+        """Commits entries, `accepted_lengths` `(B,)` on the device. `lengths` stays: the host does not know them."""
+        self._committed.add_(accepted_lengths[:, None])
+        self.num_pending = 0
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.num_pending = 0
+        self._committed.copy_(upload(lengths, self._committed.device)[:, None])
+
+    def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        new = torch.arange(keys.shape[2], device=keys.device)
+        slots = self.starts(keys.device) + (self.num_pending + new)
+        for buffer, states in ((layer.keys, keys), (layer.values, values)):
+            if slots.shape[0] == 1:
+                buffer.index_copy_(2, slots[0], states)
+            else:
+                rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+                buffer.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
+        return layer.keys, layer.values
+
+
+def _first_slots(shape: Sequence[int], capacity: int, device: torch.device) -> torch.Tensor:
+    """Returns `(*shape, 1)`: the first slots in buffers `(*shape, capacity, ...)` whose first dimensions are flat."""
+    return torch.arange(math.prod(shape), device=device).view(*shape, 1) * capacity
+
+
+def _extended(context_mask: torch.Tensor | None, num_slots: int) -> torch.Tensor | None:
+    """Makes a mask cover at least `num_slots` slots, the new ones visible."""
+    if context_mask is None or context_mask.shape[1] >= num_slots:
+        return context_mask
+    return pad(context_mask, (0, num_slots - context_mask.shape[1]), value=True)

@@ -1,4 +1,4 @@
-"""Targets that you have compiled: passes over drafts run copies of the modules around what the drafter reads."""
+"""Compiled targets: passes over drafts run uncompiled copies of the modules that the drafter reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,10 @@ from .feature_reader import find_decoder, find_layers
 
 def without_graphs(target: PreTrainedModel, layer_ids: Sequence[int] | None) -> Any:
     """
-    Returns the target, or for one with compiled modules a copy that shares its weights. In the copy no module is
-    compiled that the drafter reads, or that holds such a module: a graph takes no notice of hooks that are registered
-    later, and a thread that compiles fails where they come and go. All other modules stay compiled.
-
-    Args:
-        target: The target.
-        layer_ids: The `target_layer_ids` of the drafter.
+    Returns the target, or for one with compiled modules a copy that shares its weights. In the copy, the modules that
+    the drafter reads, and those around them, are not compiled: a graph ignores hooks that are registered later, and a
+    compiling thread fails where hooks come and go. All other modules stay compiled. `layer_ids` are the drafter's
+    `target_layer_ids`.
     """
     if not any(map(is_compiled, target.modules())):
         return target
@@ -27,7 +24,7 @@ def without_graphs(target: PreTrainedModel, layer_ids: Sequence[int] | None) -> 
 
 
 def _copied(module: nn.Module, read: set[nn.Module]) -> nn.Module:
-    """Copies the module and those below it that are `read`, or hold one that is."""
+    """Copies the module and its submodules that are `read`, or hold one that is."""
     module = uncompiled(module)
     around = {child for child in module.children() if not read.isdisjoint(child.modules())}
     if has_own_forward(module):

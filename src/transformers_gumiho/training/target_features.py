@@ -10,7 +10,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
 from ..target.feature_reader import FeatureReader, TargetStates
-from ..target.output_head import drafting_head, output_head
+from ..target.output_head import output_head
 
 
 def why_not_finite(dtype: torch.dtype) -> str:
@@ -86,9 +86,9 @@ class OnlineFeatures:
         return lambda features: self.head(features.to(like.dtype)).to(like.device)
 
     def restricted_to(self, token_ids: torch.Tensor) -> "OnlineFeatures":
-        """Returns the same features with the logits of `token_ids` `(K,)` alone: see [`drafting_head`]."""
+        """Returns the same features with the logits of `token_ids` `(K,)` alone: see [`output_head`]."""
         restricted = copy.copy(self)
-        restricted.head = drafting_head(self.target, token_ids)
+        restricted.head = output_head(self.target, token_ids)
         return restricted
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> TargetStates:

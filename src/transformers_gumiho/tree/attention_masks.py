@@ -1,4 +1,4 @@
-"""The masks under which the nodes of a draft tree attend to the committed text and to their own ancestors."""
+"""Attention masks that let each node of a draft tree see the committed text and its own ancestors."""
 
 from collections.abc import Sequence
 
@@ -24,12 +24,12 @@ def block_attention_mask(
             `Q` of the slots.
         lengths: Committed slots of each row; the new slots of row b start at `lengths[b]`.
         dtype: Dtype of the attention scores.
-        context_mask (`(B, max(lengths))`, bool, *optional*): False at committed slots that nobody sees (padding).
+        context_mask (`(B, max(lengths))`, bool, *optional*): False at committed slots that no query sees (padding).
         window (`int`, *optional*): A query sees slots less than this many positions behind it. Unlimited by default.
 
     Returns:
-        `(B, 1, Q, max(lengths) + n)`: 0 where a query sees a slot, the dtype's minimum where it does not. A float, as
-        every attention implementation adds a float mask, but some misread a bool one.
+        `(B, 1, Q, max(lengths) + n)`: 0 where a query sees a slot, the dtype's minimum where it does not. Every
+        attention implementation adds a float mask; some misread a bool one.
     """
     batch_size, num_queries, num_new = visible.shape
     device, longest = visible.device, max(lengths)
@@ -62,17 +62,12 @@ def slot_attention_mask(
     window: int | None = None,
 ) -> torch.Tensor:
     """
-    Returns the mask of [`block_attention_mask`] over the first `num_slots` slots of a cache, where only the device
-    knows how many of them are committed.
+    Returns the mask of [`block_attention_mask`], whose arguments it shares, over the first `num_slots` slots of a
+    cache, where only the device knows how many of them are committed.
 
     Args:
-        visible (`(B, Q, n)`, bool): As in [`block_attention_mask`].
-        depths (`(B, n)`): As in [`block_attention_mask`].
         starts (`(B, 1)`): Committed slots of each row.
         num_slots: At least `max(starts) + n`.
-        dtype: As in [`block_attention_mask`].
-        context_mask (`(B, at most num_slots)`, bool, *optional*): As in [`block_attention_mask`].
-        window (`int`, *optional*): As in [`block_attention_mask`].
 
     Returns:
         `(B, 1, Q, num_slots)`.

@@ -4,7 +4,7 @@ Pure functions of fixed-shape tensors with the batch dimension first. `B` batch 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,12 +32,6 @@ class DraftLevel:
             return self
         return DraftLevel(self.tokens[:, :num_nodes], self.scores[:, :num_nodes], self.parents[:, :num_nodes])
 
-    def to(self, device: torch.device) -> "DraftLevel":
-        """Returns the level on `device`."""
-        if self.tokens.device == device:
-            return self
-        return DraftLevel(self.tokens.to(device), self.scores.to(device), self.parents.to(device))
-
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -49,8 +43,8 @@ class DraftTree:
         parents (`(B, N + 1)`): Index of each node's parent; the root is its own.
         depths (`(B, N + 1)`): Distance to the root.
         scores (`(B, N + 1)`): Summed draft log-probabilities (nats) of the paths that end here, 0 for the root. They
-            rank the nodes: under the draft temperatures and, when sampling, the noise of the coming draws. Those
-            of tokens from the context are estimates.
+            rank the nodes, under the draft temperatures and, when sampling, the noise of the coming draws. Those of
+            prompt-lookup tokens are estimates.
         ancestors (`(B, N + 1, N + 1)`, bool): `[b, i, j]` is true where node j is node i or an ancestor of it.
         max_depth (`int`): No path is longer than this.
     """
@@ -64,32 +58,7 @@ class DraftTree:
 
     def to(self, device: torch.device) -> "DraftTree":
         """Returns the tree on `device`."""
-        if self.tokens.device == device:
-            return self
-        return DraftTree(
-            tokens=self.tokens.to(device),
-            parents=self.parents.to(device),
-            depths=self.depths.to(device),
-            scores=self.scores.to(device),
-            ancestors=self.ancestors.to(device),
-            max_depth=self.max_depth,
-        )
-
-    def first(self, num_drafted: int) -> "DraftTree":
-        """Returns the tree of the first `num_drafted` drafted tokens: parents come first, so each has its own."""
-        stop = num_drafted + 1
-        if stop >= self.tokens.shape[1]:
-            return self
-        if num_drafted == 0:
-            return bare_root(self.tokens[:, 0])
-        return DraftTree(
-            tokens=self.tokens[:, :stop],
-            parents=self.parents[:, :stop],
-            depths=self.depths[:, :stop],
-            scores=self.scores[:, :stop],
-            ancestors=self.ancestors[:, :stop, :stop],
-            max_depth=min(self.max_depth, num_drafted),
-        )
+        return self if self.tokens.device == device else self._map(lambda tensor: tensor.to(device))
 
     def with_root(self, root_tokens: torch.Tensor) -> "DraftTree":
         """Returns the same tree under other roots `(B,)`."""
@@ -98,13 +67,16 @@ class DraftTree:
 
     def clone(self) -> "DraftTree":
         """Returns a copy in memory of its own."""
-        return DraftTree(
-            tokens=self.tokens.clone(),
-            parents=self.parents.clone(),
-            depths=self.depths.clone(),
-            scores=self.scores.clone(),
-            ancestors=self.ancestors.clone(),
-            max_depth=self.max_depth,
+        return self._map(torch.clone)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DraftTree":
+        return replace(
+            self,
+            tokens=function(self.tokens),
+            parents=function(self.parents),
+            depths=function(self.depths),
+            scores=function(self.scores),
+            ancestors=function(self.ancestors),
         )
 
 
@@ -135,10 +107,9 @@ def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tenso
 
 
 def bare_root(root_tokens: torch.Tensor) -> DraftTree:
-    """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
+    """Returns the tree of the root alone, with `root_tokens` `(B,)`."""
     shape, device = (len(root_tokens), 1), root_tokens.device
-    # Memory of its own: compiled functions specialize on the strides of views, whatever they are views of. Prompts may
-    # come in fewer bits, indices of nodes do not.
+    # Not a view, as compiled functions specialize on strides; and int64, as prompts may have fewer bits.
     none = torch.zeros(shape, dtype=torch.long, device=device)
     return DraftTree(
         tokens=none + root_tokens[:, None],
@@ -173,7 +144,7 @@ def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.T
 
 def padded_root(root_tokens: torch.Tensor, num_unused: int, max_depth: int) -> DraftTree:
     """
-    Returns the root with nodes that stand for no draft, where all trees must have the same shapes.
+    Returns the root with nodes that are no drafts, where all trees must have the same shapes.
 
     Args:
         root_tokens (`(B,)`): The newest committed tokens.
@@ -237,9 +208,9 @@ def choose_nodes(
     """
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     chosen = order[:, : num_nodes + 1]
-    # The place of every candidate in the tree; the root is the first in order, too.
-    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(1, order, places)
+    # The index of every candidate in the tree; the root is the first in order, too.
+    indices = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(1, order, indices)
     tree_parents = ranks.gather(1, parents.gather(1, chosen))
     ancestors = find_ancestors(tree_parents, max_depth)
     return DraftTree(

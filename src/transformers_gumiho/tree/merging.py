@@ -1,4 +1,4 @@
-"""Merging a tree with one more path under its root, a branch that something else than the drafter has drafted."""
+"""Merging a tree with one more path under its root, such as a prompt-lookup draft."""
 
 from dataclasses import replace
 
@@ -10,11 +10,10 @@ from .draft_tree import DraftTree, choose_nodes
 
 def merge_branch(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor) -> DraftTree:
     """
-    Returns the best nodes of `tree` and of a branch, as many as `tree` has. Where both have a token at the same place
-    it is one node, with the better of the two scores.
+    Returns the best nodes of `tree` and of a branch, as many as `tree` has. A token that both have after the same path
+    is one node, with the better of the two scores.
 
     Args:
-        tree: The tree.
         tokens (`(B, M)`): The branch, from depth 1 down.
         log_probs (`(B, M)`): The log-probability (nats) of each of its tokens, if those before it are accepted. Never
             positive; minus infinity from where the branch of a row has ended.
@@ -23,11 +22,11 @@ def merge_branch(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor)
     shared = _shared_nodes(tree, tokens)
     is_shared = shared >= 0
     branch_scores = _branch_scores(tree, shared, log_probs)
-    # To the nodes of the tree that are on the branch, too, what they score as such. Others get what they have.
+    # Nodes of the tree that are also on the branch get their score there, if it is better.
     scores = tree.scores.scatter(1, shared.clamp(min=0), branch_scores.where(is_shared, 0.0))
     scores = scores.maximum(tree.scores)
     scores[:, 0] = 0.0
-    # A shared node is no candidate of the branch: it ranks behind all of the tree, which has as many as are chosen.
+    # A shared node is no second candidate: it ranks behind the tree, which has as many nodes as are chosen.
     new_scores = branch_scores.masked_fill(is_shared, -torch.inf)
     own = torch.arange(num_nodes, num_nodes + length, device=tokens.device)
     places = shared.where(is_shared, own)
@@ -43,8 +42,8 @@ def merge_branch(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor)
 
 def take_better_chain(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor) -> DraftTree:
     """
-    Returns for each row a chain or, where more of its tokens are expected to be accepted, one that begins with a
-    branch. It has as many tokens as before; where the branch has fewer, the chain's follow.
+    Returns for each row the chain, or one that begins with the branch if more of its tokens are expected to be
+    accepted. It has as many tokens as before; the chain's follow a shorter branch.
 
     Args:
         tree: The chain.
@@ -55,7 +54,7 @@ def take_better_chain(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Te
     tokens, log_probs = tokens[:, :length], log_probs[:, :length]
     own_tokens, own_scores = tree.tokens[:, 1:], tree.scores[:, 1:]
     branch_scores = _branch_scores(tree, _shared_nodes(tree, tokens), log_probs)
-    # What both begin with is as likely in the chain as in the branch, and lifts what follows it there.
+    # The common beginning is as likely in the chain as in the branch, which lifts what follows it in the chain.
     agreed = (own_tokens[:, :length] == tokens).cumprod(dim=1)
     fork = agreed.sum(dim=1, keepdim=True)
     lift = nn.functional.pad(branch_scores, (1, 0)).gather(1, fork) - tree.scores.gather(1, fork)
@@ -74,7 +73,7 @@ def take_better_chain(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Te
 
 
 def _shared_nodes(tree: DraftTree, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns `(B, M)`: the node of `tree` at each place of the branch with these tokens, -1 where there is none."""
+    """Returns `(B, M)`: for each token of the branch the node of `tree` that it shares, -1 without one."""
     length = tokens.shape[1]
     # No depth of the tree beyond the branch agrees with a token of it.
     padded = nn.functional.pad(tokens, (1, 1), value=-1)
@@ -83,20 +82,19 @@ def _shared_nodes(tree: DraftTree, tokens: torch.Tensor) -> torch.Tensor:
     on_branch = (tree.ancestors <= agreed[:, None]).all(dim=-1)
     places = torch.arange(tree.tokens.shape[1], device=tokens.device).expand_as(tree.tokens)
     shared = torch.full((len(tokens), length + 2), -1, device=tokens.device)
-    # What is not on it goes where nobody looks: no two nodes of the branch have one depth.
+    # What is not on it goes to an unused column: no two nodes of the branch have one depth.
     depths = tree.depths.where(on_branch, length + 1)
     return shared.scatter(1, depths, places)[:, 1:-1]
 
 
 def _branch_scores(tree: DraftTree, shared: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
     """
-    Returns `(B, M)`: the score of each place of a branch, that of the place above and its own log-probability, or that
-    of the tree's node there if it is better.
+    Returns `(B, M)`: the score of each token of a branch: that of the token above plus its own log-probability, or
+    that of the shared node if it is better.
     """
     is_shared = shared >= 0
     own = tree.scores.gather(1, shared.clamp(min=0)).masked_fill(~is_shared, -torch.inf)
-    # A path from the last place that takes its score from the tree on: `own_j + log_probs_(j+1) + ... + log_probs_d`,
-    # the best of all j. Each j has a row, with the sums of what follows it.
+    # From a shared node j on: `own_j + log_probs_(j+1) + ... + log_probs_d`, the best of all j. Each j has a row.
     starts = nn.functional.pad(own, (1, 0))
     steps = nn.functional.pad(log_probs.to(own.dtype), (1, 0))[:, None].expand(-1, starts.shape[1], -1)
     is_behind = torch.ones_like(steps[0], dtype=torch.bool).tril(-1)

@@ -54,14 +54,13 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
     Walks the tree at once, for choices that do not depend on the way to a node.
 
     Args:
-        tree: The draft tree.
         choices (`(B, N + 1)`): The token that the target chooses after each node.
     """
     # A node is visited if it and all its ancestors but the root carry the token chosen at their parent. At most one
     # child can.
     agreed = tree.tokens == choices.gather(1, tree.parents)
     agreed[:, 0].fill_(True)
-    # Who is an ancestor has agreed: an implication, which is `<=` of truth values.
+    # Being an ancestor implies agreement: `<=` of truth values.
     visited = (tree.ancestors <= agreed[:, None]).all(dim=-1)
     # Nodes come after their parents, so the visited indices in increasing order are the path.
     nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
@@ -71,9 +70,6 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
 class ChildFinder:
     """
     Finds the children of a tree's nodes by the tokens they carry.
-
-    Args:
-        tree: The draft tree.
     """
 
     def __init__(self, tree: DraftTree):

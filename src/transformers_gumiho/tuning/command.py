@@ -13,7 +13,7 @@ from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
 from ..target.placement import drafter_device
-from ..target.requirements import verification_kind
+from ..target.traits import TargetTraits
 from .arguments import TuningArguments
 from .finding import find_settings
 from .result import TuningResult
@@ -48,7 +48,7 @@ def tune(args: TuningArguments) -> TuningResult:
     journal = Journal(folder / "tuning.jsonl", conditions)
     decode = TurnDecoder(target, drafter, tokenizer.pad_token_id, args.max_new_tokens)
     own = _own_tree(target, drafter, min(args.batch_sizes, default=1))
-    trees = list_trees(drafter.config, own, verification_kind(target) == "chain")
+    trees = list_trees(drafter.config, own, TargetTraits.of(target).is_chain)
     vocab_size = drafter.config.get_text_config().vocab_size
     try:
         result = find_settings(decode, trees, prompts, vocab_size, journal, args)

@@ -1,0 +1,269 @@
+"""
+Attention of passes over draft trees. In their thread alone, they attend in other ways than the rest of the process.
+
+Without copies: where several query heads share a head of keys and values, transformers' `sdpa` function copies keys
+and values for each query head as soon as there is a mask. These passes read the heads in place. Attention with options
+(dropout, sinks, soft caps, a bias of positions, paged caches) keeps transformers' function.
+
+PyTorch tries cuDNN first for 16-bit attention on Hopper and Blackwell GPUs. cuDNN makes a plan for each exact size,
+and every cycle has new sizes. With `GUMIHO_AVOID_CUDNN=1` in the environment, these passes run the memory-efficient
+kernel instead.
+
+With a tree mask: flash attention, flex attention and kernels from the Hub take none. These passes run `sdpa` instead,
+or, for options that `sdpa` lacks (soft caps, sinks), the eager function of the layer's own model.
+"""
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from ..internals import (
+    attention_file,
+    attention_function,
+    attention_reads_groups,
+    can_attend_efficiently,
+    cpu_attention_reads_groups,
+    eager_attention,
+    finds_registered_attention,
+    is_own_sdpa_attention,
+    memory_efficient_attention,
+    packs_single_queries,
+    replace_attention_function,
+    supports_sdpa,
+)
+
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+AVOID_CUDNN = "GUMIHO_AVOID_CUDNN"
+
+# Attention implementations that take any float mask themselves.
+MASKED_IMPLEMENTATIONS = ("eager", "sdpa")
+
+# Options that change the result, next to the mask and the scale.
+_OTHER_OPTIONS = ("dropout", "position_bias", "cache", "softcap", "s_aux", "output_attentions")
+# Options that `sdpa` ignores or refuses, whether or not an eager function names them.
+_KNOWN_OPTIONS = {"softcap", "s_aux"}
+# Options that the tree's mask replaces.
+_IN_THE_MASK = {"sliding_window"}
+# Kernels read the rows of a mask at multiples of this many numbers; others they copy in each layer.
+_ROW_ALIGNMENT = 16
+_MARK = "dispatches_passes_over_trees"
+
+# Within a pass over a tree: the masks that were folded in it, and the eager function of each class of layers.
+_passes = threading.local()
+
+
+@contextmanager
+def _pass_state(**values: Any) -> Iterator[None]:
+    before = {name: getattr(_passes, name, None) for name in values}
+    vars(_passes).update(values)
+    try:
+        yield
+    finally:
+        vars(_passes).update(before)
+
+
+@contextmanager
+def groups_in_place() -> Iterator[None]:
+    """Returns a context in which this thread's passes read grouped keys and values in place."""
+    # The environment is read here: a compiled pass would not see it change.
+    with _pass_state(folded_masks={}, avoids_cudnn=os.environ.get(AVOID_CUDNN) == "1"):
+        yield
+
+
+def tree_attention(target: PreTrainedModel, implementation: str) -> Callable[[], AbstractContextManager[None]]:
+    """
+    Returns the function that makes a context for each pass of `target` over a tree. Within it, the layers of this
+    thread's pass attend by the tree's mask, whatever implementation the target was loaded with.
+    """
+    if implementation in MASKED_IMPLEMENTATIONS:
+        return nullcontext
+    function = attention_function(implementation)
+    if not hasattr(function, _MARK):
+        replace_attention_function(implementation, _dispatching(function, _choose_masked))
+    eager = {kind: eager_attention(kind) for kind in _attention_kinds(target)}
+    return functools.partial(_pass_state, eager=eager, has_sdpa=supports_sdpa(target))
+
+
+def tree_attention_obstacle(target: PreTrainedModel, implementation: str) -> str | None:
+    """Returns why a target with this attention cannot verify trees; `None` where it can."""
+    if implementation in MASKED_IMPLEMENTATIONS:
+        return None
+    kinds = _attention_kinds(target)
+    if not kinds:
+        return "its code does not look attention functions up by their names"
+    if not all(finds_registered_attention(kind, implementation) for kind in kinds):
+        return "its code has a function of its own by that name"
+    if any(eager_attention(kind) is None for kind in kinds):
+        return "its code has no `eager_attention_forward` to fall back to"
+    return None
+
+
+def install() -> None:
+    """
+    Replaces transformers' `sdpa` by a function that calls it, except within [`groups_in_place`]. A second call, or one
+    after somebody has registered another function, changes nothing.
+    """
+    plain = attention_function("sdpa")
+    if is_own_sdpa_attention(plain):
+        replace_attention_function("sdpa", _dispatching(plain, _choose_in_place))
+
+
+def _dispatching(plain: AttentionFunction, choose: Callable[..., AttentionFunction]) -> AttentionFunction:
+    """Returns the function that attends by what `choose` returns for its arguments."""
+
+    @functools.wraps(plain)
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        function = plain
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
+            function = choose(plain, module, query, key, value, attention_mask, args, kwargs)
+        return function(module, query, key, value, attention_mask, *args, **kwargs)
+
+    setattr(attend, _MARK, True)
+    return attend
+
+
+def _choose_masked(plain: AttentionFunction, module: nn.Module, *args: Any) -> AttentionFunction:
+    eager = (getattr(_passes, "eager", None) or {}).get(type(module))
+    if eager is None:
+        return plain
+    is_enough = _passes.has_sdpa and all(args[-1].get(name) is None for name in _beyond_sdpa(eager))
+    return attention_function("sdpa") if is_enough else eager
+
+
+@functools.cache
+def _beyond_sdpa(eager: AttentionFunction) -> frozenset[str]:
+    """Returns the options that an eager function honors, and `sdpa` does not."""
+    known = inspect.signature(attention_function("sdpa")).parameters
+    return frozenset(_KNOWN_OPTIONS | set(inspect.signature(eager).parameters) - set(known) - _IN_THE_MASK)
+
+
+def _attention_kinds(target: PreTrainedModel) -> set[type]:
+    """Returns the classes of the decoder's modules whose code may look up an attention function."""
+    return {type(module) for module in target.get_decoder().modules() if attention_file(type(module)) is not None}
+
+
+def _choose_in_place(
+    plain: AttentionFunction,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> AttentionFunction:
+    if args or getattr(_passes, "folded_masks", None) is None or not _is_plainly_masked(mask, options):
+        return plain
+    is_efficient = _passes.avoids_cudnn and can_attend_efficiently(query, key, value, mask)
+    return _attend_in_place if is_efficient or _would_copy(module, query, key, value, mask) else plain
+
+
+def _attend_in_place(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    if _passes.avoids_cudnn and can_attend_efficiently(query, key, value, mask):
+        output = attend_folded(query, key, value, mask, scaling, memory_efficient_attention)
+    elif query.device.type == "cpu":
+        # The kernel of CPUs computes one head after the other, and reads those of a group from the same place.
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    else:
+        output = attend_folded(query, key, value, mask, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _is_plainly_masked(mask: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Whether attention has no option but a mask that all heads share."""
+    # Not shorter: Dynamo cannot trace an assignment within a comprehension.
+    for name in _OTHER_OPTIONS:
+        option = options.get(name)
+        if option is not None and not (isinstance(option, (bool, float)) and not option):
+            return False
+    return mask.shape[1] == 1
+
+
+def _would_copy(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> bool:
+    """Whether transformers' function would copy keys and values for each query head without need."""
+    num_groups = getattr(module, "num_key_value_groups", 1)
+    if num_groups == 1 or query.shape[1] != num_groups * key.shape[1] or attention_reads_groups(mask, key, value):
+        return False
+    if query.shape[2] == 1 and packs_single_queries():
+        return False
+    if query.device.type == "cpu":
+        return cpu_attention_reads_groups(query, key, value)
+    # Folding copies the mask instead, a row for each query of each group.
+    return query.shape[2] < key.shape[1] * (key.shape[3] + value.shape[3])
+
+
+def attend_folded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None = None,
+    attention: Callable[..., torch.Tensor] = scaled_dot_product_attention,
+) -> torch.Tensor:
+    """
+    Attends with the query heads of a group folded into the rows of one head, so that PyTorch's fused kernels apply.
+    On other devices than a CPU, `enable_gqa` with a mask copies keys and values, and keeps all scores.
+
+    Args:
+        query (`(B, groups * kv_heads, n, head_dim)`): The queries.
+        key (`(B, kv_heads, K, head_dim)`): The keys.
+        value (`(B, kv_heads, K, value_dim)`): The values.
+        mask (`(B, 1, n, K)`): Added to the scores, or false where a key is hidden.
+        scaling: Of the scores.
+        attention: What attends, with as many heads of queries as of keys.
+
+    Returns:
+        `(B, groups * kv_heads, n, value_dim)`.
+    """
+    batch_size, num_heads, num_queries, _ = query.shape
+    num_groups = num_heads // key.shape[1]
+    rows = query.reshape(batch_size, key.shape[1], num_groups * num_queries, -1)
+    output = attention(rows, key, value, attn_mask=_folded_mask(mask, num_groups), scale=scaling)
+    return output.reshape(batch_size, num_heads, num_queries, -1)
+
+
+def _folded_mask(mask: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Returns `(B, 1, num_groups * n, K)`: a mask `(B, 1, n, K)` for folded rows, made once in a pass."""
+    known = getattr(_passes, "folded_masks", None)
+    if known is None or torch.compiler.is_compiling():  # which makes equal things once anyway
+        return _fold(mask, num_groups)
+    key = id(mask), num_groups
+    if key not in known:
+        known[key] = mask, _fold(mask, num_groups)  # with the mask, so that no other one gets its id
+    folded: torch.Tensor = known[key][1]
+    return folded
+
+
+def _fold(mask: torch.Tensor, num_groups: int) -> torch.Tensor:
+    num_keys = mask.shape[-1]
+    repeated = mask.expand(-1, num_groups, -1, -1).reshape(mask.shape[0], 1, -1, num_keys)
+    return nn.functional.pad(repeated, (0, -num_keys % _ROW_ALIGNMENT))[..., :num_keys]
