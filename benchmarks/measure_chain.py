@@ -1,33 +1,28 @@
 """Measures what verifying chains costs a target with recurrent states: passes of the target, and memory.
 
     python benchmarks/measure_chain.py
-    python benchmarks/measure_chain.py --max_pending 8 16 32 48 64 96
 
 The target is a hybrid in Qwen3.5's shape with random weights: real widths, few layers, a small vocabulary. Drafts are
 the target's own tokens, of which about one in twelve is made wrong, so that nearly every cycle takes something back.
 
 The ideal is one pass for each cycle: a target that could go back for free. The states that are kept are counted when
 they are kept, beside those in the cache and the keys and values, after two lengths of text.
-
-The second command compares limits on the accepted tokens that wait before a pass without drafts runs them for good.
-Drafts are then wrong more often, so that many wait, and what is timed is the computing time of this process.
 """
 
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from demo_pair import parse
 from partly_right_drafts import partly_right_drafts
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Qwen3_5TextConfig, logging
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.target import chain_cache, chain_session
+from transformers_gumiho.target import chain_cache
 from transformers_gumiho.target.chain_layers import KeptLayer
 
 
@@ -40,8 +35,6 @@ class ChainArguments:
     lengths: list[int] = field(default_factory=lambda: [64, 512], metadata={"help": "Tokens of the prompts."})
     max_new_tokens: int = 128
     num_assistant_tokens: int = 7
-    max_pending: list[int] = field(default_factory=list, metadata={"help": "Limits on waiting tokens to compare."})
-    rounds: int = field(default=3, metadata={"help": "Runs of each limit, in turn, of which the median counts."})
 
 
 @dataclass
@@ -131,42 +124,12 @@ def measure(target: PreTrainedModel, drafter: GumihoModel, length: int, args: Ch
     )
 
 
-def compare_limits(target: PreTrainedModel, drafter: GumihoModel, args: ChainArguments) -> Iterator[str]:
-    """Yields the table of what each limit on waiting tokens costs, for drafts that are wrong often and seldom."""
-    length = args.lengths[0]
-    ids = torch.randint(1, args.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
-    settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    plain = target.generate(ids, **settings)
-    yield "| one wrong in | limit | tau | more passes than cycles | computing time per token |\n" + "|---" * 5 + "|"
-    for wrong_every in (3, 12):
-        times: dict[int, list[float]] = {limit: [] for limit in args.max_pending}
-        costs = {}
-        for limit in args.max_pending * args.rounds:
-            chain_session.PENDING_PER_DRAFT = limit / drafter.config.max_draft_depth
-            passes: list[int] = []
-            handle = target.register_forward_hook(lambda *_, passes=passes: passes.append(1))
-            with partly_right_drafts(plain, length, args.vocab_size, wrong_every):
-                start = time.process_time()
-                drafted = target.generate(ids, **settings, assistant_model=drafter, return_dict_in_generate=True)
-                times[limit].append(1000 * (time.process_time() - start) / args.max_new_tokens)
-            handle.remove()
-            cycles = drafted.accepted_lengths[0]
-            costs[limit] = f"{sum(cycles) / len(cycles):.2f} | {(len(passes) - 1) / len(cycles) - 1:.0%}"
-        for limit in times:
-            yield f"| {wrong_every} | {limit} | {costs[limit]} | {statistics.median(times[limit]):.1f} ms |"
-
-
 def main() -> None:
-    (args,) = HfArgumentParser(ChainArguments, description=__doc__).parse_args_into_dataclasses()
-    logging.set_verbosity_error()
+    args = parse(ChainArguments, __doc__)
     target, drafter = make_pair(args)
     print(f"{sum(parameter.numel() for parameter in target.parameters()) / 1e6:.0f} million parameters\n")
     # What is tried at the first call for a class and config is not counted.
     target.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=4, assistant_model=drafter)
-    if args.max_pending:
-        for line in compare_limits(target, drafter, args):
-            print(line, flush=True)
-        return
     columns = ("prompt", "text equals plain", "tau", "cycles", "passes", "more than cycles", "passes per token")
     print("| " + " | ".join((*columns, "states", "kept", "keys and values")) + " |\n" + "|---" * 10 + "|")
     for length in args.lengths:

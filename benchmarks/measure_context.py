@@ -15,11 +15,11 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import HfArgumentParser, PreTrainedModel, logging
+from demo_pair import DemoPairArguments, parse
+from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking.memory import peak_memory
@@ -33,11 +33,7 @@ Times = list[list[list[float]]]
 
 
 @dataclass
-class ContextArguments:
-    demo_pair: Path = field(
-        default=Path(__file__).parent.parent / "examples" / "demo_pair",
-        metadata={"help": "Folder with `target`, `gumiho` and prompts."},
-    )
+class ContextArguments(DemoPairArguments):
     lengths: list[int] = field(default_factory=lambda: [128, 1024, 4096], metadata={"help": "Tokens of context."})
     max_new_tokens: int = 96
     rounds: int = field(default=6, metadata={"help": "Rounds in each process."})
@@ -53,11 +49,9 @@ class ContextArguments:
 
 def load(args: ContextArguments) -> tuple[PreTrainedModel, GumihoModel, torch.Tensor]:
     """Returns the pair and the token ids of a long text."""
-    folders = {"target": str(args.demo_pair / "target"), "assistant": str(args.demo_pair / "gumiho")}
-    target, tokenizer, gumiho = load_pair(PairArguments(**folders, dtype="float32"))
+    target, tokenizer, gumiho = load_pair(PairArguments(**args.folders, dtype="float32"))
     gumiho.generation_config.break_even = NEVER_PAUSES
-    lines = (args.demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    text = torch.tensor(tokenizer("\n".join(json.loads(line)["text"] for line in lines), verbose=False)["input_ids"])
+    text = torch.tensor(tokenizer("\n".join(args.texts), verbose=False)["input_ids"])
     return target, gumiho, text.repeat(-(-max(args.lengths) // len(text)))
 
 
@@ -121,8 +115,7 @@ def report(length: int, times: Times, index: int) -> str:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(ContextArguments, description=__doc__).parse_args_into_dataclasses()
-    logging.disable_progress_bar()
+    args = parse(ContextArguments, __doc__)
     if args.part == "times":
         print(json.dumps(measure_times(*load(args), args)))
     elif args.part is not None:

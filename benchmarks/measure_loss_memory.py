@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 import torch
-from transformers import HfArgumentParser
+from demo_pair import parse
 
 from transformers_gumiho import GumihoOutput
 from transformers_gumiho.losses.closed_forms import CLOSED_FORMS
@@ -59,7 +59,7 @@ def measure(args: MeasurementArguments) -> None:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(MeasurementArguments).parse_args_into_dataclasses()
+    args = parse(MeasurementArguments, __doc__)
     if args.loss is not None:
         measure(args)
         return

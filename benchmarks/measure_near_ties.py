@@ -12,29 +12,16 @@ close the two tokens are at which the texts part.
 
 import itertools
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    HfArgumentParser,
-    PreTrainedModel,
-    TorchAoConfig,
-    logging,
-)
+from demo_pair import DemoPairArguments, parse
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.measuring.prompts import read_questions
 
 
 @dataclass
-class NearTieArguments:
-    demo_pair: Path = field(
-        default=Path(__file__).parent.parent / "examples" / "demo_pair",
-        metadata={"help": "Folder with `target`, `gumiho` and prompts."},
-    )
+class NearTieArguments(DemoPairArguments):
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16", "float16"])
     quantizations: list[str] = field(
         default_factory=list,
@@ -97,16 +84,16 @@ def find_near_ties(
     """Decodes the prompts in both ways; `exact_target` tells how close two tokens are."""
     found, settings = NearTies(), {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
-    for question in read_questions(str(args.demo_pair / "prompts.jsonl"), num_questions=args.num_prompts):
-        prompt = tokenizer(question.turns[0], return_tensors="pt").input_ids
+    for text in args.texts[: args.num_prompts]:
+        prompt = tokenizer(text, return_tensors="pt").input_ids
         length = prompt.shape[1]
         plain = target.generate(prompt, **settings)
         drafted = target.generate(prompt, **settings, assistant_model=gumiho)
         exact = forced_logits(exact_target, plain, length)
         best = exact.topk(2).values
         found.margins += (best[:, 0] - best[:, 1]).tolist()
-        for text, flips in ((plain, found.plain_flips), (drafted, found.drafted_flips)):
-            flips += (forced_logits(target, text, length).argmax(dim=1) != text[0, length:]).tolist()
+        for ids, flips in ((plain, found.plain_flips), (drafted, found.drafted_flips)):
+            flips += (forced_logits(target, ids, length).argmax(dim=1) != ids[0, length:]).tolist()
         if not torch.equal(plain, drafted):
             ours, theirs = drafted[0, length:], plain[0, length:]
             common = min(len(ours), len(theirs))
@@ -116,8 +103,7 @@ def find_near_ties(
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(NearTieArguments).parse_args_into_dataclasses()
-    logging.disable_progress_bar()
+    args = parse(NearTieArguments, __doc__)
     print(
         "| precision | texts that differ | plain tokens a forced pass would not choose | the same with Gumiho | "
         "gap where texts part, median (largest) | median gap everywhere |\n" + "|---" * 6 + "|"

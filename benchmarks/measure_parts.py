@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser, PreTrainedModel, logging
+from demo_pair import DEMO_PAIR, parse
+from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, Stage, observing
@@ -28,7 +28,6 @@ from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.pairs import PairArguments, load_pair, prompts_field
 
 
-PROMPTS = Path(__file__).parent.parent / "examples" / "demo_pair" / "prompts.jsonl"
 # What runs each part.
 PARTS = {
     "_fuse_read": "fc",
@@ -42,7 +41,7 @@ COLUMNS = tuple(dict.fromkeys(PARTS.values()))
 
 @dataclass
 class PartsArguments(PairArguments):
-    prompts: str = prompts_field(default=str(PROMPTS))
+    prompts: str = prompts_field(default=str(DEMO_PAIR / "prompts.jsonl"))
     dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float32"])
     num_assistant_tokens: int = 16
     tree_depths: list[int] = field(
@@ -127,8 +126,7 @@ def measure(
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(PartsArguments, description=__doc__).parse_args_into_dataclasses()
-    logging.disable_progress_bar()
+    args = parse(PartsArguments, __doc__)
     questions = read_questions(args.prompts, num_questions=args.num_prompts)
     print(f"milliseconds in a cycle of {args.num_assistant_tokens} drafted tokens\n")
     print(f"| precision | depth | {' | '.join(COLUMNS)} | growing the tree | drafting | step | share of it |")

@@ -10,17 +10,16 @@ Decoding in four ways takes turns on the same prompts, and each figure is the me
 """
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, logging
+from demo_pair import DemoPairArguments, parse
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.drafting import pause
@@ -31,26 +30,20 @@ LOOKUP = {"prompt_lookup_num_tokens": 10}
 
 
 @dataclass
-class PausingArguments:
-    demo_pair: Path = field(
-        default=Path(__file__).parent.parent / "examples" / "demo_pair",
-        metadata={"help": "Folder with `target` and prompts."},
-    )
+class PausingArguments(DemoPairArguments):
     rows: list[int] = field(default_factory=lambda: [1, 4])
     max_new_tokens: list[int] = field(default_factory=lambda: [128, 512])
     turns: int = field(default=6, metadata={"help": "Batches of prompts for each figure."})
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = HfArgumentParser(PausingArguments).parse_args_into_dataclasses(arguments)[0]
-    logging.set_verbosity_error()
+    args = parse(PausingArguments, __doc__, arguments)
     target = AutoModelForCausalLM.from_pretrained(args.demo_pair / "target", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target", padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     torch.manual_seed(0)
     gumiho = GumihoModel.from_target(target).float()
-    lines = (args.demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = itertools.cycle([json.loads(line)["text"] for line in lines])
+    prompts = itertools.cycle(args.texts)
     print(f"{'rows':>4} {'tokens':>6} {'':6} {'random':>8} {'paused':>8} {'with':>8}")
     for rows, num_tokens, name in itertools.product(args.rows, args.max_new_tokens, SAMPLINGS):
         batches = [

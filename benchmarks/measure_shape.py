@@ -19,8 +19,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from demo_pair import parse
 from torch import nn
-from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, PreTrainedModel, logging
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
@@ -116,8 +117,7 @@ def measure(
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(ShapeArguments, description=__doc__).parse_args_into_dataclasses()
-    logging.disable_progress_bar()
+    args = parse(ShapeArguments, __doc__)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise SystemExit(
             "There is no CUDA device. Give another --device; for `cpu` also a small shape: --assistant "

@@ -27,13 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from demo_pair import DEMO_PAIR
 from transformers import AutoTokenizer
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.measuring.prompts import read_questions
 
 
-PAIR = Path(__file__).parent.parent / "examples" / "demo_pair"
 COLUMNS = {
     "tokens/s": "output_throughput", "first token (ms)": "median_ttft_ms", "per token (ms)": "median_tpot_ms",
     "acceptance length": "spec_decode_acceptance_length",
@@ -53,9 +53,9 @@ KEY = (
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=str(PAIR / "target"))
-    parser.add_argument("--drafter", default=str(PAIR / "gumiho"))
-    parser.add_argument("--prompts", type=Path, default=PAIR / "prompts.jsonl", help="As for `gumiho benchmark`.")
+    parser.add_argument("--target", default=str(DEMO_PAIR / "target"))
+    parser.add_argument("--drafter", default=str(DEMO_PAIR / "gumiho"))
+    parser.add_argument("--prompts", type=Path, default=DEMO_PAIR / "prompts.jsonl", help="As for `gumiho benchmark`.")
     parser.add_argument(
         "--num-tokens", type=int, nargs="*", default=[0, 2, 3, 4, 5, 6, 7],
         help="Lengths of the chain. With 0, nothing is drafted, and the drafter only reads along.",

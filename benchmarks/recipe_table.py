@@ -13,47 +13,23 @@ NUM_RESAMPLES = 2000
 
 def table(records: list[dict[str, Any]], nodes: list[int]) -> str:
     """
-    Returns the records of one comparison as three tables in Markdown, with a row for each recipe and means over its
-    seeds: tau when decoding greedily, with what the trees of the largest size gain over the published recipe's (95%
-    intervals over seeds and prompts); tau in other ways of decoding; and what the drafters are and cost.
+    Returns the records of one comparison as a table in Markdown, with a row for each recipe and means over its seeds:
+    tau when decoding greedily, with what the trees of the largest size gain over the published recipe's (95%
+    intervals over seeds and prompts), tau when sampling, and the drafter's size.
     """
     recipes = {
         name: [r for r in records if r["recipe"] == name] for name in dict.fromkeys(r["recipe"] for r in records)
     }
     published, shapes = recipes.get("published", []), ["chain", *map(str, nodes)]
-    tau, ways, costs = [], [], []
+    named = [shape if shape == "chain" else f"{shape} nodes" for shape in shapes]
+    columns = ["recipe", "seeds", *named, "gain", "accepted by depth", *(f"sampled, {name}" for name in named)]
+    lines = [[*columns, "parameters"], ["---"] * (len(columns) + 1)]
     for name, of_recipe in recipes.items():
         cells = [f"`{name}`", str(len(of_recipe)), *(_tau(of_recipe, "greedy", shape) for shape in shapes)]
-        tau.append([*cells, _gain(of_recipe, published, shapes[-1]), _depths(of_recipe)])
-        cells = [_tau(of_recipe, "without_fta", shape) for shape in shapes[1:]]
-        cells += [_tau(of_recipe, "calibrated", shapes[-1])]
-        ways.append([f"`{name}`", *cells, *(_tau(of_recipe, "sampled", shape) for shape in shapes)])
-        costs.append([f"`{name}`", *_costs(of_recipe)])
-    columns = [f"without FTA, {_named(shape)}" for shape in shapes[1:]] + [f"calibrated, {_named(shapes[-1])}"]
-    columns += [f"sampled, {_named(shape)}" for shape in shapes]
-    return "\n\n".join(
-        [
-            _markdown(["recipe", "seeds", *map(_named, shapes), "gain", "accepted by depth"], tau),
-            _markdown(["recipe", *columns], ways),
-            _markdown(["recipe", "parameters", "tokens", "hours"], costs),
-        ]
-    )
-
-
-def _markdown(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
+        cells += [_gain(of_recipe, published, shapes[-1]), _depths(of_recipe)]
+        cells += [_tau(of_recipe, "sampled", shape) for shape in shapes]
+        lines.append([*cells, f"{of_recipe[0]['parameters'] / 1e6:.2f}M"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _costs(records: list[dict[str, Any]]) -> list[str]:
-    """Returns a recipe's trained parameters, and its training's tokens and hours."""
-    tokens = records[0]["tokens"] * records[0]["settings"]["num_train_epochs"]
-    hours = np.mean([record["seconds"] for record in records]) / 3600
-    return [f"{records[0]['parameters'] / 1e6:.2f}M", f"{tokens / 1e6:.2f}M", f"{hours:.2f}"]
-
-
-def _named(shape: str) -> str:
-    return shape if shape == "chain" else f"{shape} nodes"
 
 
 def tau(lengths: list[list[int]]) -> float:

@@ -13,8 +13,6 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 # Of all drafters of a comparison: by how much their numbers of trained parameters may differ.
 SIZE_TOLERANCE = 0.1
 TRANSITION_RANK = 64
-# Of the whole training, as in the published recipe's two of twenty epochs.
-PARALLEL_CE_START = 0.1
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,10 @@ class Recipe:
 
 
 _TRANSITION = {"transition_rank": TRANSITION_RANK}
-_CROSS_ENTROPY = {"serial_ce_weight": 1.0, "parallel_ce_weight": 1.0, "parallel_ce_start_epoch": 0.0}
+_CROSS_ENTROPY = {"serial_ce_weight": 1.0, "parallel_ce_weight": 1.0, "parallel_ce_start": 0.0}
 _OWN_FEATURES = {"unroll_serial_head": True}
-_REACH = {"weigh_by_reach": True}
 _LINEAR = {"linear_start": True}
-_ALL = _CROSS_ENTROPY | _OWN_FEATURES | _REACH | _LINEAR
+_ALL = _CROSS_ENTROPY | _OWN_FEATURES | _LINEAR
 _SERIAL = {"num_serial_tokens": 7, "num_parallel_heads": 0}
 _PARALLEL = {"num_serial_tokens": 1, "num_parallel_heads": 6}
 
@@ -49,7 +46,6 @@ RECIPES: dict[str, Recipe] = {
     "cross_entropy": Recipe(training=_CROSS_ENTROPY | {"feature_weight": 0.0}),
     "more_cross_entropy": Recipe(training=_CROSS_ENTROPY),
     "own_features": Recipe(training=_OWN_FEATURES),
-    "reach": Recipe(training=_REACH),
     "linear_start": Recipe(training=_LINEAR),
     "transition_and_start": Recipe(_TRANSITION, _LINEAR),
     "all": Recipe(_TRANSITION, _ALL, reads_layers=True),

@@ -27,9 +27,10 @@ import torch
 import torch._dynamo  # some caches import it; the processes should not each do so
 import transformers
 import transformers.models.llama.modeling_llama
+from demo_pair import parse
 from partly_right_drafts import partly_right_drafts
 from tiny_configs import VOCAB_SIZE, small_config
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, logging
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoModel
@@ -209,11 +210,10 @@ def shortened(why: str, class_name: str) -> str:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(SweepArguments, description=__doc__).parse_args_into_dataclasses()
+    args = parse(SweepArguments, __doc__)
     if not args.table:
         # Threads of a parallel region would be missing in the forks.
         torch.set_num_threads(1)
-        logging.set_verbosity_error()
         known = {} if args.model_types else read(args.output)
         for model_type in [
             name for name in args.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in known

@@ -4,16 +4,10 @@ transformers: DeepSeek V4, GIT, MiniMax and MiniMax M3 look for a row's padding 
 Expected: a row with padding on the left gets the logits of the same text alone. Seen: other logits.
 """
 
-import sys
-from pathlib import Path
-
 import torch
 import transformers
+from families import small_config
 from transformers import AutoModelForCausalLM
-
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_configs import small_config
 
 
 ids, padding = torch.arange(1, 13)[None], torch.full((1, 5), 20)

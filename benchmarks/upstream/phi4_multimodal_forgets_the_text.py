@@ -4,16 +4,10 @@ transformers: Phi-4-multimodal reads one token alone where a text grows beyond t
 Expected: the target writes the same text with a cache and without one. Seen: another text.
 """
 
-import sys
-from pathlib import Path
-
 import torch
 import transformers
+from families import small_config
 from transformers import AutoModelForCausalLM
-
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_configs import small_config
 
 
 torch.manual_seed(0)

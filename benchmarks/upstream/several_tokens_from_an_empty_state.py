@@ -6,16 +6,11 @@ other logits.
 """
 
 import copy
-import sys
-from pathlib import Path
 
 import torch
 import transformers
+from families import small_config
 from transformers import AutoModelForCausalLM
-
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_configs import small_config
 
 
 ids = torch.arange(1, 13)[None]

@@ -4,16 +4,10 @@ transformers: Nemotron-H and Zamba2 bound the time step in passes over several t
 Expected: one pass over a text and one pass per token give the same logits. Seen: other logits.
 """
 
-import sys
-from pathlib import Path
-
 import torch
 import transformers
+from families import small_config
 from transformers import AutoModelForCausalLM
-
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny_configs import small_config
 
 
 ids = torch.arange(1, 13)[None]

@@ -216,10 +216,11 @@ def train_drafter(
             learning_rate=args.drafter_learning_rate,
             serial_ce_weight=args.drafter_ce_weight,
             parallel_ce_weight=args.drafter_ce_weight,
-            parallel_ce_start_epoch=0,
+            parallel_ce_start=0,
             parallel_weight=args.drafter_parallel_weight,
             unroll_serial_head=args.unroll_serial_head,
-            acceptance_steps=args.save_steps,
+            eval_strategy="steps",
+            eval_steps=args.save_steps,
             acceptance_max_new_tokens=96,
         ),
         # In the precision of the weights: twice as fast on a CPU.

@@ -32,7 +32,7 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
                 f"delete this one."
             )
         return
-    # Whole or not at all: what is there may be all that says what the file was begun with.
+    # Written completely or not at all: nothing else may say what the file was begun with.
     unfinished = beside.with_name(beside.name + ".unfinished")
     with _file_named(beside):
         unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
@@ -61,7 +61,7 @@ def cut_unfinished_batch(path: Path, batch_size: int) -> int:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Returns the lines of a file, without a last one that is not whole; none where there is no file."""
+    """Returns the lines of a file, without an incomplete last one; none where there is no file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 

@@ -1,4 +1,4 @@
-"""Telling in one line what went wrong by something that a user can mend."""
+"""Errors that a user can fix end a program with one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +14,13 @@ _EXTRAS = {
 @contextmanager
 def told_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
     """
-    Ends the program with the message alone where what runs within it raises an error that a user can mend: a file
+    Ends the program with the message alone where what runs within it raises an error that a user can fix: a file
     that is not there, a setting out of range, a library that is not installed, a full disk. The message says how, and
     where it was raised does not help. Every other error keeps its traceback.
 
     Args:
         program: What the message begins with.
-        further: Classes of other errors that are told so.
+        further: Classes of other errors that are reported this way.
 
     Raises:
         SystemExit: Instead of such an error, which is its cause.

@@ -197,8 +197,8 @@ def test_saving_and_pushing_at_once_uploads_the_code(
 
 
 def test_a_target_may_bring_its_drafter(target: PreTrainedModel, repository: Path, tmp_path: Path) -> None:
-    """As docs/serving.md tells for `transformers serve`, which calls the `generate()` of the target it loads."""
-    docs = (ROOT / "docs" / "serving.md").read_text()
+    """As docs/guides/serve.md shows for `transformers serve`, which calls the `generate()` of the target it loads."""
+    docs = (ROOT / "docs" / "guides" / "serve.md").read_text()
     (code,) = re.findall("<!-- served-target -->\n```python\n(.*?)```", docs, re.DOTALL)
     target.save_pretrained(tmp_path / "served")
     (tmp_path / "served" / "custom_generate").mkdir()

@@ -129,7 +129,7 @@ def test_data_is_written_as_the_target_writes(model_type: str) -> None:
     target = make_target(model_type)
     prompt = prompts([5])
     plain = target.generate(**prompt, max_new_tokens=12, do_sample=False)
-    written = continue_rows(target, prompt["input_ids"].tolist(), 12, set(), 0, {"do_sample": False})
+    written = continue_rows(target, prompt["input_ids"].tolist(), 12, set())
     assert written == [plain[0, 5:].tolist()]
     states = OnlineFeatures(target).states({"input_ids": plain}).last
     logits = output_head(target)(states)

@@ -1,7 +1,6 @@
 """The comparison of recipes: drafters of one size, lines that are measured once, and gains that are what they say."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -80,7 +79,7 @@ def test_a_line_is_trained_and_measured_once(
     assert [record["recipe"] for record in records] == ["published", "all"]
     for record in records:
         assert record["steps"] == 4
-        assert len(record["draft_temperature"]) == 7
+        assert len(record["agreements"]) == 7
         for of_way in record["accepted_lengths"].values():
             assert all(len(of_shape) == 2 for of_shape in of_way.values())
             # The first token comes from the prompt's pass.
@@ -90,20 +89,12 @@ def test_a_line_is_trained_and_measured_once(
         script.main()
     assert (tmp_path / "out.jsonl").read_text().splitlines() == lines
     assert "| `all` | 1 |" in capsys.readouterr().out
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", [*sys.argv, "--times", "--recipes", "all_serial", "all_parallel"])
-        script.main()
-    # Seven passes of many layers against one of two layers, with six heads.
-    times = re.findall(r"all_\w+: drafting ([\d.]+) ms, a step of training (\d+) ms", capsys.readouterr().out)
-    (serial, serial_step), (parallel, parallel_step) = ((float(a), float(b)) for a, b in times)
-    assert serial > parallel > 0
-    assert serial_step > parallel_step > 0
     # Under other settings the checkpoints of before are not gone on from.
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--learning_rate", "0.1", "--recipes", "published"])
     script.main()
     record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[2])
     assert record["recipe"] == "published"
-    assert record["draft_temperature"] != records[0]["draft_temperature"]
+    assert record["accepted_lengths"] != records[0]["accepted_lengths"]
     assert len(list((tmp_path / "work").glob("published-0-*"))) == 2
 
 
@@ -143,17 +134,12 @@ def test_gains_are_over_the_published_recipe(script: ModuleType) -> None:
 
     def record(recipe: str, seed: int, lengths: list[int]) -> dict:
         of_shapes = {shape: [lengths, lengths] for shape in ("chain", "63")}
-        ways = dict.fromkeys(("greedy", "sampled", "calibrated", "without_fta"), of_shapes)
-        return {
-            "recipe": recipe, "seed": seed, "parameters": 2e6, "accepted_lengths": ways,
-            "tokens": 1000, "seconds": 36.0, "settings": {"num_train_epochs": 2},
-        }  # fmt: skip
+        ways = {"greedy": of_shapes, "sampled": of_shapes}
+        return {"recipe": recipe, "seed": seed, "parameters": 2e6, "accepted_lengths": ways}
 
     records = [record("published", 0, [2, 2]), record("published", 1, [2, 2]), record("x", 0, [3, 3, 3])]
     records.append(record("x", 1, [2, 2, 2, 2, 1]))
-    text = recipe_table.table(records, [63])
-    gains, ways, costs = (line for line in text.splitlines() if line.startswith("| `x`"))
-    assert "2.40 (1.80-3.00)" in gains
-    assert "+12.5% (-10.0 to +50.0)" in gains  # 18 tokens in 8 cycles, and each seed alone
-    assert ways.count("2.40 (1.80-3.00)") == 4
-    assert costs.endswith("| 2.00M | 0.00M | 0.01 |")
+    (row,) = (line for line in recipe_table.table(records, [63]).splitlines() if line.startswith("| `x`"))
+    assert row.count("2.40 (1.80-3.00)") == 4
+    assert "+12.5% (-10.0 to +50.0)" in row  # 18 tokens in 8 cycles, and each seed alone
+    assert row.endswith("| 2.00M |")

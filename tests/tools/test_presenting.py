@@ -470,19 +470,6 @@ def test_shown_probabilities_are_those_of_whole_forward_passes() -> None:
         stop += len(cycle.committed)
 
 
-def test_expected_acceptance_of_a_chain_is_the_sum_of_products() -> None:
-    """The example of the theory: three tokens with 0.85, 0.80 and 0.75."""
-    cycle = Cycle(
-        tokens=(0, 1, 2, 3),
-        parents=(0, 0, 1, 2),
-        scores=(0.0, math.log(0.85), math.log(0.85 * 0.8), math.log(0.85 * 0.8 * 0.75)),
-        accepted=(),
-        bonus_token=4,
-    )
-    assert cycle.expected_accepted == pytest.approx(0.85 + 0.85 * 0.8 + 0.85 * 0.8 * 0.75)
-    assert cycle.token_probability(3) == pytest.approx(0.75)
-
-
 def test_pictures_of_large_trees_are_valid_and_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

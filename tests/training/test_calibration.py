@@ -10,7 +10,7 @@ from datasets import Dataset
 from targets import make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainers import make_args
+from trainers import make_args, pack_pairs
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
@@ -26,14 +26,8 @@ def make_rows(target: PreTrainedModel, packed: bool) -> list[dict[str, Any]]:
         prompt = torch.randint(1, 8, (1, 3), generator=generator)
         ids = target.generate(prompt, max_new_tokens=17 + index % 3, do_sample=False, pad_token_id=0)[0]
         ids[8 + index % 5] = 1 + index % 7
-        texts.append((ids.tolist(), [int(place > 2) for place in range(len(ids))], list(range(len(ids)))))
-    if not packed:
-        return [{"input_ids": ids, "loss_mask": mask} for ids, mask, _ in texts]
-    names = ("input_ids", "loss_mask", "position_ids")
-    return [
-        {name: [*first[i], *second[i]] for i, name in enumerate(names)}
-        for first, second in zip(texts[::2], texts[1::2], strict=True)
-    ]
+        texts.append({"input_ids": ids.tolist(), "loss_mask": [int(place > 2) for place in range(len(ids))]})
+    return pack_pairs(texts) if packed else texts
 
 
 def drafted_log_probs(
@@ -149,10 +143,8 @@ def test_without_held_out_texts_there_is_nothing_to_fit_on(tmp_path: Path) -> No
     trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=rows)
     with pytest.raises(ValueError, match=r"not trained on\. Give a `dataset`"):
         trainer.calibrate()
-    for empty in ([], Dataset.from_list([]), Dataset.from_list(rows).to_iterable_dataset().take(0)):
-        with pytest.raises(ValueError, match=r"Give a `dataset` that has rows"):
-            trainer.calibrate(empty)
-    with pytest.raises(ValueError, match=r"one dataset, got those of 'a', 'b'\. Give one of them"):
-        trainer.calibrate({"a": rows, "b": rows})
+    for unfit in ([], Dataset.from_list(rows).to_iterable_dataset(), {"a": rows, "b": rows}):
+        with pytest.raises(ValueError, match=r"Give a `dataset` that has rows, one of several"):
+            trainer.calibrate(unfit)
     assert trainer.calibrate([row | {"loss_mask": [0] * len(row["loss_mask"])} for row in rows]) is None
     assert drafter.generation_config.draft_temperature is None

@@ -1,6 +1,5 @@
 """Training data without data: the target's own prompts and answers."""
 
-import errno
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -10,11 +9,10 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from chat_target import make_chat_target, make_chat_tokenizer
-from full_disk import disk_of
 from targets import make_target
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from training_data import CHATML, STRICT
+from training_data import CHATML
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TopPLogitsWarper
 
 from transformers_gumiho.training import (
@@ -32,7 +30,7 @@ from transformers_gumiho.training.synthesis import synthesis, writing
 from transformers_gumiho.training.synthesis.degenerate import why_degenerate
 from transformers_gumiho.training.synthesis.near_duplicates import NearDuplicates
 from transformers_gumiho.training.synthesis.user_turn import find_user_turn
-from transformers_gumiho.training.synthesis.writing import Start, TargetWriter
+from transformers_gumiho.training.synthesis.writing import write_user_turns
 
 
 SETTINGS: dict[str, Any] = {
@@ -65,11 +63,15 @@ def written(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def test_every_kept_prompt_is_answered_once(written: Path) -> None:
+def test_every_kept_prompt_is_answered_once(target: PreTrainedModel, written: Path) -> None:
     rows, prompts = read(written / "a.jsonl"), read(written / "a.prompts.jsonl")
     own = [row["prompt"] for row in prompts if "dropped" not in row][: SETTINGS["num_prompts"]]
     assert [row["messages"][-2]["content"] for row in rows] == sorted(own, key=len)
     assert [row["sampled"] for row in rows] == [False] * 4 + [True] * 3
+    dataset = load_conversations(str(written / "a.jsonl"))
+    _, report = prepare_dataset(dataset, make_chat_tokenizer(), target.config, max_length=400)
+    assert report.num_texts == SETTINGS["num_prompts"]
+    assert not report.problems
 
 
 def test_greedy_answers_are_what_generate_says(target: PreTrainedModel, written: Path) -> None:
@@ -84,13 +86,6 @@ def test_greedy_answers_are_what_generate_says(target: PreTrainedModel, written:
         assert row["ended"] == (new[-1] == tokenizer.eos_token_id)
 
 
-def test_the_dataset_can_be_trained_on(target: PreTrainedModel, written: Path) -> None:
-    dataset = load_conversations(str(written / "a.jsonl"))
-    _, report = prepare_dataset(dataset, make_chat_tokenizer(), target.config, max_length=400)
-    assert report.num_texts == SETTINGS["num_prompts"]
-    assert not report.problems
-
-
 @pytest.mark.parametrize(("num_bytes", "num_prompt_bytes"), [(0, 0), (0, 700), (250, 10**6), (10**6, 10**6)])
 def test_a_killed_run_goes_on_to_the_same_result(
     target: PreTrainedModel, written: Path, tmp_path: Path, num_bytes: int, num_prompt_bytes: int
@@ -103,7 +98,7 @@ def test_a_killed_run_goes_on_to_the_same_result(
 
 
 def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, written: Path) -> None:
-    with pytest.raises(ValueError, match="was begun with another generate_kwargs"):
+    with pytest.raises(ValueError, match="was begun with another max_new_tokens"):
         synthesize(target, written / "a.jsonl", max_new_tokens=13)
 
 
@@ -111,15 +106,15 @@ def test_a_second_run_into_a_file_is_refused(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it cuts the first one's unfinished batch off."""
-    real, refused = TargetWriter.write_user_turns, []
+    refused = []
 
     def start_again(*arguments: Any) -> Any:
         with pytest.raises(OSError, match=r"Another run is writing there. Wait for it to end") as error:
             synthesize(target, tmp_path / "a.jsonl")
         refused.append(error)
-        return real(*arguments)
+        return write_user_turns(*arguments)
 
-    monkeypatch.setattr(TargetWriter, "write_user_turns", start_again)
+    monkeypatch.setattr(synthesis, "write_user_turns", start_again)
     synthesize(target, tmp_path / "a.jsonl")
     assert refused
 
@@ -140,30 +135,19 @@ def _stop(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_system_prompts_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
-    systems = ["You write Python.", "You are kind."]
-    rows = synthesize(target, tmp_path / "a.jsonl", num_prompts=4, system_prompts=systems)
-    said = {row["messages"][0]["content"] for row in rows}
-    assert said == set(systems)
-    assert all(row["messages"][0]["role"] == "system" for row in rows)
-
-
-def test_openings_take_turns_after_each_system_prompt(target: PreTrainedModel, tmp_path: Path) -> None:
-    systems, openings = ["You write Python.", "You are kind."], ["import ", "Write a class:\n\nclass", "def "]
-    synthesize(target, tmp_path / "a.jsonl", num_prompts=6, system_prompts=systems, openings=openings, batch_size=6)
-    rows = read(tmp_path / "a.prompts.jsonl")[:6]
-    assert [row["system"] for row in rows] == systems * 3
-    for row, opening in zip(rows, [words for words in openings for _ in systems], strict=True):
+def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
+    openings = ["import ", "Write a class:\n\nclass", "def "]
+    synthesize(target, tmp_path / "a.jsonl", num_prompts=6, openings=openings, batch_size=6)
+    for row, opening in zip(read(tmp_path / "a.prompts.jsonl")[:6], openings * 2, strict=True):
         assert row["prompt"].startswith(opening.strip())
         assert len(row["prompt"]) > len(opening)
     with pytest.raises(ValueError, match="begun with another openings"):
-        synthesize(target, tmp_path / "a.jsonl", num_prompts=6, system_prompts=systems, openings=[], batch_size=6)
+        synthesize(target, tmp_path / "a.jsonl", num_prompts=6, openings=[], batch_size=6)
 
 
 def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel) -> None:
     tokenizer = make_chat_tokenizer()
-    writer = TargetWriter(target, tokenizer, 12, Sampling(temperature=0.01))
-    (text,) = writer.write_user_turns([Start(opening="import numpy as")], seed=0)
+    (text,) = write_user_turns(target, tokenizer, 12, Sampling(temperature=0.01), ["import numpy as"], seed=0)
     ids = tokenizer("<|im_start|>user\nimport numpy as", return_tensors="pt", add_special_tokens=False)
     expected = target.generate(**ids, max_new_tokens=12, do_sample=False)[0]
     assert text.text == find_user_turn(tokenizer).cut(tokenizer.decode(expected).split("user\n", 1)[1])
@@ -179,7 +163,7 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel) -> Non
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template, unk_token="<unk>"
     )
-    writer, prompts = TargetWriter(target, tokenizer, 3, Sampling()), []
+    prompts = []
 
     def written(_: PreTrainedModel, rows: list[list[int]], *__: Any) -> list[list[int]]:
         prompts.extend(rows)
@@ -187,7 +171,7 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "continue_rows", written)
-        (text,) = writer.write_user_turns([Start(opening="who wrote")], seed=0)
+        (text,) = write_user_turns(target, tokenizer, 3, Sampling(), ["who wrote"], seed=0)
     assert text.text == "who wrote the book"
     assert tokenizer.convert_ids_to_tokens(prompts[0]) == ["▁user", "▁who", "▁wrote"]
 
@@ -201,19 +185,6 @@ def test_an_opening_that_nothing_follows_is_no_prompt(target: PreTrainedModel, t
     assert all(row["dropped"] == "nothing after its opening" for row in bare)
 
 
-def test_a_full_disk_keeps_what_was_written(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, whole = tmp_path / "a.jsonl", synthesize(target, tmp_path / "whole" / "a.jsonl")
-    monkeypatch.setattr(Path, "open", disk_of(900, Path.open, "a.jsonl"))
-    with pytest.raises(OSError, match=r"What was written before stays. Make room and run this again") as caught:
-        synthesize(target, path)
-    assert caught.value.errno == errno.ENOSPC
-    assert path.stat().st_size == 900
-    monkeypatch.undo()
-    assert synthesize(target, path) == whole
-
-
 def test_a_target_that_writes_nothing_of_use_is_told(tmp_path: Path) -> None:
     endless = make_chat_target(mean_length=1e9)
     with pytest.raises(
@@ -222,38 +193,29 @@ def test_a_target_that_writes_nothing_of_use_is_told(tmp_path: Path) -> None:
         synthesize(endless, tmp_path / "a.jsonl", max_prompt_tokens=4)
 
 
-def test_a_target_that_overflows_writes_nothing(tmp_path: Path) -> None:
-    large = make_chat_target().half()
-    large.model.norm.weight.data.fill_(6e4)
-    with pytest.raises(ValueError, match=r"states are not finite \(torch.float16\). It overflows in float16: load it"):
-        synthesize(large, tmp_path / "a.jsonl")
-    assert not (tmp_path / "a.jsonl").exists()
-
-
 def test_the_opening_of_a_user_turn() -> None:
     tokenizer = make_chat_tokenizer()
-    assert find_user_turn(tokenizer).opening == "<|im_start|>user\n"
-    turn = find_user_turn(tokenizer, "Be kind.")
-    assert turn.opening == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    turn = find_user_turn(tokenizer)
+    assert turn.opening == "<|im_start|>user\n"
     assert turn.ends(tokenizer) == {tokenizer.eos_token_id}
     assert turn.cut("What?<|im_end|>\n<|im_start|>assistant") == "What?"
 
 
 @pytest.mark.parametrize(
-    ("template", "system", "message"),
+    ("template", "message"),
     [
-        (None, None, "has no chat template.*--chat_template FILE"),
-        (STRICT, "Be kind.", "refuses a user's turn after a system prompt: roles must alternate. Leave the system"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", None, "writes nothing before it.*--data FILE"),
-        ("Hello.", None, "shows it 0 times"),
-        ("{{ messages[0].content }} {{ messages[0].content }}", None, "shows it 2 times"),
+        (None, "has no chat template.*--chat_template FILE"),
+        ("{{ raise_exception('no') }}", "refuses a user's turn: no. Give another template"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "writes nothing before it.*--data FILE"),
+        ("Hello.", "shows it 0 times"),
+        ("{{ messages[0].content }} {{ messages[0].content }}", "shows it 2 times"),
     ],
 )
 def test_a_template_without_a_user_opening_is_refused(
-    target: PreTrainedModel, tmp_path: Path, template: str | None, system: str | None, message: str
+    target: PreTrainedModel, tmp_path: Path, template: str | None, message: str
 ) -> None:
     with pytest.raises(UserTurnNotFoundError, match=message):
-        synthesize(target, tmp_path / "a.jsonl", template=template, system_prompts=[system] if system else [])
+        synthesize(target, tmp_path / "a.jsonl", template=template)
     assert not list(tmp_path.iterdir())
 
 
@@ -325,7 +287,7 @@ def test_rows_of_a_batch_do_not_see_each_other(
         for prompt in prompts
     ]
     ends = {plain[0][len(prompts[0]) + 4]}  # the first row ends here at the latest
-    found = continue_rows(target, prompts, 20, ends, 0, {"do_sample": False, "eos_token_id": [*ends]})
+    found = continue_rows(target, prompts, 20, ends)
     for prompt, new, tokens in zip(prompts, found, plain, strict=True):
         assert prompt + new == tokens[: len(prompt) + len(new)]
         assert len(new) == 20 or new[-1] in ends
@@ -344,8 +306,7 @@ def test_rows_that_end_take_no_further_passes(monkeypatch: pytest.MonkeyPatch) -
     target.generation_config.eos_token_id = None
     first = plain(torch.tensor([[3, 1, 4]]), do_sample=False, max_new_tokens=1)[0, -1].item()
     monkeypatch.setattr(target, "generate", generate)
-    kwargs = {"do_sample": False, "eos_token_id": [first]}
-    found = continue_rows(target, [[3, 1, 4], [2, 7, 1], [5, 5, 6, 6]], 8, {first}, 0, kwargs)
+    found = continue_rows(target, [[3, 1, 4], [2, 7, 1], [5, 5, 6, 6]], 8, {first})
     assert found[0] == [first]
     left = [sum(len(new) > step for new in found) for step in (0, 2, 4, 6)]
     assert sizes == [size for size in left if size]
@@ -355,10 +316,10 @@ def test_rows_that_end_take_no_further_passes(monkeypatch: pytest.MonkeyPatch) -
 def test_an_offloaded_target_writes_what_it_writes_in_memory() -> None:
     """Its first parameters are on no device, and neither the tokens nor the randomness can be there."""
     prompts = [[1, 2, 3, 4], [1, 2, 5], [1, 3, 3, 3, 2]]
-    kwargs, found = Sampling().generate_kwargs | {"eos_token_id": [7], "pad_token_id": 0}, []
+    found = []
     for place in (lambda target: target, cpu_offload):
         torch.manual_seed(3)
-        found.append(continue_rows(place(make_target().float()), prompts, 10, {7}, 0, kwargs))
+        found.append(continue_rows(place(make_target().float()), prompts, 10, {7}, Sampling()))
     assert found[0] == found[1]
 
 

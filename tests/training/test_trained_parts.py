@@ -72,12 +72,14 @@ def test_a_drafter_without_heads_trains_none(tmp_path: Path) -> None:
         GumihoTrainer(drafter, make_args(tmp_path, train_only="parallel"), target=target, train_dataset=make_rows())
 
 
-@pytest.mark.parametrize("part", sorted(PARTS))
-def test_adapters_are_refused(tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize(
+    "option", [*({"train_only": part} for part in sorted(PARTS)), {"linear_start": True}], ids=str
+)
+def test_adapters_are_refused(tmp_path: Path, option: dict[str, object]) -> None:
     target = make_target("llama").float()
     wrapped = get_peft_model(GumihoModel.from_target(target), LoraConfig(r=2, target_modules=["fc"]))
-    with pytest.raises(ValueError, match=r"`train_only` changes a GumihoModel itself"):
-        GumihoTrainer(wrapped, make_args(tmp_path, train_only=part), target=target, train_dataset=make_rows())
+    with pytest.raises(ValueError, match=rf"`{next(iter(option))}` changes a GumihoModel itself.*merge_and_unload"):
+        GumihoTrainer(wrapped, make_args(tmp_path, **option), target=target, train_dataset=make_rows())
 
 
 def test_heads_that_are_not_trained_count_for_nothing_in_evaluation(tmp_path: Path) -> None:

@@ -5,44 +5,30 @@ from typing import Any
 
 import pytest
 import torch
+import trainers
 from datasets import Dataset, IterableDataset
 from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Subset
-from trainers import make_args, make_rows
+from trainers import KillAt, Killed, make_rows, pack_pairs
 from training_data import make_tokenizer
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.model.draft_vocabulary import choose_draft_vocabulary
 from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
     GumihoDataCollator,
-    GumihoTrainer,
     draft_vocabulary,
     gumiho_loss,
     write_feature_cache,
 )
-from transformers_gumiho.training.draft_vocabulary import count_answer_tokens
+from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens
 
 
 @pytest.fixture
 def target() -> PreTrainedModel:
     return make_target("llama").float()
-
-
-def packed_rows(num_rows: int = 12) -> list[dict[str, Any]]:
-    """Rows of two texts each; the last token of the first is often followed by one that counts in the second."""
-    texts = make_rows(2 * num_rows)
-    return [
-        {
-            "input_ids": a["input_ids"] + b["input_ids"],
-            "loss_mask": a["loss_mask"] + b["loss_mask"],
-            "position_ids": [*range(len(a["input_ids"])), *range(len(b["input_ids"]))],
-        }
-        for a, b in zip(texts[::2], texts[1::2], strict=True)
-    ]
 
 
 def counts_by_hand(rows: list[dict[str, Any]]) -> list[int]:
@@ -58,16 +44,12 @@ def counts_by_hand(rows: list[dict[str, Any]]) -> list[int]:
 
 
 def make_trainer(target: Any, folder: Path, drafter: Any = None, size: int | None = 4, **settings: Any) -> Any:
-    kwargs = {"train_dataset": make_rows(), "eval_dataset": make_rows(6, seed=1)}
-    names = (*kwargs, "callbacks", "processing_class")
-    kwargs |= {name: settings.pop(name) for name in names if name in settings}
-    args = make_args(folder, draft_vocabulary_size=size, **settings)
-    return GumihoTrainer(drafter or make_drafter(target), args, target=target, **kwargs)
+    return trainers.make_trainer(target, folder, drafter, draft_vocabulary_size=size, **settings)
 
 
-@pytest.mark.parametrize("rows", [make_rows(), packed_rows(), [{"input_ids": [1, 2, 3, 3]}]])
+@pytest.mark.parametrize("rows", [make_rows(), pack_pairs(make_rows()), [{"input_ids": [1, 2, 3, 3]}]])
 def test_tokens_that_the_loss_predicts_are_counted(rows: list[dict[str, Any]]) -> None:
-    collate, expected = GumihoDataCollator(VOCAB_SIZE, pad_to_multiple_of=8), counts_by_hand(rows)
+    collate, expected = GumihoDataCollator(VOCAB_SIZE), counts_by_hand(rows)
     assert count_answer_tokens(rows, collate, VOCAB_SIZE).tolist() == expected
     assert count_answer_tokens(Dataset.from_list(rows), collate, VOCAB_SIZE).tolist() == expected
     shares = [count_answer_tokens(rows, collate, VOCAB_SIZE, first, 3) for first in range(3)]
@@ -134,7 +116,7 @@ def test_the_loss_is_the_eager_one_over_the_vocabulary(family: str, tmp_path: Pa
 
     output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
     trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, eval_dataset=rows, unroll_serial_head=True)
-    loss, terms = gumiho_loss(output, states, cut, mask, trainer.args.loss_weights(None))
+    loss, terms = gumiho_loss(output, states, cut, mask, trainer.args.loss_weights())
     evaluated = trainer.evaluate()  # before any step
     trainer.train()
     first = trainer.state.log_history[0]
@@ -196,23 +178,13 @@ def test_cached_features_train_as_the_running_target_does(
     assert counted == [4, *range(4, 9), *range(24 - 9)]
 
 
-class Killed(Exception):
-    pass
-
-
-class KillAtSix(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 6:
-            raise Killed
-
-
 def test_a_resumed_run_has_the_vocabulary_and_the_end_of_an_uninterrupted_one(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
     whole = make_trainer(target, tmp_path / "whole", **settings)
     whole.train()
-    killed = make_trainer(target, tmp_path / "killed", **settings, callbacks=[KillAtSix()])
+    killed = make_trainer(target, tmp_path / "killed", **settings, callbacks=[KillAt(6)])
     with pytest.raises(Killed):
         killed.train()
 
@@ -252,10 +224,10 @@ def test_tokens_that_end_a_text_can_always_be_drafted(target: PreTrainedModel, t
 
 
 def test_sizes_and_data_that_give_no_vocabulary_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, got 9\. Choose a size"):
+    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, got 9\. Choose one"):
         make_trainer(target, tmp_path, size=9)
     with pytest.raises(ValueError, match="must be at least 1, or `None` for all tokens, got 0"):
         make_trainer(target, tmp_path, size=0)
     stream = IterableDataset.from_generator(lambda: iter(make_rows()))
-    with pytest.raises(ValueError, match=r"a stream can only be read while training\. Prepare the dataset without"):
+    with pytest.raises(ValueError, match=r"a stream can only be read while training\. Give a dataset with a length"):
         make_trainer(target, tmp_path, train_dataset=stream)

@@ -1,9 +1,7 @@
 """What a user of `Trainer` expects of a drafter's trainer."""
 
 import json
-import logging
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ from huggingface_hub import HfApi
 from origins import Origins
 from safetensors import safe_open
 from targets import VOCAB_SIZE, make_drafter, make_target
-from trainers import losses_of, make_args, make_rows
+from trainers import KillAt, Killed, losses_of, make_args, make_rows, make_trainer, pack_pairs
 from training_data import DEMO_TARGET
 from transformers import (
     AutoModelForCausalLM,
@@ -47,60 +45,19 @@ def target() -> PreTrainedModel:
     return make_target("llama").float()
 
 
-def make_trainer(target: PreTrainedModel, folder: Path, drafter: Any = None, **settings: Any) -> GumihoTrainer:
-    kwargs = {
-        name: settings.pop(name)
-        for name in (
-            "train_dataset",
-            "eval_dataset",
-            "acceptance_prompts",
-            "callbacks",
-            "processing_class",
-            "data_collator",
-        )
-        if name in settings
-    }
-    return GumihoTrainer(
-        drafter if drafter is not None else make_drafter(target),
-        make_args(folder, **settings),
-        target=target,
-        **{"train_dataset": make_rows(), "eval_dataset": make_rows(6, seed=1)} | kwargs,
-    )
-
-
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def reach_of(target: PreTrainedModel, features: list[torch.Tensor], states: torch.Tensor, mask: torch.Tensor) -> tuple:
-    """How often greedy drafts reach each position, from drafts that are compared one by one."""
-    choices, reach = target.lm_head(states).argmax(dim=-1), [1.0]
-    for depth, predicted in enumerate(features, start=1):
-        count = min(predicted.shape[1], states.shape[1] - depth)
-        drafts = target.lm_head(predicted[:, :count]).argmax(dim=-1)
-        counts = mask[:, depth : depth + count].bool()
-        right = (drafts == choices[:, depth : depth + count])[counts]
-        reach.append(reach[-1] * float(right.double().mean()))
-    return tuple(max(share, 0.01) for share in reach[:-1])
-
-
-@pytest.mark.parametrize("settings", [{"unroll_serial_head": True}, {"weigh_by_reach": True}], ids=str)
-def test_the_loss_is_the_eager_one_and_falls(
-    target: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("unroll", [False, True])
+def test_the_loss_is_the_eager_one_and_falls(target: PreTrainedModel, tmp_path: Path, unroll: bool) -> None:
     rows = [{"input_ids": row["input_ids"][:12], "loss_mask": row["loss_mask"][:12]} for row in make_rows(4)]
     drafter = make_drafter(target)
-    trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, max_steps=30, **settings)
+    trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, max_steps=30, unroll_serial_head=unroll)
     ids, mask = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "loss_mask"))
     states = target.model(ids).last_hidden_state
-    is_unrolled, weights = "weigh_by_reach" not in settings, trainer.args.loss_weights(None)
-    if not is_unrolled:
-        output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
-        features = [output.serial_features, *output.unrolled_features, *output.parallel_features.unbind(1)]
-        weights = replace(weights, reach=reach_of(target, features, states, mask))
-        assert 0.01 < weights.reach[1] < 1
-    output = drafter(ids[:, 1:], states[:, :-1], unroll=is_unrolled)
-    loss, terms = gumiho_loss(output, states, target.lm_head, mask, weights)
+    output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll)
+    loss, terms = gumiho_loss(output, states, target.lm_head, mask, trainer.args.loss_weights())
     embedding = weights_of(drafter.embed_tokens)
     trainer.train()
     first = trainer.state.log_history[0]
@@ -135,8 +92,6 @@ def test_prompts_count_where_that_is_asked_for(target: PreTrainedModel, tmp_path
     for message, (collator, answers_only) in collators.items():
         with pytest.raises(ValueError, match=message):
             make_trainer(target, tmp_path, data_collator=collator, assistant_only_loss=answers_only)
-    with pytest.raises(ValueError, match="`weigh_by_reach` measures how often decoding reaches each position, on the"):
-        make_args(tmp_path, weigh_by_reach=True, assistant_only_loss=False)
 
 
 class CountingCollator(GumihoDataCollator):
@@ -161,18 +116,6 @@ def test_a_collator_of_ones_own_counts_prompts_in_training_alone(target: PreTrai
     trainer.train()
     trainer.evaluate()
     assert (max(collator.num_counting), collator.num_counting[-1]) == (10, 4)
-
-
-def test_a_second_training_measures_reach_anew(target: PreTrainedModel, tmp_path: Path) -> None:
-    settings = {"weigh_by_reach": True, "learning_rate": 0.0, "max_steps": 1, "train_dataset": make_rows(4)}
-    drafter = GumihoModel.from_target(target)
-    trainer = make_trainer(target, tmp_path / "twice", drafter, **settings)
-    trainer.train()
-    drafter.load_state_dict(make_drafter(target).state_dict())
-    trainer.train()
-    once = make_trainer(target, tmp_path / "once", make_drafter(target), **settings)
-    once.train()
-    assert losses_of(trainer) == pytest.approx(losses_of(once))
 
 
 @pytest.mark.parametrize("unroll", [False, True])
@@ -200,9 +143,7 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(
 @pytest.mark.parametrize(
     "settings",
     [
-        {CHECKPOINTING: True},
         {CHECKPOINTING: True, "unroll_serial_head": True},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
         {"torch_compile": True, "torch_compile_backend": "aot_eager", "unroll_serial_head": True},
         {"loss_chunk_size": 3},
     ],
@@ -269,25 +210,13 @@ def test_a_quantised_target_is_imitated_as_it_is(tmp_path: Path) -> None:
     assert losses_of(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
-class Killed(Exception):
-    pass
-
-
-class KillAt(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise Killed
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
     target: PreTrainedModel, tmp_path: Path, broken: bool
 ) -> None:
     settings = {
-        "max_steps": 12, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 3, "acceptance_steps": 4,
+        "max_steps": 12, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 3,
+        "eval_strategy": "steps", "eval_steps": 4,
         "acceptance_prompts": [torch.tensor([1, 2])], "acceptance_max_new_tokens": 8,
         "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine",
     }  # fmt: skip
@@ -304,19 +233,14 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
 
     def curve(trainer: GumihoTrainer) -> list[dict[str, float]]:
         measured = ("epoch", "step", "learning_rate", "grad_norm")
-        hidden = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss")
+        hidden = {f"{part}_{name}" for part in ("train", "eval") for name in ("runtime", "samples_per_second",
+                  "steps_per_second")} | {"train_loss"}  # fmt: skip
         assert all(name in trainer.state.log_history[0] for name in measured)
         return [{k: v for k, v in entry.items() if k not in hidden} for entry in trainer.state.log_history]
 
     for ours, theirs in zip(curve(resumed), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     torch.testing.assert_close(weights_of(resumed.model), weights_of(whole.model))
-
-
-def test_nothing_to_resume_from_is_an_error(target: PreTrainedModel, tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(ValueError, match="There is no complete checkpoint in"):
-        make_trainer(target, tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_checkpoints_hold_the_drafter_alone_and_load_as_one(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -358,14 +282,6 @@ def test_evaluation_is_the_agreement_of_the_drafts_with_the_target(target: PreTr
     assert metrics["eval_expected_acceptance_length"] == pytest.approx(implied)
 
 
-def test_evaluation_does_not_depend_on_the_batch_size(target: PreTrainedModel, tmp_path: Path) -> None:
-    results = []
-    for batch_size in (1, 4):
-        trainer = make_trainer(target, tmp_path, per_device_eval_batch_size=batch_size)
-        results.append({k: v for k, v in trainer.evaluate().items() if "second" not in k and "time" not in k})
-    assert results[0] == pytest.approx(results[1], rel=1e-4)
-
-
 def test_best_checkpoint_is_loaded_and_training_stops_early(target: PreTrainedModel, tmp_path: Path) -> None:
     trainer = make_trainer(
         target, tmp_path, max_steps=40, learning_rate=0.3, eval_strategy="steps", eval_steps=2, save_strategy="steps",
@@ -382,14 +298,13 @@ def test_best_checkpoint_is_loaded_and_training_stops_early(target: PreTrainedMo
 def test_tau_is_measured_while_training(target: PreTrainedModel, tmp_path: Path) -> None:
     prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
     trainer = make_trainer(
-        target, tmp_path, max_steps=5, acceptance_steps=2, acceptance_prompts=prompts, acceptance_max_new_tokens=24
+        target, tmp_path, eval_strategy="steps", eval_steps=2, acceptance_prompts=prompts, acceptance_max_new_tokens=24
     )
     trainer.train()
-    logged = {entry["step"]: entry["tau"] for entry in trainer.state.log_history if "tau" in entry}
-    assert list(logged) == [2, 4, 5]
-    assert len(losses_of(trainer)) == 5  # the losses of the same steps are logged all the same
+    logged = {entry["step"]: entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry}
+    assert list(logged) == [2, 4]
     lengths = [length for row in measure_acceptance(target, trainer.drafter, prompts, 24) for length in row]
-    assert logged[5] == pytest.approx(sum(lengths) / len(lengths))
+    assert logged[4] == pytest.approx(sum(lengths) / len(lengths))
 
 
 def test_tau_is_that_of_cycles_that_draft(target: PreTrainedModel) -> None:
@@ -426,7 +341,7 @@ def test_pushed_drafter_has_a_filled_model_card(
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"someone/{repo_id}"))
     trainer = make_trainer(
         target, tmp_path, push_to_hub=True, hub_model_id="gumiho-tiny", hub_strategy="end", eval_strategy="steps",
-        eval_steps=4, acceptance_steps=4, acceptance_prompts=[torch.tensor([1, 2])], acceptance_max_new_tokens=8,
+        eval_steps=4, acceptance_prompts=[torch.tensor([1, 2])], acceptance_max_new_tokens=8,
     )  # fmt: skip
     trainer.train()
     trainer.push_to_hub(finetuned_from="someone/tiny-llama", dataset="someone/chats")
@@ -441,7 +356,7 @@ def test_pushed_drafter_has_a_filled_model_card(
         "# someone/gumiho-tiny\n",
         'from_pretrained("someone/gumiho-tiny"',
         "| `learning_rate` | 0.01 |",
-        f"| `tau` | {history['tau']:.4g} |",
+        f"| `eval_tau` | {history['eval_tau']:.4g} |",
         f"| `eval_agreement_1` | {history['eval_agreement_1']:.4g} |",
     ):
         assert fact in card
@@ -456,32 +371,29 @@ def test_the_drafter_keeps_the_tokenizer_that_the_trainer_was_given(target: PreT
         assert AutoTokenizer.from_pretrained(tmp_path / folder).get_vocab() == tokenizer.get_vocab()
 
 
-def test_a_diverged_run_stops_and_keeps_its_checkpoints(target: PreTrainedModel, tmp_path: Path) -> None:
-    class Poison(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == 5:
-                model.fc.weight.data[0, 0] = math.nan
+class Poison(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            model.fc.weight.data[0, 0] = math.nan
+
+
+def test_a_diverged_run_stops_and_keeps_its_checkpoints(target: PreTrainedModel, tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 10, "save_total_limit": 1}
-    trainer = make_trainer(target, tmp_path, callbacks=[Poison()], **settings)
+    trainer = make_trainer(target, tmp_path, callbacks=[Poison(5)], **settings)
     with pytest.raises(FloatingPointError, match=r"diverged at or before step 6: .*checkpoint-4, is from before that"):
         trainer.train()
     # Where nothing is logged in time, the checkpoint is refused.
-    trainer = make_trainer(target, tmp_path, callbacks=[Poison()], **settings | {"logging_steps": 100})
+    trainer = make_trainer(target, tmp_path, callbacks=[Poison(5)], **settings | {"logging_steps": 100})
     with pytest.raises(FloatingPointError, match=r"step 6: the drafter's parameters are not finite"):
         trainer.train()
     kept = GumihoModel.from_pretrained(tmp_path / "checkpoint-4")
     assert all(torch.isfinite(parameter).all() for parameter in kept.parameters())
     assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
-
-
-def test_a_run_that_ends_diverged_is_an_error(target: PreTrainedModel, tmp_path: Path) -> None:
-    class Poison(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            model.fc.weight.data[0, 0] = math.nan
-
     with pytest.raises(FloatingPointError, match=r"the drafter's parameters are not finite\. There is no checkpoint"):
-        make_trainer(target, tmp_path, callbacks=[Poison()], logging_steps=100).train()
+        make_trainer(target, tmp_path / "end", callbacks=[Poison(3)], logging_steps=100).train()
 
 
 @pytest.mark.parametrize("settings", [{}, {"logging_steps": 100}, {"linear_start": True}])
@@ -535,8 +447,8 @@ def test_a_stream_trains_like_its_rows(target: PreTrainedModel, tmp_path: Path) 
 
 
 def test_terms_are_averaged_over_the_steps_that_have_them(target: PreTrainedModel, tmp_path: Path) -> None:
-    """The parallel cross-entropy begins after an epoch of three steps; two of the five logged together have it."""
-    settings = {"train_dataset": make_rows(12), "max_steps": 5, "parallel_ce_start_epoch": 1.0, "learning_rate": 0.0}
+    """The parallel cross-entropy begins after three steps of five; two of those logged together have it."""
+    settings = {"train_dataset": make_rows(12), "max_steps": 5, "parallel_ce_start": 0.6, "learning_rate": 0.0}
     settings |= {"train_sampling_strategy": "sequential"}
     single = make_trainer(target, tmp_path, **settings)
     single.train()
@@ -546,28 +458,6 @@ def test_terms_are_averaged_over_the_steps_that_have_them(target: PreTrainedMode
     assert ["parallel_0_ce" in step for step in steps] == [False, False, False, True, True]
     assert log["parallel_0_ce"] == pytest.approx((steps[3]["parallel_0_ce"] + steps[4]["parallel_0_ce"]) / 2)
     assert log["serial_ce"] == pytest.approx(sum(step["serial_ce"] for step in steps) / 5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"train_dataset": stream(make_rows(8)), "max_steps": 1}, "cross-entropy counts from the start"),
-        (
-            {"max_steps": 1},
-            "never counts: it begins after 2 epochs (`parallel_ce_start_epoch`), and training ends after 0.167",
-        ),
-    ],
-)
-def test_a_schedule_that_is_never_reached_is_warned_of(
-    settings: dict[str, Any], message: str, target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(logging.getLogger("transformers_gumiho"), "propagate", True)
-    trainer = make_trainer(target, tmp_path, **settings, parallel_ce_start_epoch=2.0)
-    with caplog.at_level("WARNING"):
-        trainer.train()
-    assert message in caplog.text
-    assert ("parallel_0_ce" in trainer.state.log_history[0]) == ("from the start" in message)
 
 
 def test_a_drafter_in_half_precision_is_warned_of(
@@ -583,12 +473,8 @@ def test_packed_rows_train_as_their_texts_do_alone(tmp_path: Path, family: str) 
     target = make_target(family).float()
     texts = [row["input_ids"] for row in make_rows(6)]
     alone = [{"input_ids": text} for text in texts]
-    packed = [
-        {"input_ids": a + b, "position_ids": [*range(len(a)), *range(len(b))]}
-        for a, b in zip(texts[::2], texts[1::2], strict=True)
-    ]
     results = []
-    for rows in (alone, packed):
+    for rows in (alone, pack_pairs(alone)):
         trainer = make_trainer(target, tmp_path, eval_dataset=rows)
         results.append({k: v for k, v in trainer.evaluate().items() if "loss" in k or "agreement" in k})
     assert results[0] == pytest.approx(results[1], rel=1e-4)
@@ -616,6 +502,9 @@ def test_target_that_mixes_packed_texts_up_is_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(ValueError, match="There is no complete checkpoint in"):
+        make_trainer(target, tmp_path).train(resume_from_checkpoint=True)
     with pytest.raises(TypeError, match="must be a GumihoModel, or a PeftModel around one, got LlamaForCausalLM"):
         make_trainer(target, tmp_path, target)
     other = make_drafter(make_target("llama", vocab_size=9))
@@ -623,8 +512,6 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_trainer(target, tmp_path, other)
     with pytest.raises(ValueError, match="`remove_unused_columns=True` would drop the loss mask"):
         make_args(tmp_path, remove_unused_columns=True)
-    with pytest.raises(ValueError, match="Measuring tau needs prompts"):
-        make_trainer(target, tmp_path, acceptance_steps=2)
     flash = make_drafter(target)
     adopt_attention_implementation(flash.config, LlamaConfig(attn_implementation="flash_attention_2"))
     with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from training_data import (
     CHATML,
     DEMO_TARGET,
@@ -25,7 +25,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers_gumiho.measuring.prompts import encode_turn
 from transformers_gumiho.training import (
     GumihoDataCollator,
-    collect_prompts,
     load_conversations,
     prepare_dataset,
 )
@@ -101,8 +100,6 @@ def test_a_tokenizer_that_ends_texts_changes_nothing_else(
     assert ends.convert_ids_to_tokens(found["input_ids"]) == ["<s>", "what", "is", *completion.split(), ending]
     assert found["loss_mask"] == expected["loss_mask"] == [0, 0, 0] + [1] * len(completion.split()) + [0]
     for tokenizer in (plain, ends):
-        (asked,) = collect_prompts(dataset, tokenizer, num_prompts=1)
-        assert tokenizer.convert_ids_to_tokens(asked.tolist()) == ["<s>", "what", "is"]
         assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["what is"], [])) == ["<s>", "what", "is"]
 
 
@@ -149,9 +146,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("folder", [False, True])
-@pytest.mark.parametrize("streaming", [False, True])
 def test_malformed_rows_are_skipped_counted_and_reported(
-    streaming: bool, folder: bool, tmp_path: Path, config: PreTrainedConfig
+    folder: bool, tmp_path: Path, config: PreTrainedConfig
 ) -> None:
     good = {"messages": MESSAGES[1:]}
     if folder:
@@ -163,7 +159,7 @@ def test_malformed_rows_are_skipped_counted_and_reported(
         )  # blank lines are no rows
     else:
         name = write_jsonl(tmp_path / "data.jsonl", [good, *BROKEN, good])
-    dataset = load_conversations(name, streaming=streaming)
+    dataset = load_conversations(name)
     rows, report = prepare_dataset(dataset, make_tokenizer(STRICT), config, max_length=256, packing=False)
     rows = list(rows)
     assert rows[0] == rows[1]
@@ -174,12 +170,11 @@ def test_malformed_rows_are_skipped_counted_and_reported(
         assert reason in str(report)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_bytes_that_are_no_utf8_cost_their_own_line(streaming: bool, tmp_path: Path, config: PreTrainedConfig) -> None:
+def test_bytes_that_are_no_utf8_cost_their_own_line(tmp_path: Path, config: PreTrainedConfig) -> None:
     good = json.dumps({"messages": MESSAGES}).encode()
     latin = '{"text": "d\xe9f f(): return"}'.encode("latin-1")
     (tmp_path / "data.jsonl").write_bytes(b"\n".join([good, b"\xff\xfe{", good, latin, b""]))
-    dataset = load_conversations(str(tmp_path / "data.jsonl"), streaming=streaming)
+    dataset = load_conversations(str(tmp_path / "data.jsonl"))
     rows, report = prepare_dataset(dataset, make_tokenizer(), config, max_length=256, packing=False)
     assert len(list(rows)) == 2
     assert report.problems == {"is not JSON, or not UTF-8": 2}
@@ -201,17 +196,6 @@ def test_a_json_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"data.json' is no .json file that can be read: .*UTF-8"):
         load_conversations(str(tmp_path / "data.json"))
-
-
-def test_streams_that_do_not_know_their_columns_are_read(tmp_path: Path, config: PreTrainedConfig) -> None:
-    path = write_jsonl(tmp_path / "data.json", [{"text": "import os\n" * 5}] * 3)
-    rows, _ = prepare_dataset(load_conversations(path, streaming=True), make_tokenizer(), config, max_length=256)
-    assert len(list(rows)) == 1
-    with pytest.raises(ValueError, match=r"No row of the dataset could be used:\n.*3 skipped"):
-        prepare_dataset(
-            load_conversations(write_jsonl(tmp_path / "bad.json", [{"text": ""}] * 3), streaming=True),
-            make_tokenizer(), config, max_length=256,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -247,11 +231,9 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
         load_conversations(str(tmp_path / "missing.jsonl"))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_packing_keeps_every_text_whole_and_wastes_little(streaming: bool, config: PreTrainedConfig) -> None:
+def test_packing_keeps_every_text_whole_and_wastes_little(config: PreTrainedConfig) -> None:
     texts = [f"x{number} = {number}\n" * (1 + number % 7) for number in range(200)]
     dataset = Dataset.from_list([{"text": text} for text in texts])
-    dataset = dataset.to_iterable_dataset() if streaming else dataset
     tokenizer = make_tokenizer()
     rows = list(prepare_dataset(dataset, tokenizer, config, max_length=128)[0])
     unpacked = []
@@ -267,15 +249,14 @@ def test_packing_keeps_every_text_whole_and_wastes_little(streaming: bool, confi
     assert sum(len(row["input_ids"]) for row in rows) / (128 * len(rows)) > 0.9
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("template", [FORGETFUL, SYSTEM_IN_LAST_TURN])
 def test_conversations_under_an_unclear_template_cost_themselves_alone(
-    template: str, streaming: bool, tmp_path: Path, config: PreTrainedConfig
+    template: str, tmp_path: Path, config: PreTrainedConfig
 ) -> None:
     """The system prompt in the last turn, say: what stands before the last answer then depends on what follows."""
     rows = [{"messages": messages} for messages in (MESSAGES[:3], MESSAGES[:3], MESSAGES, MESSAGES[:3], MESSAGES)]
     path = write_jsonl(tmp_path / "data.jsonl", ["", *rows])
-    dataset = load_conversations(path, streaming=streaming)
+    dataset = load_conversations(path)
     prepared, report = prepare_dataset(dataset, make_tokenizer(template), config, max_length=256, packing=False)
     prepared = list(prepared)
     assert len(prepared) == report.num_texts == 3
@@ -315,30 +296,17 @@ def test_foreign_tokenizer_is_refused(config: PreTrainedConfig) -> None:
         prepare([{"text": "x"}], small)
 
 
-def test_prompts_are_what_the_target_answers() -> None:
-    dataset = Dataset.from_list([{"messages": MESSAGES}, {"messages": [MESSAGES[2]]}, {"messages": MESSAGES[3:]}])
-    tokenizer = make_tokenizer()
-    prompts = collect_prompts(dataset, tokenizer, num_prompts=5)
-    expected = [MESSAGES[:2], MESSAGES[3:4]]
-    assert [tokenizer.decode(prompt) for prompt in prompts] == [
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for messages in expected
-    ]
-    assert len(collect_prompts(dataset, tokenizer, num_prompts=1)) == 1
-    texts = Dataset.from_list([{"text": "import os\n" * 50}])
-    assert len(collect_prompts(texts, make_tokenizer(None), 1, num_text_tokens=7)[0]) == 7
-
-
 def test_batches_are_padded_on_the_right() -> None:
     rows = [
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "position_ids": [0, 1, 0], "hidden_states": torch.ones(3, 2)},
         {"input_ids": [8], "loss_mask": [1], "position_ids": [0], "hidden_states": torch.ones(1, 2)},
     ]
-    batch = GumihoDataCollator(pad_to_multiple_of=4)(rows)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
-    assert batch["loss_mask"].tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]
+    batch = GumihoDataCollator()(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 1], [1, 0, 0]]
     # Padding is a text of its own.
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 0, 1, 2]]
-    assert batch["hidden_states"].sum(dim=-1).tolist() == [[2, 2, 2, 0], [2, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert batch["hidden_states"].sum(dim=-1).tolist() == [[2, 2, 2], [2, 0, 0]]
     assert GumihoDataCollator()([{"input_ids": [1, 2]}])["loss_mask"].tolist() == [[1, 1]]
 
 
@@ -387,9 +355,7 @@ def test_unfit_rows_are_refused(row: dict[str, Any], message: str) -> None:
         GumihoDataCollator(vocab_size=10, max_length=5)([row])
 
 
-def test_streamed_data_stays_a_stream(config: PreTrainedConfig) -> None:
+def test_a_stream_is_refused(config: PreTrainedConfig) -> None:
     stream = Dataset.from_list([{"messages": MESSAGES}]).to_iterable_dataset()
-    rows, report = prepare_dataset(stream, make_tokenizer(), config, max_length=256)
-    assert isinstance(rows, IterableDataset)
-    assert report.num_texts == 0
-    assert len(list(rows)) == report.num_texts == 1
+    with pytest.raises(ValueError, match=r"must be a `datasets.Dataset`, got IterableDataset\. Load it at once"):
+        prepare_dataset(stream, make_tokenizer(), config, max_length=256)

@@ -15,7 +15,7 @@ from transformers_gumiho.losses.terms import TERMS, Readout, smooth_l1, soft_cro
 from transformers_gumiho.training import LossWeights, chunked_gumiho_loss, gumiho_loss
 
 
-WEIGHTS = LossWeights(feature=0.7, serial_cross_entropy=0.3, parallel_cross_entropy=0.2, unrolled=0.5)
+WEIGHTS = LossWeights(feature=0.7, serial_cross_entropy=0.3, parallel_cross_entropy=0.2)
 
 
 def packed_positions() -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_loss_is_the_published_one(masked: bool, unroll: bool, packed: bool) -> 
     assert terms["serial_ce"].item() == pytest.approx(entropy, rel=1e-4)
     if unroll:
         distance, entropy = mean_over_positions(output.unrolled_features[0], 2)
-        expected += 0.5 * (0.7 * distance + 0.3 * entropy)
+        expected += 0.7 * distance + 0.3 * entropy
     for head in range(5):
         distance, entropy = mean_over_positions(output.parallel_features[:, head], 3 + head)
         assert terms[f"parallel_{head}_feature"].item() == pytest.approx(distance, rel=1e-4)

@@ -294,7 +294,7 @@ def test_unrolling_leaves_padding_out() -> None:
 
 
 def test_unrolling_refuses_a_cache() -> None:
-    with pytest.raises(ValueError, match="`unroll=True` runs whole texts"):
+    with pytest.raises(ValueError, match="`unroll=True` reads a text in one pass"):
         make_model()(**make_inputs(), unroll=True, use_cache=True)
 
 

@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class PeakMemory:
-    """Set when the measurement has ended; `None` where the system does not tell."""
+    """Set when the measurement has ended; `None` where the system does not report it."""
 
     num_bytes: int | None = None
 

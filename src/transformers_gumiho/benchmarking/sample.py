@@ -18,7 +18,7 @@ class Sample:
         seconds: For decoding the batch, prompt included.
         num_tokens: New tokens of all prompts, without padding.
         equal: Whether every text is that of plain decoding.
-        peak_bytes: The most memory at one time, beyond what there was before; `None` where it cannot be told.
+        peak_bytes: The most memory at one time, beyond what there was before; `None` if the system reports none.
         accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
         stages: Seconds of each stage, on other devices than a CPU of a run of its own; see [`StageSeconds`].
         num_compiled: Graphs that were compiled while it was measured.

@@ -27,9 +27,20 @@ def attach(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoM
 
     Example:
 
-        >>> import transformers_gumiho
-        >>> transformers_gumiho.attach(target, "amd/Gumiho-llama3-8b")  # doctest: +SKIP
-        >>> target.generate(**inputs)  # doctest: +SKIP
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from transformers_gumiho import attach, detach
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("examples/demo_pair/target")
+    >>> target = AutoModelForCausalLM.from_pretrained("examples/demo_pair/target", dtype="float32")
+    >>> gumiho = attach(target, "examples/demo_pair/gumiho")
+    >>> inputs = tokenizer("def read(self):", return_tensors="pt")
+    >>> output = target.generate(**inputs, max_new_tokens=16, return_dict_in_generate=True)
+    >>> len(output.accepted_lengths[0]) < 16  # passes of the target after the prompt's
+    True
+    >>> detach(target)
+
+    ```
     """
     found = _find_drafter(target, drafter)
     found.attach(target)

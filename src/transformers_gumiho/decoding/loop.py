@@ -56,6 +56,27 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
 
     In a batch, `scores`, `logits` and `hidden_states` are zero where a row has ended before the others: the target is
     not run on padding.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from transformers_gumiho import GumihoModel
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("examples/demo_pair/target")
+    >>> target = AutoModelForCausalLM.from_pretrained("examples/demo_pair/target", dtype="float32")
+    >>> gumiho = GumihoModel.from_pretrained("examples/demo_pair/gumiho", dtype="float32")
+    >>> inputs = tokenizer("def read(self):", return_tensors="pt")
+    >>> output = target.generate(
+    ...     **inputs, assistant_model=gumiho, max_new_tokens=33, return_dict_in_generate=True
+    ... )
+    >>> lengths = output.accepted_lengths[0]
+    >>> sum(lengths)  # without the first token
+    32
+    >>> sum(lengths) / len(lengths) > 2  # tau
+    True
+
+    ```
     """
 
     accepted_lengths: list[list[int]] | None = None

@@ -221,8 +221,8 @@ class GumihoCandidateGenerator(CandidateGenerator):
             is_first_iteration: Whether the target has not run yet. Nothing is drafted then.
             n_last_matches: Candidates of the last call that are part of the text now.
             hidden_states (`(1, n, H)`): Instead of `model_outputs` and `n_last_matches`: the target's last hidden
-                states before its newest `n` tokens: of the whole text but its last token in the first call, of what
-                was committed since then later on. `(1, n, k * H)` for a drafter that reads k layers.
+                states before its newest `n` tokens. In the first call these are all tokens but the last, later those
+                that were committed since. `(1, n, k * H)` for a drafter that reads k layers.
 
         Returns:
             Candidates `(1, T + depth)`, and no candidate logits: drafted tokens are verified as point masses.

@@ -73,7 +73,7 @@ class RowDrafts:
         Adds committed tokens to the text; the newest drafts are counted by them, whether or not they were run.
 
         Returns:
-            How many of the newest drafts were right, as far as committed tokens tell.
+            How many of the newest drafts were right, as far as they were verified.
         """
         num_right = 0
         for place, (token, drafted) in enumerate(zip(tokens, self._drafted, strict=False)):

@@ -30,7 +30,7 @@ class GumihoDrafter:
         settings ([`DraftingSettings`]): Shape of the tree.
         cache ([`TreeCache`]): An empty cache for the serial head.
         shapes: What the cycles run in. Where it is fixed, the cache must have room for all of them.
-        token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default the whole
+        token_ids (`(K,)`, *optional*): The tokens that `lm_head` scores, in its order. By default all of the
             vocabulary.
         peek_noise: When sampling, returns for a number of draws and for some tokens `(K,)`, or `None` for all, the
             noise `(B, draws, K)` that the target's next tokens will be drawn with; `None` where nobody knows it.
@@ -297,7 +297,7 @@ class GumihoDrafter:
             return self.lm_head(features)
 
     def _fuse_read(self, tokens: torch.Tensor, drafter_input: torch.Tensor) -> torch.Tensor:
-        """As [`_fuse`], with what the target tells of tokens that it has read."""
+        """As [`_fuse`], with the target's hidden states."""
         with self._around_pass():
             return self.model.fuse(tokens, self.model.read_target(drafter_input))
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.draft_vocabulary import find_fault
+from ..model.decoding_settings import vocabulary_fault
 from ..model.per_rows import value_for_rows
 
 
@@ -29,31 +29,32 @@ class DraftingSettings:
     """
     The decoding settings of a drafter for one call of `generate()`, read from its `generation_config`.
 
-    `num_assistant_tokens` and `break_even` may be one number there or a mapping from the number of rows of a batch to
-    numbers, as `{"1": 12, "4": 4, "8": 2}`. The largest key not above the number of rows counts, and the smallest key
-    where all are above it. Rows are counted after `num_return_sequences`.
+    `num_assistant_tokens` and `break_even` may be one number there, or a mapping from the number of rows of a batch to
+    numbers, as `{"1": 12, "4": 4, "8": 2}`. The largest key that does not exceed the number of rows counts. If all
+    keys exceed it, the smallest key counts. Rows are counted after `num_return_sequences`.
 
     Attributes:
-        num_assistant_tokens: Drafted tokens verified per cycle. By default 63 on an accelerator, and
-            `{"1": 12, "4": 4, "8": 2}` on a CPU.
-        branching_factor: Tokens kept at each serial step. 1 makes the tree a chain. By default 14 on an accelerator,
+        num_assistant_tokens: Draft tokens verified per cycle: a number, or a mapping from rows to numbers. By default
+            63 on an accelerator, and `{"1": 12, "4": 4, "8": 2}` on a CPU.
+        branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
             and 4 on a CPU.
-        tree_depth: Longest drafted path in tokens (default and maximum: serial tokens + parallel heads). Read from a
-            `generation_config`, it is at most `num_assistant_tokens`.
-        full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`), or extend
-            only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens.
-        draft_temperature: Temperature under which draft scores rank nodes: one for all depths, or one for each from
-            depth 1 down, of which the last goes on below. By default (`None`) 2/3.
-        draft_vocabulary: Ids of the tokens that may be drafted; by default (`None`) all.
-        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding. The drafter
-            pauses while it commits fewer. May be `{"greedy": ..., "sampled": ...}`. By default (`None`) estimated from
-            the sizes of target and drafter; `gumiho tune` measures it.
-        sampling_temperature: That of the target, `None` at greedy; no setting of the drafter's.
-        prompt_lookup_num_tokens: The most tokens that are drafted from the context, by how it went on where its newest
-            tokens stood before; 0 (the default) for none. Where they were right, more of them follow, in runs. A call
-            of `generate()` may say otherwise.
-        max_matching_ngram_size: How many of the newest tokens are looked up (default 2), at most 8; fewer where those
-            stood nowhere. A call may say otherwise, too.
+        tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads. It never
+            exceeds `num_assistant_tokens`.
+        full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`). With `False`,
+            extend only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens
+            (EAGLE-2's tree).
+        draft_temperature: Temperature under which draft scores rank nodes: a number, or a list with one for each depth
+            from 1 on. The last also applies to all greater depths. By default (`None`) 2/3.
+        draft_vocabulary: Ids of the tokens that may be drafted, as a list; by default (`None`) all.
+        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding: a number, a
+            mapping from rows to numbers, or one of these for each of `greedy` and `sampled`. The drafter pauses while
+            it commits fewer. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune`
+            measures it.
+        sampling_temperature: The target's, `None` if greedy. It is not a setting of the drafter.
+        prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup, except for runs; 0 (the default)
+            for none. An argument of `generate()`, too.
+        max_matching_ngram_size: How many of the newest tokens are looked up in the context: 2 by default, at most 8.
+            An argument of `generate()`, too.
     """
 
     num_assistant_tokens: int
@@ -163,7 +164,7 @@ class DraftingSettings:
         self._validate_temperature()
         _check_lookup(self, _WHERE)
         vocab_size = config.get_text_config().vocab_size
-        if self.draft_vocabulary is not None and (fault := find_fault(self.draft_vocabulary, vocab_size)):
+        if self.draft_vocabulary is not None and (fault := vocabulary_fault(self.draft_vocabulary, vocab_size)):
             raise ValueError(
                 f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
                 f"{fault}. {_WHERE}"

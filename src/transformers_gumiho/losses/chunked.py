@@ -1,4 +1,4 @@
-"""The loss of a drafter without the logits of a whole batch: `gumiho_loss` in pieces of a few hundred positions.
+"""The loss of a drafter in pieces: `gumiho_loss` with the logits of a few hundred positions at a time.
 
 The output head is frozen, so each piece can compute its loss *and* the gradient of its features, and let its logits
 go. What stays is one gradient as large as the features. Nothing is computed twice, and nothing at positions that do

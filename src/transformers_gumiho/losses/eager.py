@@ -1,4 +1,4 @@
-"""The loss of a drafter in plain eager form, which holds the logits of a whole batch."""
+"""The loss of a drafter in plain eager form, which holds the logits of all positions."""
 
 import torch
 
@@ -19,14 +19,14 @@ def gumiho_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
     Computes the loss of a drafter on a batch of text: the sum over its predictors of `w_f * smooth_l1(f, h)` and
-    `w_ce * cross_entropy(lm_head(f), lm_head(h))`, and further terms that have a weight, for the feature f that
-    predicts state h. Source: arXiv 2503.10135, with the weights and shifts of the published training code.
+    `w_ce * cross_entropy(lm_head(f), lm_head(h))`, for the feature f that predicts state h. Source: arXiv 2503.10135,
+    with the weights and shifts of the published training code.
 
     `B` batch size, `L` tokens of text, `H` hidden size, `V` vocabulary.
 
     Args:
         output: The drafter's output for tokens `x_1 ..` and states `.. h_{L-2}`.
-        hidden_states (`(B, L, H)`): The target's last hidden states of the whole text.
+        hidden_states (`(B, L, H)`): The target's last hidden states of the text.
         lm_head: The target's output head.
         loss_mask (`(B, L)`): 1 at the states that count as targets.
         weights: See [`LossWeights`].

@@ -40,12 +40,10 @@ def predictors(
     serial, parallel = weights.serial_cross_entropy, weights.parallel_cross_entropy
     found = [Predictor("serial", 1, weights.of_terms(serial, weights.serial))]
     for step in range(1, num_unrolled + 1):
-        terms = weights.of_terms(serial, weights.serial * weights.unrolled * weights.reach_of(1 + step, 1.0))
-        found.append(Predictor(f"unrolled_{step}", 1 + step, terms))
+        found.append(Predictor(f"unrolled_{step}", 1 + step, weights.of_terms(serial, weights.serial)))
     for head in range(num_parallel_heads):
-        depth = 1 + num_serial_tokens + head
-        factor = weights.reach_of(depth, weights.parallel * weights.decay ** (head + 1))
-        found.append(Predictor(f"parallel_{head}", depth, weights.of_terms(parallel, factor)))
+        terms = weights.of_terms(parallel, weights.parallel * weights.decay ** (head + 1))
+        found.append(Predictor(f"parallel_{head}", 1 + num_serial_tokens + head, terms))
     return found
 
 

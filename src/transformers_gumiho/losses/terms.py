@@ -1,7 +1,7 @@
 """The terms of a drafter's loss: one function each, all of one signature, and the table that names them.
 
-To add a term, write its function here and give it a name in [`TERMS`]. It then takes part in training where it has a
-weight (`LossWeights(further={name: weight})`), and in every evaluation of a training that gives it one.
+To add a term, write its function here, and give it a name in [`TERMS`] and a weight in `LossWeights.of_terms`. It then
+takes part in training and in evaluations.
 """
 
 from collections.abc import Callable

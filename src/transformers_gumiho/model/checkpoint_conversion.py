@@ -1,14 +1,28 @@
 """How the tensors of released checkpoints are named, and what a checkpoint must hold to be loaded."""
 
+import json
+import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
+import torch
+from safetensors import safe_open
 from transformers import GenerationConfig
-from transformers.utils import logging
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+    logging,
+)
 
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .configuration_gumiho import GumihoConfig
+from .decoding_settings import vocabulary_fault
 
 
 logger = logging.get_logger(__name__)
@@ -18,8 +32,11 @@ IGNORED_KEYS = {r"^(?:model\.){0,2}lm_head\."}
 
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _FUSION_TENSOR = "layer_fusion.weight"
+# Names under which drafters of the EAGLE kind carry their vocabulary: token ids as they are, or their distances from
+# the draft's own indices. Next to the latter, `_MEMBERSHIP` may hold the same once more, as a mask.
+_TOKEN_MAP, _OFFSETS, _MEMBERSHIP = "token_map", "d2t", "t2d"
 # The arguments of `from_pretrained` that say where files are.
-_PLACES = ("subfolder", "revision", "cache_dir", "token", "local_files_only")
+_PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 _TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(?:down|up)")
 
 
@@ -34,11 +51,11 @@ class RenamingOnLoad(WeightRenaming):
 
 
 def register_released_names() -> None:
-    """Tells transformers under which names a checkpoint may hold the tensors of a drafter."""
+    """Registers with transformers the names under which a checkpoint may hold a drafter's tensors."""
     register_checkpoint_conversion_mapping(
         GumihoConfig.model_type,
         [
-            # As in vLLM, around the whole drafter or the serial head alone.
+            # As in vLLM, around the drafter or the serial head alone.
             RenamingOnLoad(r"^(?:model\.){1,2}(embed_tokens|fc|layers|layer_fusion|mlp|transition)\.", r"\1."),
             # As the reference's training writes them.
             RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
@@ -68,7 +85,7 @@ def set_surplus_heads_aside(
     for key in unexpected:
         if (match := _HEAD_TENSOR.fullmatch(key)) and int(match[1]) >= config.num_parallel_heads:
             found.setdefault(int(match[1]), set()).add(key)
-    # A weight and a bias in each block: what is left of a head that is not whole stays unexpected.
+    # A weight and a bias in each block: tensors of an incomplete head stay unexpected.
     tensors_per_head = 2 * (config.num_residual_blocks + 1)
     surplus = [keys for keys in found.values() if len(keys) == tensors_per_head]
     if not surplus:
@@ -135,7 +152,7 @@ def set_new_fusion_aside(
         The entries that are still missing.
 
     Raises:
-        ValueError: The checkpoint reads other layers, or lacks the fusion that its own config tells of.
+        ValueError: The checkpoint reads other layers, or lacks the fusion that its own config names.
     """
     missing, layer_ids = set(info["missing_keys"]), config.target_layer_ids
     if layer_ids is None and _FUSION_TENSOR not in info["unexpected_keys"]:
@@ -197,3 +214,119 @@ def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) 
     else:
         reason = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
     raise ValueError(f"The checkpoint {str(name_or_path)!r} {reason}\n" + "\n".join(problems))
+
+
+def adopt_released_vocabulary(
+    generation_config: GenerationConfig,
+    unexpected_keys: Iterable[str],
+    vocab_size: int,
+    name_or_path: Any,
+    options: Mapping[str, Any],
+) -> set[str]:
+    """
+    Makes the draft vocabulary that a checkpoint carries as a tensor a setting, unless the settings have one.
+
+    Args:
+        generation_config: The drafter's; `draft_vocabulary` is set.
+        unexpected_keys: The checkpoint's entries that the model has no place for.
+        vocab_size: The drafter's.
+        name_or_path: The checkpoint.
+        options: What else `from_pretrained` was given.
+
+    Returns:
+        The entries that are still unexpected.
+
+    Raises:
+        ValueError: The checkpoint carries several vocabularies, or one that does not fit the drafter.
+    """
+    unexpected = set(unexpected_keys)
+    keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
+    if not keys:
+        return unexpected
+    if len(keys) > 1:
+        raise ValueError(
+            f"The checkpoint {str(name_or_path)!r} carries its draft vocabulary more than once: {', '.join(keys)}. "
+            f"Keep one of them."
+        )
+    key = keys[0]
+    if generation_config.draft_vocabulary is None:
+        entry = _read_entry(name_or_path, key, options)
+        if entry is None:
+            return unexpected
+        generation_config.draft_vocabulary = entry_token_ids(key, entry, vocab_size, name_or_path)
+    redundant = {other for other in unexpected if is_vocabulary_mask(other)}
+    return unexpected - {key} - (redundant if _plain_name(key) == _OFFSETS else set())
+
+
+def _plain_name(key: str) -> str:
+    return re.sub(r"^(?:model\.){1,2}", "", key)
+
+
+def is_vocabulary_entry(key: str) -> bool:
+    """Returns whether a checkpoint's entry of this name is a draft vocabulary."""
+    return _plain_name(key) in (_TOKEN_MAP, _OFFSETS)
+
+
+def is_vocabulary_mask(key: str) -> bool:
+    """Returns whether a checkpoint's entry of this name is a draft vocabulary once more, as a mask."""
+    return _plain_name(key) == _MEMBERSHIP
+
+
+def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) -> list[int]:
+    """
+    Returns the token ids that a checkpoint's entry stands for.
+
+    Raises:
+        ValueError: It does not name distinct token ids of the vocabulary.
+    """
+    values, where = torch.as_tensor(entry), f"In the checkpoint {str(name_or_path)!r}, `{key}`"
+    if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise ValueError(
+            f"{where} must be 1-D and of integers, got {values.dtype} of shape {tuple(values.shape)}. Correct it, or "
+            f"take it out to draft from all of the vocabulary."
+        )
+    values = values.long()
+    if _plain_name(key) == _OFFSETS:
+        values = values + torch.arange(len(values))
+    token_ids = values.tolist()
+    if fault := vocabulary_fault(token_ids, vocab_size):
+        raise ValueError(
+            f"{where} must name distinct token ids from 0 to {vocab_size - 1}, but {fault}. Correct it, or take it "
+            f"out to draft from all of the vocabulary."
+        )
+    return token_ids
+
+
+def _read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
+    """Returns one entry of a checkpoint, without reading the others; `None` where it cannot be found."""
+    if options.get("state_dict") is not None:
+        return options["state_dict"].get(key)
+    path = _find_file(name_or_path, key, options)
+    if path is None:
+        return None
+    if path.endswith(".safetensors"):
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (not a dict)
+    # Files of before PyTorch 1.6 are no archives, and cannot be mapped into memory.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)).get(key)
+
+
+def _find_file(name_or_path: Any, key: str, options: Mapping[str, Any]) -> str | None:
+    """Returns the weight file that holds `key`, of those that `from_pretrained` looks for, in its order."""
+    if os.path.isfile(name_or_path):
+        return str(name_or_path)
+    names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME] if options.get("use_safetensors") is not False else []
+    hub_options = {name: options[name] for name in _PLACES if options.get(name) is not None}
+    for name in (*names, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if variant := options.get("variant"):
+            name = f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}"
+        try:
+            path = cached_file(name_or_path, name, **hub_options)
+            if path is not None and name.endswith(".json"):
+                shard = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].get(key)
+                path = shard and cached_file(name_or_path, shard, **hub_options)
+        except OSError:  # there is no such file
+            continue
+        if path is not None:
+            return path
+    return None

@@ -66,7 +66,7 @@ class SavingMixin:
                 "A distributed checkpoint is not what a Gumiho drafter is loaded from. Push with "
                 "`distributed_checkpoint=False`, which gathers the weights."
             )
-        # transformers tells in the log why it does not save into a file.
+        # transformers logs why it does not save into a file.
         saves = self.should_save_on_this_rank(is_main_process) and not Path(save_directory).is_file()  # type: ignore[attr-defined]
         with self._as_saved(save_embedding, state_dict) as tensors:
             push = Push(save_directory, **_push_arguments(kwargs)) if push_to_hub and saves else None

@@ -38,7 +38,7 @@ def damaged_json_named(file: str, name_or_path: Any) -> Iterator[None]:
 @contextmanager
 def damaged_weights_named(name_or_path: Any, kwargs: dict[str, Any]) -> Iterator[None]:
     """
-    Raises [`DamagedFileError`] where weights are read within this that are no whole safetensors files.
+    Raises [`DamagedFileError`] where a safetensors file that is read within this is cut off or damaged.
 
     Args:
         name_or_path: The checkpoint.

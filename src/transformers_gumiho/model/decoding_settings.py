@@ -1,5 +1,6 @@
 """The decoding settings of a drafter, which live in its `generation_config` and come and go with its files."""
 
+from collections import Counter
 from typing import Any
 
 from transformers import GenerationConfig
@@ -34,6 +35,26 @@ def override_settings(generation_config: GenerationConfig, **values: Any) -> Non
     given = {name: value for name, value in values.items() if value is not None}
     if given:
         generation_config.update(break_even=None, **given)
+
+
+def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:
+    """
+    Returns what keeps `token_ids` from being a list (or tuple) of at least one and only distinct token ids below
+    `vocab_size`, as the end of a sentence; `None` where nothing does.
+    """
+    if not isinstance(token_ids, (list, tuple)):
+        return f"it is of type {type(token_ids).__name__}"
+    if not token_ids:
+        return "it is empty"
+    # Each check is one pass in C: they run in every call of `generate()`, over tens of thousands of tokens.
+    if set(map(type, token_ids)) != {int}:
+        return f"it holds {next(token for token in token_ids if type(token) is not int)!r}"
+    for extreme in (min(token_ids), max(token_ids)):
+        if not 0 <= extreme < vocab_size:
+            return f"it holds {extreme}"
+    if len(set(token_ids)) < len(token_ids):
+        return f"it holds {Counter(token_ids).most_common(1)[0][0]} more than once"
+    return None
 
 
 class DecodingSettingsMixin:
@@ -83,4 +104,4 @@ class DecodingSettingsMixin:
         self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
 
 
-__all__ = ["DECODING_SETTINGS", "NEVER_PAUSES", "DecodingSettingsMixin", "override_settings"]
+__all__ = ["DECODING_SETTINGS", "NEVER_PAUSES", "DecodingSettingsMixin", "override_settings", "vocabulary_fault"]

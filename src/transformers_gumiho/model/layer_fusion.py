@@ -44,7 +44,7 @@ class GumihoLayerFusion(nn.Linear):
         super().__init__(len(config.target_layer_ids or ()) * hidden_size, hidden_size, bias=False)
 
     def reset_parameters(self) -> None:
-        # Which the functions of `nn.init` see of a whole weight, and not of a part of one.
+        # The functions of `nn.init` see this of a weight, but not of a slice of one.
         if not was_loaded(self.weight):
             nn.init.zeros_(self.weight)
             nn.init.eye_(self.weight[:, -self.out_features :])

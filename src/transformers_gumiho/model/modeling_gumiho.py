@@ -18,6 +18,7 @@ from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outp
 from .attaching import AttachingMixin, unwrap_model
 from .checkpoint_conversion import (
     IGNORED_KEYS,
+    adopt_released_vocabulary,
     check_fit,
     set_new_fusion_aside,
     set_surplus_heads_aside,
@@ -27,7 +28,6 @@ from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .damaged_files import damaged_weights_named
 from .decoding_settings import DecodingSettingsMixin
-from .draft_vocabulary import adopt_released_vocabulary
 from .layer_fusion import GumihoLayerFusion, normalise_lower
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
@@ -71,6 +71,22 @@ class GumihoModel(GumihoPreTrainedModel):
     It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]), but no
     output head: features are turned into tokens by the head of the target. Its decoding settings are in
     `generation_config`; see [`DraftingSettings`].
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from transformers_gumiho import GumihoModel
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("examples/demo_pair/target")
+    >>> target = AutoModelForCausalLM.from_pretrained("examples/demo_pair/target", dtype="float32")
+    >>> gumiho = GumihoModel.from_pretrained("examples/demo_pair/gumiho", dtype="float32")
+    >>> inputs = tokenizer("def read(self):", return_tensors="pt")
+    >>> drafted = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=16)
+    >>> drafted.equal(target.generate(**inputs, max_new_tokens=16))
+    True
+
+    ```
     """
 
     def __init__(self, config: GumihoConfig):
@@ -178,7 +194,7 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
 
-        The released drafters load by their names; [`GumihoConfig.get_config_dict`] tells which configs are read, and
+        The released drafters load by their names; [`GumihoConfig.get_config_dict`] says which configs are read, and
         what happens without one. Tensors may be called as in the released weights, with vLLM's prefixes, or as the
         reference's training writes them. An output head is left out: features are turned into tokens by the head of
         the target. Of more parallel heads than the config asks for, the first are used, and the log says so. A
@@ -321,7 +337,7 @@ class GumihoModel(GumihoPreTrainedModel):
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
         if unroll and (cache is not None or use_cache):
-            raise ValueError("`unroll=True` runs whole texts. Leave `cache` and `use_cache` out.")
+            raise ValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))

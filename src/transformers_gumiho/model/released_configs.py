@@ -14,7 +14,7 @@ _FOLDERS = (Path(__file__).parents[1] / "hub_configs", Path(__file__).parents[3]
 _OWNER = "amd"
 
 # The serial heads that the reference trains have 2 layers. A Llama of more layers than this is a language model, and
-# to tell that from its tensors would mean to download and load them all.
+# only its tensors could show that, which would have to be downloaded and loaded.
 _MOST_LAYERS = 8
 
 

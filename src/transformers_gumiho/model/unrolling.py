@@ -75,8 +75,8 @@ def unroll_serial_head(
         cache = None if cache is None else StepCache(cache)
         mask = unrolled_attention_mask(num_tokens, run, fused.dtype, fused.device, attention_mask, position_ids)
         step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in run], dim=1)
-        whole = drafter.run_serial_head(torch.cat(inputs[run.start :], dim=1), mask, step_positions, cache, **kwargs)
-        features = whole[:, whole.shape[1] - count :]
+        states = drafter.run_serial_head(torch.cat(inputs[run.start :], dim=1), mask, step_positions, cache, **kwargs)
+        features = states[:, states.shape[1] - count :]
         unrolled.append(features)
     num_paths = max(num_tokens - serial_tokens, 0)
     # The next token read with the last step's feature is an input of the parallel heads alone.

@@ -39,9 +39,6 @@ class WritingArguments:
     chat_template: Path | None = field(
         default=None, metadata={"help": "File with a chat template for the target's tokenizer."}
     )
-    system_prompts: Path | None = field(
-        default=None, metadata={"help": "With `--data none`: file with a system prompt in each line."}
-    )
     openings: Path | None = field(
         default=None,
         metadata={"help": "With `--data none`: file with a user's first words in each line; \\n breaks lines."},
@@ -80,8 +77,8 @@ class WritingArguments:
         """Raises `ValueError` for options that are missing or contradict each other."""
         if self.target is None or self.data is None:
             raise ValueError("Give the target with --target, and the data with --data FILE, --data DATASET or none.")
-        if not self.writes_prompts and (self.system_prompts or self.openings):
-            raise ValueError("--system_prompts and --openings are for prompts of the target: use --data none.")
+        if not self.writes_prompts and self.openings:
+            raise ValueError("--openings are for prompts of the target: use --data none.")
 
 
 @dataclass(kw_only=True)
@@ -108,7 +105,6 @@ class RecipeArguments(WritingArguments):
     )
     cache_features: bool = _help("Run the target once and keep its states; `false` runs it in every step.", True)
     features_dtype: str = _help("Precision of the cached features.", "bfloat16")
-    streaming: bool = _help("Read the data while training. Needs --max_steps and --cache_features false.", False)
     max_length: int = _help("Maximum number of tokens of a row.", 2048)
     packing: bool | None = _help("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = _help("Processes that prepare the data.")
@@ -120,7 +116,9 @@ class RecipeArguments(WritingArguments):
     )
     lora_rank: int = _help("Train LoRA adapters of this rank, of `--drafter`.", 0)
     calibrate: bool = _help("Fit the draft temperature of each depth after training.", True)
-    num_acceptance_prompts: int = _help("Held-out prompts for `--acceptance_steps`.", 16)
+    num_acceptance_prompts: int = _help(
+        "Held-out prompts on which evaluations measure tau; needs --cache_features false.", 0
+    )
     num_measured_prompts: int = _help("Held-out prompts to tune and evaluate with.", 18)
     measured_new_tokens: int = _help("Tokens to generate for each of these prompts.", 64)
 
@@ -131,8 +129,8 @@ class RecipeArguments(WritingArguments):
             raise ValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
         if self.features is None:
             super().check()
-        elif self.data is not None or self.streaming:
-            raise ValueError("--features holds prepared data: leave --data and --streaming out.")
+        elif self.data is not None:
+            raise ValueError("--features holds prepared data: leave --data out.")
         if self.num_eval_rows < 0 or self.lora_rank < 0:
             raise ValueError("--num_eval_rows and --lora_rank must not be negative.")
         if self.lora_rank and self.drafter is None:
@@ -142,23 +140,13 @@ class RecipeArguments(WritingArguments):
                 "Adapters hold neither transitions nor a fusion of layers: train these without --lora_rank, on the "
                 "merged drafter."
             )
-        if self.streaming and (self.regenerate or self.cache_features):
-            raise ValueError(
-                "--streaming reads the data while training: add --regenerate false --cache_features false."
-            )
 
 
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
-    if args.features is not None and training_args.acceptance_steps:
-        raise ValueError("--acceptance_steps needs prompts, which --features does not hold: leave it out.")
-    if args.cache_features and training_args.acceptance_steps:
-        raise ValueError("--acceptance_steps decodes while training: add --cache_features false.")
-    if args.streaming and training_args.max_steps <= 0:
-        raise ValueError("--streaming needs --max_steps: a stream has no length.")
-    if args.streaming and training_args.draft_vocabulary_size is not None and not has_drafter:
-        raise ValueError("--draft_vocabulary_size counts the data before training: leave it or --streaming out.")
+    if args.num_acceptance_prompts and (args.features is not None or args.cache_features):
+        raise ValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
     if args.lora_rank and part:
         raise ValueError("--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out.")
     if training_args.linear_start and has_drafter:
@@ -194,6 +182,14 @@ def parse(kind: Sequence[type], name: str, words: Sequence[str], defaults: dict[
 REMOVED = {
     "serial_unroll_steps": "steps beyond those of drafting lost 4.8% of the tokens per cycle. Leave it out, or use "
     "--unroll_serial_head.",
+    "weigh_by_reach": "it made no difference (-0.4%). Leave it out, or use --parallel_decay and --parallel_weight.",
+    "unrolled_weight": "no recipe used another than 1. Leave it out.",
+    "loss_term_weights": "use --feature_weight, --serial_ce_weight and --parallel_ce_weight, or a subclass of "
+    "GumihoTrainer.",
+    "streaming": "the data is read before training. Leave it out, and limit the rows with --num_rows.",
+    "system_prompts": "put the system prompt into the chat template (--chat_template FILE).",
+    "parallel_ce_start_epoch": "use --parallel_ce_start, a share of the training.",
+    "acceptance_steps": "use --num_acceptance_prompts, --eval_strategy steps and --eval_steps.",
     "target_model": "use --target.",
     "dataset_name": "use --data.",
     "features_dir": "use --features.",

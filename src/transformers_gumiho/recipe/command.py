@@ -78,7 +78,7 @@ def phases_of(
     if args.drafter is not None or training_args.train_only is not None:
         phases = [Phase("train")]
     found = {}
-    order = {} if args.packing or args.streaming else {"train_sampling_strategy": "group_by_length"}
+    order = {} if args.packing else {"train_sampling_strategy": "group_by_length"}
     for phase in phases:
         folder = str(Path(training_args.output_dir) / "work" / phase.name)
         found[phase.name] = _parse([*words, "--output_dir", folder], order | phase.training)[1]

@@ -20,18 +20,16 @@ from ..measuring.journal import Journal
 from ..model.configuration_gumiho import GumihoConfig
 from ..pairs import PairArguments, load_pair
 from ..training import GumihoTrainingArguments, cache_size, load_conversations, write_feature_cache
-from ..training.conversations import Conversation, MalformedRowError, read_text
 from ..tuning import TuningArguments, describe, tune
 from .arguments import STAGES, RecipeArguments
 from .plan import describe as describe_plan
 from .plan import estimate, measure_speed
 from .recipes import RECIPES
-from .training import cached_data, online_data, prepared, train_phases, whole_models
+from .training import cached_data, online_data, prepared, prompt_of, train_phases, whole_models
 from .writing import load_rows, load_target, load_tokenizer, write_answers
 
 
 _EVALUATION = "\n## Decoding speed\n"
-_TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
 
 
 class Run:
@@ -66,7 +64,7 @@ class Run:
     def plan(self) -> None:
         """Prints what the run will take. Raises `OSError` where the disk has no room for it."""
         args = self.args
-        if args.features is not None or args.streaming:
+        if args.features is not None:
             return
         num_rows = args.num_prompts if args.writes_prompts else len(load_rows(args))
         config = GumihoConfig.from_target(self.target.config, **self.fields)
@@ -193,7 +191,7 @@ class Run:
     def _prompts(self) -> list[dict[str, Any]]:
         """Returns prompts of the rows that are held out, which it writes into a file."""
         held_out = self._split()[1]
-        prompts = [row for row in map(_prompt_of, held_out if held_out is not None else []) if row is not None]
+        prompts = [row for row in map(prompt_of, held_out if held_out is not None else []) if row is not None]
         prompts = prompts[: self.args.num_measured_prompts]
         self._prompt_file.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
         return prompts
@@ -201,10 +199,6 @@ class Run:
     def _split(self) -> tuple[Any, Any]:
         """Returns the rows to train on and those to hold out, `None` where these are none."""
         args = self.args
-        if args.streaming:
-            stream = load_conversations(str(args.data), args.data_split, streaming=True)
-            num_held_out = args.num_eval_rows
-            return stream.skip(num_held_out), stream.take(num_held_out) if num_held_out else None
         rows: Dataset = load_conversations(str(self.answers)) if args.regenerate else load_rows(args)
         num_held_out = min(args.num_eval_rows, len(rows) // 10)
         held_out = rows.select(range(num_held_out)) if num_held_out else None
@@ -212,7 +206,7 @@ class Run:
 
     def _limit_vocabulary(self, target_config: Any) -> None:
         share = RECIPES[self.args.recipe].vocabulary_share
-        if share == 1 or self.args.drafter is not None or self.args.streaming:
+        if share == 1 or self.args.drafter is not None:
             return
         for phase in self.phases.values():
             if phase.draft_vocabulary_size is None:
@@ -262,18 +256,6 @@ class Finished:
         unfinished = self.path.with_name(self.path.name + ".unfinished")
         unfinished.write_text(json.dumps(self._stages, indent=2), encoding="utf-8")
         unfinished.replace(self.path)
-
-
-def _prompt_of(row: dict[str, Any]) -> dict[str, str] | None:
-    """Returns what a user says first in a row, or how its text begins."""
-    try:
-        example = read_text(row, has_template=True)
-    except MalformedRowError:
-        return None
-    if isinstance(example, Conversation):
-        said = next((m["content"] for m in example.messages if m["role"] == "user"), None)
-        return None if said is None else {"prompt": said}
-    return {"prompt": example.prompt or example.completion[:_TEXT_CHARACTERS]}
 
 
 def _remove(path: Path) -> None:

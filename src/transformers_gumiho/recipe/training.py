@@ -1,7 +1,7 @@
 """The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ..measuring.prompts import encode_turn
 from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.modeling_gumiho import GumihoModel
 from ..training import (
@@ -18,13 +19,14 @@ from ..training import (
     FeatureDataset,
     GumihoTrainer,
     GumihoTrainingArguments,
-    collect_prompts,
     last_complete_checkpoint,
     prepare_dataset,
 )
+from ..training.conversations import MalformedRowError, RawText, read_text
 from .arguments import RecipeArguments
 
 
+_TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
 _ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
 
 
@@ -124,20 +126,14 @@ def online_data(
     with training_args.main_process_first(desc="preparing the data"):
         train_rows, report = prepared(args, tokenizer, target, rows)
         eval_rows = prepared(args, tokenizer, target, held_out)[0] if held_out is not None else None
-    if args.streaming:
-        train_rows = train_rows.shuffle(seed=training_args.seed, buffer_size=1000)
-    else:
-        _say(training_args, f"training data: {report}")
-    prompts = None
-    if training_args.acceptance_steps:
-        prompts = collect_prompts(held_out or [], tokenizer, args.num_acceptance_prompts)
-        if not prompts:
-            raise ValueError("--acceptance_steps needs prompts, and none of the rows held out has one.")
+    _say(training_args, f"training data: {report}")
+    texts = [row["prompt"] for row in map(prompt_of, held_out or []) if row is not None]
+    prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
     return {
         "target": target,
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
-        "acceptance_prompts": prompts,
+        "acceptance_prompts": [torch.tensor(ids) for ids in prompts if 0 < len(ids) <= args.max_length],
         "processing_class": tokenizer,
     }
 
@@ -147,6 +143,18 @@ def prepared(args: RecipeArguments, tokenizer: Any, target: PreTrainedModel, row
     return prepare_dataset(
         rows, tokenizer, target.config, max_length=args.max_length, packing=bool(args.packing), num_proc=args.num_proc
     )
+
+
+def prompt_of(row: Mapping[str, Any]) -> dict[str, str] | None:
+    """Returns what a user says first in a row, or how its text begins."""
+    try:
+        example = read_text(row, has_template=True)
+    except MalformedRowError:
+        return None
+    if isinstance(example, RawText):
+        return {"prompt": example.prompt or example.completion[:_TEXT_CHARACTERS]}
+    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
+    return None if said is None else {"prompt": said}
 
 
 def _make_drafter(

@@ -60,18 +60,16 @@ def write_answers(
         max_length: Tokens of a conversation, at most.
     """
     settings, rows = args.synthesis(seed), None if args.writes_prompts else load_rows(args)
-    starts = {
-        "system_prompts": _lines(args.system_prompts),
-        "openings": [line.replace("\\n", "\n") for line in _lines(args.openings)],
-    }
+    lines = read_text(args.openings).splitlines() if args.openings is not None else []
+    openings = [line.strip().replace("\\n", "\n") for line in lines if line.strip()]
     if args.endpoint is not None:
         model, key = str(args.endpoint_model or args.target), os.environ.get("ENDPOINT_API_KEY")
         endpoint = Endpoint(args.endpoint, model, concurrency=args.concurrency, api_key=key)
-        synthesize_from_endpoint(endpoint, tokenizer, path, settings, questions=rows, **starts)
+        synthesize_from_endpoint(endpoint, tokenizer, path, settings, questions=rows, openings=openings)
     elif target is None:
         raise ValueError("Writing needs the target, or the `endpoint` of a server that runs it.")
     elif rows is None:
-        synthesize_dataset(target, tokenizer, path, settings, **starts)
+        synthesize_dataset(target, tokenizer, path, settings, openings=openings)
     else:
         regenerate_dataset(
             rows,
@@ -90,8 +88,3 @@ def _room(target: PreTrainedModel, max_length: int) -> int:
     """Returns the tokens of a text that the target has positions for, at most `max_length`."""
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return min(max_length, positions or max_length)
-
-
-def _lines(path: Path | None) -> list[str]:
-    lines = read_text(path).splitlines() if path is not None else []
-    return [line.strip() for line in lines if line.strip()]

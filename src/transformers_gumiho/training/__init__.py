@@ -13,13 +13,13 @@ from ..losses.eager import gumiho_loss
 from ..losses.weights import LossWeights
 from .agreement import expected_acceptance_length
 from .arguments import GumihoTrainingArguments
-from .callbacks import AcceptanceCallback, measure_acceptance
 from .checkpoints import last_complete_checkpoint
 from .collator import GumihoDataCollator
 from .conversations import load_conversations
 from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
-from .preparation import PreparationReport, collect_prompts, prepare_dataset
+from .measured_tau import measure_acceptance
+from .preparation import PreparationReport, prepare_dataset
 from .regeneration import regenerate_dataset
 from .sampling import Sampling
 from .synthesis import (
@@ -30,12 +30,11 @@ from .synthesis import (
     synthesize_dataset,
     synthesize_from_endpoint,
 )
-from .target_features import OnlineFeatures, TargetFeatures
+from .target_features import OnlineFeatures
 from .trainer import GumihoTrainer
 
 
 __all__ = [
-    "AcceptanceCallback",
     "CachedFeatures",
     "Endpoint",
     "EndpointError",
@@ -48,11 +47,9 @@ __all__ = [
     "PreparationReport",
     "Sampling",
     "SynthesisSettings",
-    "TargetFeatures",
     "UserTurnNotFoundError",
     "cache_size",
     "chunked_gumiho_loss",
-    "collect_prompts",
     "expected_acceptance_length",
     "gumiho_loss",
     "last_complete_checkpoint",

@@ -1,6 +1,5 @@
 """The settings of a drafter's training."""
 
-import json
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -34,8 +33,9 @@ class GumihoTrainingArguments(TrainingArguments):
     parallel_ce_weight: float = field(
         default=0.1, metadata={"help": "Weight of the parallel heads' soft cross-entropy."}
     )
-    parallel_ce_start_epoch: float = field(
-        default=2.0, metadata={"help": "Epochs before the parallel heads' soft cross-entropy counts."}
+    parallel_ce_start: float = field(
+        default=0.1,
+        metadata={"help": "Share of the training after which the parallel heads' soft cross-entropy counts."},
     )
     parallel_decay: float = field(default=0.8, metadata={"help": "Parallel head i counts this to the power of i+1."})
     parallel_weight: float = field(default=1 / 9, metadata={"help": "Weight of the sum over the parallel heads."})
@@ -47,23 +47,11 @@ class GumihoTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Train serial tokens beyond the first on the drafter's own features, as in drafting."},
     )
-    unrolled_weight: float = field(default=1.0, metadata={"help": "Weight of those tokens' loss."})
     linear_start: bool = field(
         default=False,
         metadata={
             "help": "Begin a new drafter as the best linear guess of the target's next state, fitted on first answers."
         },
-    )
-    weigh_by_reach: bool = field(
-        default=False,
-        metadata={
-            "help": "Weigh each draft position by how often decoding reaches it, as measured in training, in place of "
-            "`parallel_decay` and `parallel_weight`."
-        },
-    )
-    loss_term_weights: dict[str, float] | str | None = field(
-        default=None,
-        metadata={"help": "Weights of further loss terms by their names in `losses.terms.TERMS`, as JSON."},
     )
     train_only: str | None = field(
         default=None,
@@ -89,17 +77,12 @@ class GumihoTrainingArguments(TrainingArguments):
         default=DEFAULT_CHUNK_SIZE, metadata={"help": "Rows of tokens x vocabulary logits to hold at a time."}
     )
 
-    acceptance_steps: int = field(
-        default=0, metadata={"help": "Steps between measurements of tau on held-out prompts; 0 measures never."}
-    )
     acceptance_max_new_tokens: int = field(
-        default=128, metadata={"help": "Tokens to generate for each of those prompts."}
+        default=128, metadata={"help": "Tokens to generate for each prompt on which evaluations measure tau."}
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.loss_term_weights, str):
-            self.loss_term_weights = json.loads(self.loss_term_weights)
         if self.train_only not in (None, *PARTS):
             names = ", ".join(map(repr, PARTS))
             raise ValueError(f"`train_only` must be one of {names}, or None, got {self.train_only!r}.")
@@ -108,12 +91,6 @@ class GumihoTrainingArguments(TrainingArguments):
                 f"`linear_start` begins a serial head anew, which `train_only={self.train_only!r}` leaves as it is. "
                 f"Leave one of them out."
             )
-        if self.weigh_by_reach and not self.assistant_only_loss:
-            raise ValueError(
-                "`weigh_by_reach` measures how often decoding reaches each position, on the answers; with "
-                "`assistant_only_loss=False` that would be on prompts, too. Leave one of them out."
-            )
-        self.loss_weights(epoch=None)  # refuses names that there are no terms of
         if self.draft_vocabulary_size is not None and self.draft_vocabulary_size < 1:
             raise ValueError(
                 f"`draft_vocabulary_size` must be at least 1, or `None` for all tokens, got "
@@ -127,10 +104,10 @@ class GumihoTrainingArguments(TrainingArguments):
                 "not. Leave it `False`."
             )
 
-    def loss_weights(self, epoch: float | None) -> LossWeights:
-        """Returns the weights of the loss terms at `epoch`; `None` stands for the end of the schedule."""
+    def loss_weights(self, progress: float = 1.0) -> LossWeights:
+        """Returns the weights of the loss terms at this `progress`, a share of the training."""
         only_parallel = self.train_only in ("parallel", "transition")
-        started = epoch is None or only_parallel or epoch >= self.parallel_ce_start_epoch
+        started = only_parallel or progress >= self.parallel_ce_start
         return LossWeights(
             feature=self.feature_weight,
             serial_cross_entropy=self.serial_ce_weight,
@@ -138,6 +115,4 @@ class GumihoTrainingArguments(TrainingArguments):
             decay=self.parallel_decay,
             serial=0.0 if only_parallel else 1.0,
             parallel=0.0 if self.train_only == "serial" else self.parallel_weight,
-            unrolled=self.unrolled_weight,
-            further=self.loss_term_weights or {},  # type: ignore[arg-type]
         )

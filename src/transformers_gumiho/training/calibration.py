@@ -113,22 +113,16 @@ def drop_break_even(drafter: GumihoModel) -> None:
 
 def rows_to_fit_on(dataset: Any) -> Any:
     """
-    Returns a part of a dataset (or stream) of rows, evenly spread.
+    Returns a part of a dataset of rows, evenly spread.
 
     Raises:
-        ValueError: It has no rows, is `None`, or is a dictionary of several.
+        ValueError: It has no rows, is `None` or a stream, or is a dictionary of several.
     """
-    if isinstance(dataset, Mapping):
+    if isinstance(dataset, Mapping) or not has_length(dataset) or not len(dataset):
         raise ValueError(
-            f"Draft temperatures are fitted on the rows of one dataset, got those of {', '.join(map(repr, dataset))}. "
-            f"Give one of them: `calibrate(datasets[name])`."
+            "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows, one of "
+            "several: `calibrate(datasets[name])`."
         )
-    if dataset is None or not (len(dataset) if has_length(dataset) else any(True for _ in dataset)):
-        raise ValueError(
-            "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows."
-        )
-    if not has_length(dataset):
-        return dataset.take(NUM_ROWS) if hasattr(dataset, "take") else dataset
     step = max(-(-len(dataset) // NUM_ROWS), 1)
     return torch.utils.data.Subset(dataset, range(0, len(dataset), step))
 

@@ -1,7 +1,6 @@
 """Finding the checkpoint that a training goes on from."""
 
 import json
-import re
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -13,13 +12,9 @@ def last_complete_checkpoint(output_dir: str | Path) -> str | None:
 
     `Trainer` writes its state last, so a checkpoint with a readable one is whole.
     """
-    folder = Path(output_dir)
-    numbered = [
-        (int(match[1]), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    ]
-    for _, path in sorted(numbered, reverse=True):
+    found = Path(output_dir).glob("checkpoint-*")
+    numbered = {int(path.name[11:]): path for path in found if path.name[11:].isdigit()}
+    for _, path in sorted(numbered.items(), reverse=True):
         try:
             json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):

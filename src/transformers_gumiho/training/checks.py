@@ -17,8 +17,7 @@ from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_widths import state_width
 from .collator import GumihoDataCollator
 from .draft_vocabulary import rows_without_states
-from .feature_cache import CachedFeatures, FeatureDataset
-from .target_features import TargetFeatures
+from .feature_cache import CachedFeatures, FeatureDataset, TargetFeatures
 
 
 _ROWS_OF_STREAM = 1000
@@ -79,31 +78,17 @@ def check_collator(collator: Any, assistant_only_loss: bool) -> None:
 
 
 def check_rows(dataset: Any, features: TargetFeatures) -> None:
-    """Raises `ValueError` where cached rows are of another target than the features, or of other layers of it."""
+    """Raises `ValueError` where cached rows were not made as the target's features were."""
     if isinstance(dataset, Subset):
         check_rows(dataset.dataset, features)
     elif isinstance(dataset, ConcatDataset):
         for part in dataset.datasets:
             check_rows(part, features)
     elif isinstance(dataset, FeatureDataset) and isinstance(features, CachedFeatures):
-        rows, other = dataset.manifest, features.manifest
-        if rows.fingerprints["target"] != other.fingerprints["target"]:
-            raise ValueError(
-                f"The rows in the feature cache {str(dataset.folder)!r} are of another target than `target`, or of "
-                f"it in another precision. Give caches that were made from one target."
-            )
-        for name in ("tokenizer", "dtype"):
-            ours, theirs = (getattr(cache, name, cache.fingerprints.get(name)) for cache in (rows, other))
-            if ours != theirs:
-                raise ValueError(
-                    f"The feature cache {str(dataset.folder)!r} was made with another {name} than that of `target`: "
-                    f"{ours} and {theirs}. Give caches that were made alike."
-                )
-        if rows.target_layer_ids != other.target_layer_ids:
-            raise ValueError(
-                f"The feature cache {str(dataset.folder)!r} holds the layers {rows.target_layer_ids}, and that of "
-                f"`target` {other.target_layer_ids} (None: the last one alone). Extract the same from all texts."
-            )
+        wanted = {
+            name: value for name, value in features.manifest.made_from.items() if name not in ("data", "template")
+        }
+        dataset.manifest.check(wanted, dataset.folder, "Give caches that were made as that of `target`.")
 
 
 def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:

@@ -28,14 +28,12 @@ class GumihoDataCollator:
     Args:
         vocab_size: Where given, token ids from there on are refused.
         max_length: Where given, longer rows are refused.
-        pad_to_multiple_of: Round the length of a batch up to a multiple of this.
         assistant_only_loss: Whether a row's `loss_mask` tells what counts; otherwise all of its states do, but for the
             last one of each text, after which nothing is drafted. [`GumihoTrainer`] sets it, for training alone.
     """
 
     vocab_size: int | None = None
     max_length: int | None = None
-    pad_to_multiple_of: int | None = None
     assistant_only_loss: bool = True
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -73,7 +71,7 @@ class GumihoDataCollator:
     def _pad(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         padded = pad_sequence(tensors, batch_first=True)
         # At least two: the drafter reads pairs of a token and the one after it.
-        missing = max(2 - padded.shape[1], -padded.shape[1] % (self.pad_to_multiple_of or 1))
+        missing = max(2 - padded.shape[1], 0)
         return torch.cat((padded, padded.new_zeros(len(padded), missing, *padded.shape[2:])), dim=1)
 
     def _check(self, input_ids: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
+from datasets import Dataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
 
@@ -26,7 +26,8 @@ _ROLES = {
     "model": "assistant",
     "tool": "tool",
 }
-_PLACEHOLDER = "?"
+_PLACEHOLDER = "?"  # for an answer, which the target replaces
+_PLACEHOLDER_MESSAGE = {"role": "assistant", "content": _PLACEHOLDER}
 FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
 
 
@@ -69,9 +70,7 @@ class WrittenTokens:
 Example = Conversation | RawText | WrittenTokens
 
 
-def load_conversations(
-    name: str, split: str = "train", streaming: bool = False, **kwargs: Any
-) -> Dataset | IterableDataset:
+def load_conversations(name: str, split: str = "train", **kwargs: Any) -> Dataset:
     """
     Loads a dataset.
 
@@ -79,7 +78,6 @@ def load_conversations(
         name: A local `.jsonl`, `.json` or `.parquet` file, a folder (saved by `datasets` or of data files), or the
             name of a dataset on the Hub.
         split: The split to load.
-        streaming: Read while training instead of before it.
         **kwargs: For `datasets.load_dataset`.
 
     Raises:
@@ -96,16 +94,16 @@ def load_conversations(
     if lines:
         # As text, so that a broken line costs only itself: bytes that are no UTF-8 become escapes that JSON has not.
         kwargs = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"} | kwargs
-        dataset = load_dataset("text", data_files=lines, split="train", streaming=streaming, **kwargs)
+        dataset = load_dataset("text", data_files=lines, split="train", **kwargs)
         return dataset.rename_column("text", JSON_LINE)
-    if path.is_dir() and (path / "dataset_info.json").exists() and not streaming:
+    if path.is_dir() and (path / "dataset_info.json").exists():
         return load_from_disk(name)
     if other:
         try:
-            return load_dataset(other, data_files=name, split="train", streaming=streaming, **kwargs)
+            return load_dataset(other, data_files=name, split="train", **kwargs)
         except DatasetGenerationError as error:
             raise ValueError(f"{name!r} is no {path.suffix} file that can be read: {error.__cause__}") from error
-    return load_dataset(name, split=split, streaming=streaming, **kwargs)
+    return load_dataset(name, split=split, **kwargs)
 
 
 def read_row(row: Mapping[str, Any], has_template: bool) -> Example:
@@ -145,32 +143,18 @@ def read_text(row: Mapping[str, Any], has_template: bool, answered: bool = True)
         row = _parse(row[JSON_LINE])
     if row.get("skipped"):
         raise MalformedRowError(str(row["skipped"]))
-    if not answered:
-        row = _with_placeholder(row)
-    ended = row.get("ended") is not False
+    ended, completion = row.get("ended") is not False, row.get("completion")
     if row.get("messages") is not None:
-        return Conversation(_read_messages(row["messages"], "role", "content"), ended=ended)
+        return Conversation(_read_messages(row["messages"], "role", "content", answered), ended=ended)
     if row.get("conversations") is not None:
-        return Conversation(_read_messages(row["conversations"], "from", "value"), ended=ended)
-    if row.get("prompt") is not None and row.get("completion") is not None:
-        return _read_pair(row["prompt"], row["completion"], has_template, ended)
+        return Conversation(_read_messages(row["conversations"], "from", "value", answered), ended=ended)
+    if not answered and completion is None and not row.get("text"):
+        completion = _PLACEHOLDER if isinstance(row.get("prompt"), str) else [_PLACEHOLDER_MESSAGE]
+    if row.get("prompt") is not None and completion is not None:
+        return _read_pair(row["prompt"], completion, has_template, ended)
     if isinstance(row.get("text"), str) and row["text"]:
         return RawText("", row["text"], ended)
     raise MalformedRowError(f"has none of {FORMATS}")
-
-
-def _with_placeholder(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a row in which a question that comes last has an answer, for the target to replace."""
-    for name, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
-        turns = row.get(name)
-        if isinstance(turns, list) and turns and isinstance(turns[-1], Mapping):
-            is_answer = _ROLES.get(str(turns[-1].get(role)).lower()) == "assistant"
-            return row if is_answer else {**row, name: [*turns, {role: "assistant", content: _PLACEHOLDER}]}
-    prompt = row.get("prompt")
-    if prompt is None or row.get("completion") is not None or row.get("text"):
-        return row
-    answer = _PLACEHOLDER if isinstance(prompt, str) else [{"role": "assistant", "content": _PLACEHOLDER}]
-    return {**row, "completion": answer}
 
 
 def _parse(line: str) -> Mapping[str, Any]:
@@ -183,7 +167,7 @@ def _parse(line: str) -> Mapping[str, Any]:
     return row
 
 
-def _read_messages(turns: Any, role_key: str, content_key: str) -> list[dict[str, str]]:
+def _read_messages(turns: Any, role_key: str, content_key: str, answered: bool = True) -> list[dict[str, str]]:
     if not isinstance(turns, list) or not turns:
         raise MalformedRowError("its conversation is not a list of messages, or is empty")
     messages = []
@@ -198,6 +182,8 @@ def _read_messages(turns: Any, role_key: str, content_key: str) -> list[dict[str
         if turn.get("tool_calls"):
             raise MalformedRowError("the assistant calls tools")
         messages.append({"role": role, "content": content})
+    if not answered and messages[-1]["role"] != "assistant":
+        messages.append(_PLACEHOLDER_MESSAGE)
     if messages[0]["role"] == "assistant":
         raise MalformedRowError("the assistant speaks first")
     answers = [message["content"] for message in messages if message["role"] == "assistant"]

@@ -1,4 +1,4 @@
-"""The tokens that a drafter is trained to draft, those that the training answers hold most often, and its loss."""
+"""The tokens that a drafter is trained to draft: those that the training answers hold most often."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -11,9 +11,7 @@ from transformers import GenerationConfig, Trainer
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..losses.terms import LMHead
-from ..model.draft_vocabulary import check_size, choose_draft_vocabulary
-from .feature_cache import FeatureDataset
-from .target_features import TargetFeatures
+from .feature_cache import FeatureDataset, TargetFeatures
 
 
 logger = logging.get_logger(__name__)
@@ -42,10 +40,20 @@ class DraftRestriction:
         self._token_ids: torch.Tensor | None = None
         self._features = trainer.target_features
         self._vocab_size = trainer.drafter.config.get_text_config().vocab_size
-        if self._size is not None:
-            check_size(self._size, self._vocab_size, len(self._kept()))
-            if trainer.train_dataset is not None and not self._has_own:
-                check_countable(trainer.train_dataset)
+        if self._size is None:
+            return
+        smallest = max(len(self._kept()), 1)
+        if not smallest <= self._size <= self._vocab_size:
+            raise ValueError(
+                f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in the "
+                f"vocabulary) to the target's {self._vocab_size} tokens, got {self._size}. Choose one in between, or "
+                f"`None` for all tokens."
+            )
+        if trainer.train_dataset is not None and not self._has_own and not isinstance(trainer.train_dataset, Sized):
+            raise ValueError(
+                "A draft vocabulary is counted on the training answers before the first step, and a stream can only "
+                "be read while training. Give a dataset with a length, or set `draft_vocabulary_size=None`."
+            )
 
     @property
     def features(self) -> TargetFeatures:
@@ -70,33 +78,33 @@ class DraftRestriction:
         """
         if self._size is None:
             return
-        token_ids = vocabulary_of_checkpoint(checkpoint) if checkpoint else None
-        if token_ids is None and self._token_ids is not None:
+        found, owner = vocabulary_of_checkpoint(checkpoint) if checkpoint else None, f"the checkpoint {checkpoint!r}"
+        if found is None and self._token_ids is not None:
             return  # in an earlier training or evaluation
-        if token_ids is not None:
-            self._check_found(token_ids, f"the checkpoint {checkpoint!r}")
-        elif self._has_own:
-            token_ids = self._own()
-        elif self._trainer.train_dataset is not None:
-            token_ids = self._count(self._size)
-        else:
-            token_ids = self._own()
-            self._check_found(token_ids, "the drafter, which has no training data to count in,")
-        self._trainer.drafter.generation_config.draft_vocabulary = list(token_ids)
-        self._token_ids = torch.tensor(token_ids, device=self._trainer.args.device)
+        if found is None and self._trainer.train_dataset is not None and not self._has_own:
+            found = self._count(self._size)
+        elif found is None:
+            found, owner = self._own(), "the drafter, which has no training data to count in,"
+        if len(found) != self._size:
+            raise ValueError(
+                f"`draft_vocabulary_size` is {self._size}, but {owner} has a draft vocabulary of {len(found)} tokens. "
+                f"Set the size to that, or begin another training with that drafter."
+            )
+        self._trainer.drafter.generation_config.draft_vocabulary = list(found)
+        self._token_ids = torch.tensor(found, device=self._trainer.args.device)
         self._features = self._trainer.target_features.restricted_to(self._token_ids)
 
     def _count(self, size: int) -> list[int]:
         """Counts on the training answers, of which each process reads its share."""
-        trainer, accelerator = self._trainer, self._trainer.accelerator
+        trainer, processes = self._trainer, self._trainer.accelerator
         counts = count_answer_tokens(
             trainer.train_dataset,
             trainer.data_collator,
             self._vocab_size,
-            first=accelerator.process_index,
-            step=accelerator.num_processes,
+            first=processes.process_index,
+            step=processes.num_processes,
         )
-        counts = accelerator.reduce(counts.to(trainer.args.device), "sum").cpu()
+        counts = processes.reduce(counts.to(trainer.args.device), "sum").cpu()
         token_ids = choose_draft_vocabulary(counts, size, self._kept(), own=self._own())
         share = float(counts[token_ids].sum() / counts.sum().clamp(min=1))
         logger.info(f"The draft vocabulary of {size} tokens holds {share:.2%} of the training answers' tokens.")
@@ -119,12 +127,18 @@ class DraftRestriction:
         configs = (features.config, features.config.get_text_config(decoder=True), generation_config)
         return ending_tokens((*configs, self._trainer.processing_class), self._vocab_size)
 
-    def _check_found(self, token_ids: list[int], owner: str) -> None:
-        if len(token_ids) != self._size:
-            raise ValueError(
-                f"`draft_vocabulary_size` is {self._size}, but {owner} has a draft vocabulary of {len(token_ids)} "
-                f"tokens. Set the size to that, or begin another training with that drafter."
-            )
+
+def choose_draft_vocabulary(
+    counts: torch.Tensor, size: int, kept: Iterable[int] = (), own: Iterable[int] = ()
+) -> list[int]:
+    """
+    Returns the `size` tokens of the highest counts `(V,)`, the most frequent first. Those in `kept`, at most `size`,
+    are always among them, and those in `own` come before all others; equally frequent ones go by their ids.
+    """
+    always, first = set(kept), set(own)
+    ranking = counts.argsort(descending=True, stable=True).tolist()
+    chosen = set(sorted(ranking, key=lambda token: (token not in always, token not in first))[:size])
+    return [token for token in ranking if token in chosen]
 
 
 def count_answer_tokens(
@@ -154,15 +168,6 @@ def count_answer_tokens(
         tokens = {name: values[0, : len(row["input_ids"])] for name, values in batch.items()}
         counts += torch.bincount(_predicted_tokens(**tokens), minlength=vocab_size)
     return counts
-
-
-def check_countable(dataset: Any) -> None:
-    """Raises `ValueError` for a dataset whose tokens cannot be counted before the training."""
-    if not isinstance(dataset, Sized):
-        raise ValueError(
-            "A draft vocabulary is counted on the training answers before the first step, and a stream can only be "
-            "read while training. Prepare the dataset without streaming, or set `draft_vocabulary_size=None`."
-        )
 
 
 def vocabulary_of_checkpoint(folder: str | Path) -> list[int] | None:

@@ -7,10 +7,8 @@ that a run that is killed goes on from the shards that are there.
 
 import copy
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from ..target.fingerprint import model_fingerprint
 from ..target.output_head import cut_head, scaled_head
 from .fingerprint import tokenizer_fingerprints
 from .shards import damaged, load_weights, open_shard, read_shard_row, shard_path
+from .target_features import OnlineFeatures
 
 
 MANIFEST, TARGET_FOLDER, WEIGHTS = "cache.json", "target", "target.safetensors"
@@ -42,9 +41,8 @@ class CacheManifest:
         num_rows: Rows in all shards.
         num_tokens: Tokens in all rows.
         rows_per_shard: Rows in each shard but the last.
-        shard_rows: Rows in each shard, where they are not so many.
         checksum_seed: What the checksums of the rows begin with, so that shards of something else do not match.
-        weights_checksum: Of the target's weights that the cache holds.
+        weights_checksum: Of the target's weights that the cache holds; `None` before they are written.
         target_layer_ids: The target's layers whose states the rows hold, where they are not the last one alone. Those
             of the last one are in `hidden_states` all the same, those of the others in `layer_states`, side by side.
     """
@@ -56,10 +54,9 @@ class CacheManifest:
     num_rows: int
     num_tokens: int
     rows_per_shard: int
-    shard_rows: list[int] | None = None
-    target_layer_ids: list[int] | None = None
-    checksum_seed: int = 0
+    checksum_seed: int
     weights_checksum: int | None = None
+    target_layer_ids: list[int] | None = None
 
     @property
     def feature_columns(self) -> list[str]:
@@ -69,15 +66,12 @@ class CacheManifest:
     @property
     def num_shards(self) -> int:
         """Shards of a complete cache."""
-        return len(self.shard_rows) if self.shard_rows else -(-self.num_rows // self.rows_per_shard)
+        return -(-self.num_rows // self.rows_per_shard)
 
-    def find_row(self, index: int) -> tuple[int, int]:
-        """Returns the shard of a row, and which row of it it is."""
-        if not self.shard_rows:
-            return divmod(index, self.rows_per_shard)
-        ends = list(accumulate(self.shard_rows))
-        shard = bisect_right(ends, index)
-        return shard, index - (ends[shard] - self.shard_rows[shard])
+    @property
+    def made_from(self) -> dict[str, str]:
+        """What the rows of a cache have in common with those that it can be used with, by name."""
+        return {**self.fingerprints, "dtype": self.dtype, "target_layer_ids": str(self.target_layer_ids)}
 
     @classmethod
     def load(cls, folder: Path) -> "CacheManifest":
@@ -86,28 +80,19 @@ class CacheManifest:
         if not path.exists():
             raise FileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            found = json.loads(path.read_text(encoding="utf-8"))
+            # Of earlier versions, which wrote nothing else there.
+            return cls(**{name: value for name, value in found.items() if (name, value) != ("shard_rows", None)})
         except (ValueError, TypeError) as error:
             raise damaged(path, error) from error
 
-    def check(self, fingerprints: dict[str, str], folder: Path, dtype: str | None = None) -> None:
-        """Raises `ValueError` where the cache was made from something else than what these are of, or otherwise."""
-        if dtype is not None and fingerprints.get("layers") != self.fingerprints.get("layers"):
-            held = self.target_layer_ids or "the last one alone"
+    def check(self, wanted: dict[str, str], folder: Path, way_out: str) -> None:
+        """Raises `ValueError` where the cache was not made from what is wanted, some of [`made_from`]."""
+        found = self.made_from
+        if stale := [name for name, value in wanted.items() if found.get(name) != value]:
+            told = [f"{name} ({found[name]})" if name in ("dtype", "target_layer_ids") else name for name in stale]
             raise ValueError(
-                f"The feature cache {str(folder)!r} holds the states of other layers (`target_layer_ids`): of {held}. "
-                f"Extract features into another folder, or delete this one."
-            )
-        if dtype is not None and dtype != self.dtype:
-            raise ValueError(
-                f"The feature cache {str(folder)!r} holds {self.dtype}, not {dtype}. Extract features into another "
-                f"folder, or delete this one."
-            )
-        stale = [name for name, value in fingerprints.items() if self.fingerprints[name] != value]
-        if stale:
-            raise ValueError(
-                f"The feature cache {str(folder)!r} was made from another {' and another '.join(stale)}. Extract "
-                f"features into another folder, or delete this one."
+                f"The feature cache {str(folder)!r} was made from another {' and another '.join(told)}. {way_out}"
             )
 
 
@@ -136,7 +121,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         self.manifest = CacheManifest.load(self.folder)
         fingerprints = {"target": model_fingerprint(target)} if target is not None else {}
         fingerprints |= tokenizer_fingerprints(tokenizer) if tokenizer is not None else {}
-        self.manifest.check(fingerprints, self.folder)
+        self.manifest.check(fingerprints, self.folder, "Extract features anew, or give what it was made from.")
         found = sum(shard_path(self.folder, index).exists() for index in range(self.manifest.num_shards))
         if found < self.manifest.num_shards:
             raise ValueError(
@@ -161,7 +146,7 @@ class FeatureDataset(torch.utils.data.Dataset):
     def _read(self, index: int, columns: list[str], seed: int | None = None) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"Row {index} of a cache of {len(self)} rows.")
-        shard, row = self.manifest.find_row(index)
+        shard, row = divmod(index, self.manifest.rows_per_shard)
         if shard not in self._open:
             self._open[shard] = open_shard(shard_path(self.folder, shard))
         try:
@@ -224,7 +209,10 @@ class CachedFeatures:
         last = inputs["hidden_states"]
         if self.layer_ids is None:
             return TargetStates.from_last(last)
-        return TargetStates(join_layers(inputs["layer_states"], last, self.layer_ids, self.config), last)
+        layers = inputs["layer_states"]
+        if len(kept_layers(self.layer_ids, self.config)) < len(self.layer_ids):
+            layers = torch.cat((layers, last), dim=-1)
+        return TargetStates(layers, last)
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
@@ -237,20 +225,11 @@ class CachedFeatures:
         return restricted
 
 
-def split_layers(states: TargetStates, layer_ids: Sequence[int], config: PreTrainedConfig) -> torch.Tensor:
-    """Returns the states `(B, T, k * H)` of layers, without those of the last one, which are kept anyway."""
-    return states.drafter_input[..., : num_kept_layers(layer_ids, config) * states.last.shape[-1]]
+# Where training gets the target's states and logits from.
+TargetFeatures = OnlineFeatures | CachedFeatures
 
 
-def join_layers(
-    layer_states: torch.Tensor, last: torch.Tensor, layer_ids: Sequence[int], config: PreTrainedConfig
-) -> torch.Tensor:
-    """Returns what [`split_layers`] was given, of states `(B, T, k * H)` and the last ones `(B, T, H)`."""
-    has_last = num_kept_layers(layer_ids, config) < len(layer_ids)
-    return torch.cat((layer_states, last), dim=-1) if has_last else layer_states
-
-
-def num_kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> int:
-    """Returns the number of these layers of a target whose states are kept next to the last ones."""
-    num_layers = config.get_text_config(decoder=True).num_hidden_layers
-    return sum(number < num_layers - 1 for number in layer_ids or ())
+def kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> list[int]:
+    """Returns those of a target's layers whose states are kept next to the last ones."""
+    last = config.get_text_config(decoder=True).num_hidden_layers - 1
+    return [number for number in layer_ids or () if number < last]

@@ -26,7 +26,7 @@ from ..resumable_file import sole_writer, way_out
 from ..target.fingerprint import model_fingerprint
 from ..target.placement import drafter_device
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
-from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, num_kept_layers, split_layers
+from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, kept_layers
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints
 from .shards import checksum, is_intact, load_weights, make_shard, shard_path
 from .target_features import OnlineFeatures, stored_states
@@ -53,7 +53,7 @@ def cache_size(
     config = target_config.get_text_config(decoder=True)
     if target_layer_ids is not None:
         target_layer_ids = resolve_layer_ids(target_config, target_layer_ids)
-    token_bytes = state_width(config) * dtype.itemsize * (1 + num_kept_layers(target_layer_ids, target_config))
+    token_bytes = state_width(config) * dtype.itemsize * (1 + len(kept_layers(target_layer_ids, target_config)))
     return sum(_row_lengths(dataset)) * (token_bytes + 4 * len(_columns(dataset)))
 
 
@@ -122,25 +122,43 @@ def _begin(
     manifest: CacheManifest,
 ) -> CacheManifest:
     """Writes everything but the shards, in one of the processes; returns the manifest that is found or written."""
-    if (found := find_manifest(folder)) is not None:
-        found.check(manifest.fingerprints, folder, manifest.dtype)
-        manifest = found
+    try:
+        found = CacheManifest.load(folder)
+    except (FileNotFoundError, ValueError):  # it is missing or damaged, and has to be written anew
+        found = manifest
+    found.check(manifest.made_from, folder, "Extract features into another folder, or delete this one.")
     state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
-        dtype = getattr(torch, manifest.dtype)
-        _check_space(folder, manifest, cache_size(dataset, target.config, dtype, manifest.target_layer_ids))
-        begin_cache(folder, manifest, target, tokenizer)
+        dtype = getattr(torch, found.dtype)
+        _check_space(folder, found, cache_size(dataset, target.config, dtype, found.target_layer_ids))
+        for leftover in folder.glob("*.partial"):
+            leftover.unlink()
+        _write_target(target, tokenizer, folder, found)
     state.wait_for_everyone()
-    return manifest
+    return found
 
 
-def find_manifest(folder: Path) -> CacheManifest | None:
-    """Returns the manifest of a cache; `None` where it is missing or damaged, and has to be written anew."""
+def _write_target(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, manifest: CacheManifest
+) -> None:
+    """Writes what a cache knows of its target, and the manifest at last, where these are not there or damaged."""
+    target_folder, embedding = folder / TARGET_FOLDER, target.get_input_embeddings().weight
+    weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
+    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(weights.items())}
+    manifest = replace(manifest, weights_checksum=checksum(weights.values(), 0))
     try:
-        return CacheManifest.load(folder)
+        load_weights(target_folder / WEIGHTS, manifest.weights_checksum)
+        if CacheManifest.load(folder) == manifest:
+            return
     except (FileNotFoundError, ValueError):
-        return None
+        pass
+    target.config.save_pretrained(target_folder)
+    tokenizer.save_pretrained(target_folder)
+    save_whole(weights, target_folder / WEIGHTS)
+    partial = folder / f"{MANIFEST}.partial"
+    partial.write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
+    os.replace(partial, folder / MANIFEST)
 
 
 def _rows_of(manifest: CacheManifest, shard: int) -> range:
@@ -169,9 +187,8 @@ def _make_manifest(
     row_bytes = cache_size(dataset, target.config, dtype, layer_ids) / sum(lengths) * max(lengths)
     data = rows_fingerprint(dataset.select_columns(columns).with_format("numpy"), columns)
     fingerprints = {"target": model_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer)
-    if layer_ids is not None:
-        fingerprints["layers"] = ",".join(map(str, layer_ids))
-    made_from = json.dumps(fingerprints | {"dtype": str(dtype)}, sort_keys=True)
+    layers = {} if layer_ids is None else {"layers": ",".join(map(str, layer_ids))}
+    made_from = json.dumps(fingerprints | layers | {"dtype": str(dtype)}, sort_keys=True)
     return CacheManifest(
         fingerprints=fingerprints,
         columns=columns,
@@ -199,32 +216,6 @@ def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
         )
 
 
-def begin_cache(
-    folder: Path, manifest: CacheManifest, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Writes everything but the shards, the manifest last, where it is not there or damaged."""
-    for leftover in folder.glob("*.partial"):
-        leftover.unlink()
-    target_folder = folder / TARGET_FOLDER
-    embedding = target.get_input_embeddings().weight
-    weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
-    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(weights.items())}
-    manifest = replace(manifest, weights_checksum=checksum(weights.values(), 0))
-    try:
-        is_begun = CacheManifest.load(folder) == manifest
-        load_weights(target_folder / WEIGHTS, manifest.weights_checksum)
-    except (FileNotFoundError, ValueError):
-        is_begun = False
-    if is_begun:
-        return
-    target.config.save_pretrained(target_folder)
-    tokenizer.save_pretrained(target_folder)
-    save_whole(weights, target_folder / WEIGHTS)
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
-    os.replace(partial, folder / MANIFEST)
-
-
 @torch.no_grad()
 def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns the weight and bias of the output head; of a wrapped one (adapters, offloading) those it amounts to."""
@@ -249,31 +240,20 @@ def _extract(
 ) -> list[dict[str, torch.Tensor]]:
     """Returns the rows of a shard."""
     collate, extracted = GumihoDataCollator(), []
-    device = drafter_device(features.target)
+    device, dtype = drafter_device(features.target), getattr(torch, manifest.dtype)
     for start in range(rows.start, rows.stop, batch_size):
         chosen = [dataset[index] for index in range(start, min(start + batch_size, rows.stop))]
-        batch = {name: tensor.to(device) for name, tensor in collate(chosen).items()}
-        found = _states_to_keep(features, batch, getattr(torch, manifest.dtype))
+        states = features.states({name: tensor.to(device) for name, tensor in collate(chosen).items()})
+        found = {"hidden_states": stored_states(states.last, dtype)}
+        if features.layer_ids is not None:
+            width = len(kept_layers(features.layer_ids, features.config)) * states.last.shape[-1]
+            found["layer_states"] = stored_states(states.drafter_input[..., :width], dtype)
         for index, row in enumerate(chosen):
+            length = len(row["input_ids"])
             tokens = {name: torch.tensor(row[name], dtype=torch.int32) for name in manifest.columns}
-            states = {
-                name: values[index, : len(row["input_ids"])]
-                for name, values in zip(manifest.feature_columns, found, strict=True)
-            }
-            extracted.append(tokens | states)
-        progress.update(sum(len(row["input_ids"]) for row in chosen))
+            extracted.append(tokens | {name: values[index, :length] for name, values in found.items()})
+            progress.update(length)
     return extracted
-
-
-def _states_to_keep(
-    features: OnlineFeatures, batch: dict[str, torch.Tensor], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Returns what a cache keeps of a batch's states: the last ones, and those of other layers where it holds any."""
-    states = features.states(batch)
-    found = [states.last]
-    if features.layer_ids is not None:
-        found.append(split_layers(states, features.layer_ids, features.config))
-    return [stored_states(tensor, dtype) for tensor in found]
 
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> None:

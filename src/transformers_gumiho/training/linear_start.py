@@ -24,7 +24,7 @@ _MAX_ROWS_PER_READING = 8
 
 class LinearFit:
     """
-    The least squares fit of outputs to inputs, with a constant, from batches of both.
+    The least squares fit of outputs to inputs, from batches of both.
 
     Args:
         num_inputs: `D`.
@@ -34,27 +34,22 @@ class LinearFit:
 
     def __init__(self, num_inputs: int, num_outputs: int, device: torch.device):
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._squares = torch.zeros(num_inputs + 1, num_inputs + 1, device=device, dtype=dtype)
-        self._products = torch.zeros(num_inputs + 1, num_outputs, device=device, dtype=dtype)
+        self._squares = torch.zeros(num_inputs, num_inputs, device=device, dtype=dtype)
+        self._products = torch.zeros(num_inputs, num_outputs, device=device, dtype=dtype)
         self.count = 0
 
     def add(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Adds inputs `(N, D)` and the outputs `(N, H)` that belong to them."""
-        inputs = torch.cat((inputs.float(), torch.ones_like(inputs[:, :1], dtype=torch.float32)), dim=1)
+        """Adds inputs `(N, D)` and the outputs `(N, H)` that belong to them, in float32."""
         self._squares += inputs.T @ inputs
-        self._products += inputs.T @ outputs.float()
+        self._products += inputs.T @ outputs
         self.count += len(inputs)
 
-    def solve(self, constant: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the weight `(H, D)` and the bias `(H,)`, which is zero without a `constant`."""
-        size = len(self._squares) - (not constant)
-        squares = self._squares[:size, :size].clone()
+    def solve(self) -> torch.Tensor:
+        """Returns the weight `(H, D)`."""
+        squares = self._squares.clone()
         diagonal = squares.diagonal()
         diagonal += RIDGE * diagonal + _LEAST * diagonal.mean()
-        solution = torch.linalg.solve(squares, self._products[:size]).T.float()
-        if not constant:
-            return solution, solution.new_zeros(len(solution))
-        return solution[:, :-1], solution[:, -1]
+        return torch.linalg.solve(squares, self._products).T.float()
 
 
 @torch.no_grad()
@@ -70,46 +65,41 @@ def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
     Raises:
         ValueError: The first rows have no answers, or the target's states are not finite.
     """
-    weight: Any = drafter.fc.weight
-    fit = LinearFit(weight.shape[1], weight.shape[0], weight.device)
+    weight, bias = drafter.fc.weight, drafter.fc.bias
+    fit = LinearFit(weight.shape[1] + (bias is not None), weight.shape[0], weight.device)
     for inputs, states in _first_answers(trainer, drafter):
-        fit.add(inputs, states)
+        ones = inputs.new_ones(len(inputs), 0 if bias is None else 1)
+        fit.add(torch.cat((inputs, ones), dim=1).float(), states.float())
         if fit.count >= NUM_TOKENS:
             break
     if not fit.count:
         raise ValueError("There are no answers to begin with in the first rows. Train without `linear_start`.")
-    new_weight, new_bias = fit.solve(drafter.fc.bias is not None)
-    weight.copy_(new_weight)
-    if drafter.fc.bias is not None:
-        drafter.fc.bias.copy_(new_bias)
+    solution = fit.solve()
+    weight.copy_(solution[:, : weight.shape[1]])
+    if bias is not None:
+        bias.copy_(solution[:, -1])
     layers: Any = drafter.layers
     for layer in layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
 
 
-def _first_answers(trainer: Trainer, drafter: GumihoModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _first_answers(trainer: Any, drafter: GumihoModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields what `fc` reads `(N, E + H)` and the states `(N, H)` it should make of it, over some rows at a time."""
-    own: Any = trainer  # of this package, whose module imports this one
-    for rows in _first_rows(trainer.train_dataset, min(trainer.args.train_batch_size, _MAX_ROWS_PER_READING)):
-        batch: Any = trainer.data_collator(rows)
-        batch = {name: values.to(trainer.args.device) for name, values in batch.items()}
-        states = own.target_features.states(batch)
+    dataset = trainer.train_dataset
+    streams = isinstance(dataset, torch.utils.data.IterableDataset)
+    rows = iter(dataset) if streams else (dataset[index] for index in range(len(dataset)))
+    # No more rows than tokens are needed: where few have answers, this ends, too.
+    rows = itertools.islice(rows, NUM_TOKENS)
+    while some := list(itertools.islice(rows, min(trainer.args.train_batch_size, _MAX_ROWS_PER_READING))):
+        batch = {name: values.to(trainer.args.device) for name, values in trainer.data_collator(some).items()}
+        states = trainer.target_features.states(batch)
         if not torch.isfinite(states.last).all():
             raise ValueError(why_not_finite(states.last.dtype))
-        read = drafter.read_target(own.drafter_input(states).to(drafter.fc.weight))
+        read = drafter.read_target(trainer.drafter_input(states).to(drafter.fc.weight))
         counts = batch["loss_mask"][:, 1:].bool()
         if "position_ids" in batch:  # a text's first token has no state before it
             counts &= batch["position_ids"][:, 1:] > 0
         embeddings = drafter.embed_tokens(batch["input_ids"][:, 1:][counts].to(read.device))
         counts = counts.to(read.device)
         yield torch.cat((embeddings.to(read), read[:, :-1][counts]), dim=-1), states.last.to(read)[:, 1:][counts]
-
-
-def _first_rows(dataset: Any, at_a_time: int) -> Iterator[list[Any]]:
-    streams = isinstance(dataset, torch.utils.data.IterableDataset)
-    rows = iter(dataset) if streams else (dataset[index] for index in range(len(dataset)))
-    # No more rows than tokens are needed: where few have answers, this ends, too.
-    rows = itertools.islice(rows, NUM_TOKENS)
-    while some := list(itertools.islice(rows, at_a_time)):
-        yield some

@@ -1,12 +1,14 @@
 """The model card of a trained drafter."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers import __version__ as transformers_version
+from transformers.modelcard import extract_hyperparameters_from_trainer
 
 
 _TEXT = """\
@@ -28,10 +30,6 @@ inputs = AutoTokenizer.from_pretrained("{target}")("Speculative decoding is", re
 output = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=256)
 ```
 
-## Drafter
-
-{drafter}
-
 ## Training
 
 {training}
@@ -40,22 +38,19 @@ output = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=256)
 
 {evaluation}
 """
-
-
 _IMPORTS = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_gumiho import GumihoModel"""
+_HIDDEN = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
 
 
 def model_card_of(
     trainer: Trainer,
     *,
-    language: str | list[str] | None = None,
-    license: str | None = None,
-    tags: str | list[str] | None = None,
     model_name: str | None = None,
     finetuned_from: str | None = None,
     dataset: str | list[str] | None = None,
+    tags: str | list[str] | None = None,
     **metadata: Any,
 ) -> ModelCard:
     """
@@ -67,24 +62,28 @@ def model_card_of(
     datasets = [name for name in ([dataset] if isinstance(dataset, str) else dataset or []) if _is_hub_name(name)]
     tags = [tags] if isinstance(tags, str) else list(tags or [])
     data = ModelCardData(
-        language=language,
-        license=license,
+        language=metadata.get("language"),
+        license=metadata.get("license"),
         library_name="transformers",
         base_model=target if _is_hub_name(target) else None,
         tags=sorted({*tags, "gumiho", "speculative-decoding"}),
         datasets=datasets or None,
     )
+    is_adapter = trainer.model is not trainer.drafter
+    measured: dict[str, Any] = {}  # the newest value of each
+    for entry in trainer.state.log_history:
+        measured |= {name: value for name, value in entry.items() if name.startswith("eval_")}
     return ModelCard(
         _TEXT.format(
             card_data=data.to_yaml(),
             name=trainer.hub_model_id or model_name or Path(trainer.args.output_dir).name,
             target=target,
             link=f"[{target}](https://huggingface.co/{target})" if _is_hub_name(target) else f"`{target}`",
-            imports=_IMPORTS if trainer.model is trainer.drafter else f"from peft import PeftModel\n{_IMPORTS}",
-            loading=_loading_code(trainer, trainer.hub_model_id or model_name or trainer.args.output_dir),
-            drafter=_table(_drafter_facts(trainer)),
+            imports=f"from peft import PeftModel\n{_IMPORTS}" if is_adapter else _IMPORTS,
+            loading=_loading_code(trainer, trainer.hub_model_id or model_name or trainer.args.output_dir, is_adapter),
             training=_table(_training_facts(trainer)),
-            evaluation=_table(_evaluation_facts(trainer)) or "Not evaluated.",
+            evaluation=_table({f"`{name}`": value for name, value in measured.items() if name not in _HIDDEN})
+            or "Not evaluated.",
         )
     )
 
@@ -93,13 +92,11 @@ def _is_hub_name(name: str) -> bool:
     return not Path(name).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
 
 
-def _loading_code(trainer: Trainer, name: str) -> str:
+def _loading_code(trainer: Trainer, name: str, is_adapter: bool) -> str:
     """Returns the expression that loads the drafter."""
-    kwargs = "dtype=target.dtype, device_map=target.device"
-    if trainer.model is trainer.drafter:
-        return f'GumihoModel.from_pretrained("{name}", {kwargs})'
-    base = trainer.drafter.config.name_or_path
-    return f'PeftModel.from_pretrained(GumihoModel.from_pretrained("{base}", {kwargs}), "{name}")'
+    base = trainer.drafter.config.name_or_path if is_adapter else name
+    code = f'GumihoModel.from_pretrained("{base}", dtype=target.dtype, device_map=target.device)'
+    return f'PeftModel.from_pretrained({code}, "{name}")' if is_adapter else code
 
 
 def _table(facts: dict[str, Any]) -> str:
@@ -110,41 +107,13 @@ def _table(facts: dict[str, Any]) -> str:
     return "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
 
 
-def _drafter_facts(trainer: Trainer) -> dict[str, Any]:
-    config, llama = trainer.drafter.config, trainer.drafter.config.get_text_config()
-    return {
-        "serial tokens": config.num_serial_tokens,
-        "parallel heads": config.num_parallel_heads,
-        "layers of the serial head": llama.num_hidden_layers,
-        "hidden size": llama.hidden_size,
-        "vocabulary": llama.vocab_size,
-    }
-
-
 def _training_facts(trainer: Trainer) -> dict[str, Any]:
     args = trainer.args
-    names = (
-        "learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta2", "weight_decay", "max_grad_norm",
-        "per_device_train_batch_size", "gradient_accumulation_steps", "seed", "bf16", "fp16", "feature_weight",
-        "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start_epoch", "parallel_decay", "parallel_weight",
-        "feature_noise", "unroll_serial_head", "unrolled_weight", "weigh_by_reach",
-        "linear_start", "train_only",
-    )  # fmt: skip
-    facts = {f"`{name}`": getattr(args, name) for name in names}
-    facts["`lr_scheduler_type`"] = args.lr_scheduler_type.value
+    own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
+    settings = extract_hyperparameters_from_trainer(trainer) | {name: getattr(args, name) for name in sorted(own)}
     return {
         "steps": trainer.state.global_step,
         "epochs": float(trainer.state.epoch or 0),
-        "processes": args.world_size,
-        **facts,
+        **{f"`{name}`": value for name, value in settings.items()},
         "transformers": transformers_version,
     }
-
-
-def _evaluation_facts(trainer: Trainer) -> dict[str, Any]:
-    """Returns the newest value of each measurement in the log."""
-    facts: dict[str, Any] = {}
-    for entry in trainer.state.log_history:
-        facts |= {name: value for name, value in entry.items() if name == "tau" or name.startswith("eval_")}
-    hidden = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
-    return {f"`{name}`": value for name, value in facts.items() if name not in hidden}

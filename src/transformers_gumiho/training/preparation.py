@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from datasets import Dataset, Features, IterableDataset, Sequence, Value
+from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from .conversations import FORMATS, JSON_LINE, MalformedRowError, RawText, read_row, read_text
-from .rendering import check_tokenizer, counting_states, encode, encode_prompt
+from .conversations import FORMATS, JSON_LINE, MalformedRowError, RawText, read_row
+from .rendering import check_tokenizer, counting_states, encode
 
 
 _IDS, _MASK = Sequence(Value("int32")), Sequence(Value("int8"))
@@ -30,7 +29,7 @@ _PACKING_BATCH = 1000
 @dataclass
 class PreparationReport:
     """
-    What became of a dataset. For a streamed one it counts what was read so far.
+    What became of a dataset.
 
     Attributes:
         num_texts: Texts kept, a long raw text counting once for each of its windows.
@@ -77,14 +76,14 @@ class PreparationReport:
 
 
 def prepare_dataset(
-    dataset: Dataset | IterableDataset,
+    dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     target_config: PreTrainedConfig,
     *,
     max_length: int = 2048,
     packing: bool = True,
     num_proc: int | None = None,
-) -> tuple[Dataset | IterableDataset, PreparationReport]:
+) -> tuple[Dataset, PreparationReport]:
     """
     Renders conversations with the target's chat template, encodes them, and packs them into rows.
 
@@ -104,30 +103,42 @@ def prepare_dataset(
 
     Raises:
         ValueError: The tokenizer does not belong to the target, `max_length` exceeds the target's positions, the
-            dataset is empty or has no known form, or no row of it could be used.
+            dataset is empty, a stream or of no known form, or no row of it could be used.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from transformers import AutoConfig, AutoTokenizer
+    >>> from transformers_gumiho.training import prepare_dataset
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("examples/demo_pair/target")
+    >>> config = AutoConfig.from_pretrained("examples/demo_pair/target")
+    >>> texts = Dataset.from_dict({"text": ["import os", "import json"]})
+    >>> rows, report = prepare_dataset(texts, tokenizer, config, max_length=32)
+    >>> len(rows), rows.column_names  # both texts are packed into one row
+    (1, ['input_ids', 'loss_mask', 'position_ids'])
+
+    ```
     """
     check_settings(tokenizer, target_config, max_length)
-    streamed = isinstance(dataset, IterableDataset)
-    columns = _column_names(dataset)
+    _check_form(dataset)
     report = PreparationReport()
     encoded = dataset.map(
         _encode_batch,
         with_indices=True,
         batched=True,
         batch_size=100,
-        remove_columns=columns,
+        remove_columns=dataset.column_names,
         features=_ENCODED,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "format_version": _FORMAT},
-        **({} if streamed else {"num_proc": num_proc, "desc": "encoding"}),
+        num_proc=num_proc,
+        desc="encoding",
     )
-    if streamed:
-        _check_beginning(encoded)
-        rows = encoded.filter(report.add).select_columns(list(_ROWS))
-    else:
-        kept = [index for index, row in enumerate(encoded.with_format("numpy")) if report.add(row)]
-        if not kept:
-            raise ValueError(f"No row of the dataset could be used:\n{report}")
-        rows = encoded.select(kept).select_columns(list(_ROWS))
+    kept = [index for index, row in enumerate(encoded.with_format("numpy")) if report.add(row)]
+    if not kept:
+        raise ValueError(f"No row of the dataset could be used:\n{report}")
+    rows = encoded.select(kept).select_columns(list(_ROWS))
     if packing:
         rows = rows.map(
             _pack_batch,
@@ -136,44 +147,10 @@ def prepare_dataset(
             remove_columns=list(_ROWS),
             features=_PACKED,
             fn_kwargs={"max_length": max_length, "format_version": _FORMAT},
-            **({} if streamed else {"desc": "packing"}),
+            desc="packing",
         )
-    if not streamed:
-        report.num_rows = len(rows)
+    report.num_rows = len(rows)
     return rows, report
-
-
-def collect_prompts(
-    dataset: Dataset | IterableDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    num_prompts: int,
-    *,
-    max_length: int = 1024,
-    num_text_tokens: int = 64,
-) -> list[torch.Tensor]:
-    """
-    Returns the prompts `(T,)` of the first rows of a dataset, for measuring tau: everything before the first answer,
-    or the first `num_text_tokens` of a raw text. Malformed rows and prompts longer than `max_length` are passed over.
-
-    Args:
-        dataset: Rows in any of the forms of [`read_row`].
-        tokenizer: The target's.
-        num_prompts: Prompts to return, at most.
-        max_length: Tokens of a prompt, at most.
-        num_text_tokens: Tokens of a raw text that are a prompt.
-    """
-    prompts: list[torch.Tensor] = []
-    for row in dataset:
-        if len(prompts) == num_prompts:
-            break
-        try:
-            example = read_text(row, has_template=bool(tokenizer.chat_template))
-            ids = encode_prompt(tokenizer, example, num_text_tokens)
-        except MalformedRowError:
-            continue
-        if 0 < len(ids) <= max_length:
-            prompts.append(torch.tensor(ids))
-    return prompts
 
 
 def check_settings(tokenizer: PreTrainedTokenizerBase, target_config: PreTrainedConfig, max_length: int) -> None:
@@ -192,26 +169,15 @@ def check_settings(tokenizer: PreTrainedTokenizerBase, target_config: PreTrained
         )
 
 
-def _column_names(dataset: Dataset | IterableDataset) -> list[str]:
-    """Returns the columns of a dataset that is neither empty nor of an unknown form."""
+def _check_form(dataset: Dataset) -> None:
+    """Raises `ValueError` for a dataset that is a stream, empty or of an unknown form."""
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"The dataset must be a `datasets.Dataset`, got {type(dataset).__name__}. Load it at once.")
     columns = dataset.column_names
-    if isinstance(dataset, IterableDataset) and columns is None:  # some streams do not know them
-        columns = list(next(iter(dataset), {}))
-    if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
+    if not columns or not len(dataset):
         raise ValueError("The dataset is empty. Check its name and split.")
-    known = {"messages", "conversations", "completion", "text", JSON_LINE}
-    if not known & set(columns):
+    if not {"messages", "conversations", "completion", "text", JSON_LINE} & set(columns):
         raise ValueError(f"The dataset has the columns {columns}, and must have {FORMATS}. Rename or map its columns.")
-    return columns
-
-
-def _check_beginning(encoded: IterableDataset) -> None:
-    """Raises `ValueError` for a stream whose first rows are all unusable."""
-    report = PreparationReport()
-    for row in encoded.take(_PACKING_BATCH):
-        if report.add(row):
-            return
-    raise ValueError(f"No row of the dataset could be used:\n{report}")
 
 
 def _encode_batch(

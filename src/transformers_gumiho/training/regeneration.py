@@ -3,30 +3,31 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile, islice
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..internals import dataset_fingerprint
+from ..open_text import encode_open_text
 from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
 from ..target.fingerprint import model_fingerprint
 from .conversations import Conversation, MalformedRowError, RawText, read_text
 from .fingerprint import tokenizer_fingerprints
 from .preparation import check_settings
-from .rendering import decode, encode_prompt, render_prompt
+from .rendering import decode, render_prompt
 from .row_leaving import continue_rows
 from .sampling import Sampling
 from .written_rows import Turn, answer_text, written_row
 
 
 def regenerate_dataset(
-    dataset: Dataset | IterableDataset,
+    dataset: Dataset,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     output_file: str | Path,
@@ -34,17 +35,16 @@ def regenerate_dataset(
     batch_size: int = 16,
     max_length: int = 2048,
     num_prompt_tokens: int = 64,
+    max_new_tokens: int | None = None,
     seed: int = 0,
     sampling: Sampling | None = None,
-    **generate_kwargs: Any,
 ) -> None:
     """
     Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
     earlier answers, until it ends or the longest text of the batch has `max_length` tokens. A question without an
     answer is answered, too. Of a raw text, the target continues the first `num_prompt_tokens`, or the prompt where
-    there is one. A row whose text does not encode back to
-    the tokens that the target wrote holds these, too, and training reads them. A row that cannot be answered stays as
-    a line that says why.
+    there is one. A row whose text does not encode back to the tokens that the target wrote holds these, too, and
+    training reads them. A row that cannot be answered stays as a line that says why.
 
     Called again after it was stopped, it goes on after the last whole batch in the file; the result is the same.
 
@@ -56,9 +56,9 @@ def regenerate_dataset(
         batch_size: Conversations to answer at a time.
         max_length: Tokens of a text, at most.
         num_prompt_tokens: Tokens of a raw text that the target continues.
+        max_new_tokens: Tokens of an answer, at most; by default only the text is limited.
         seed: For sampling.
         sampling: Where given, a share of the batches is sampled so, and each row says whether it was `sampled`.
-        **generate_kwargs: For `generate()`. Greedy unless they say otherwise.
 
     Raises:
         ValueError: It runs in several processes, the tokenizer does not belong to the target, `max_length` exceeds the
@@ -75,24 +75,22 @@ def regenerate_dataset(
             {"target": model_fingerprint(target)}
             | tokenizer_fingerprints(tokenizer)
             | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
-            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "generate_kwargs": repr(generate_kwargs)}
+            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "max_new_tokens": max_new_tokens}
             | ({} if sampling is None else {"sampling": repr(sampling)}),
         )
         done = cut_unfinished_batch(path, batch_size)
-        remaining = islice(iter(dataset), done, None)
-        writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, generate_kwargs)
-        total = len(dataset) if isinstance(dataset, Dataset) else None
+        writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, max_new_tokens)
         begin = time.perf_counter()
-        with tqdm(desc="target answers", total=total, initial=done, unit="row") as progress:
-            while batch := list(islice(remaining, batch_size)):
-                torch.manual_seed(seed + done)
+        with tqdm(desc="target answers", total=len(dataset), initial=done, unit="row") as progress:
+            for start in range(done, len(dataset), batch_size):
+                torch.manual_seed(seed + start)
                 if sampling is not None:
-                    writer.sampling = sampling if sampling.samples(done // batch_size) else None
-                rows = writer.rewrite(batch)
+                    writer.sampling = sampling if sampling.samples(start // batch_size) else None
+                batch = dataset.select(range(start, min(start + batch_size, len(dataset))))
+                rows = writer.rewrite(list(batch))
                 if sampling is not None:
                     rows = [row | {"sampled": writer.sampling is not None} for row in rows]
                 append_rows(path, rows)
-                done += len(batch)
                 progress.set_postfix_str(f"{writer.num_tokens / (time.perf_counter() - begin):.0f} tokens/s")
                 progress.update(len(batch))
 
@@ -105,7 +103,7 @@ class TargetWriter:
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     num_prompt_tokens: int
-    generate_kwargs: dict[str, Any]
+    max_new_tokens: int | None = None
     sampling: Sampling | None = None
     num_tokens: int = field(default=0, init=False)  # written so far
 
@@ -128,8 +126,9 @@ class TargetWriter:
     def _continue_texts(self, examples: list[RawText]) -> list[dict[str, Any]]:
         prompts = []
         for example in examples:
-            ids = encode_prompt(self.tokenizer, example, self.num_prompt_tokens)
-            prompts.append(ids[: self.max_length // 2])
+            ids = encode_open_text(self.tokenizer, example.prompt or example.completion)
+            room = self.max_length // 2
+            prompts.append(ids[: room if example.prompt else min(self.num_prompt_tokens, room)])
         results = []
         for example, prompt, new in zip(examples, prompts, self._generate(prompts), strict=True):
             ended = self._has_ended(new)
@@ -191,17 +190,15 @@ class TargetWriter:
         if not prompts:
             return []
         room = self.max_length - max(map(len, prompts))
-        kwargs = dict(self.generate_kwargs) | (self.sampling.generate_kwargs if self.sampling is not None else {})
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        settings = {"do_sample": False, "pad_token_id": pad}
-        limit = min(kwargs.pop("max_new_tokens", room), room)
-        found = continue_rows(self.target, prompts, limit, self._end_tokens(), pad or 0, settings | kwargs)
+        limit = min(self.max_new_tokens or room, room)
+        found = continue_rows(self.target, prompts, limit, self._ends, self.sampling)
         self.num_tokens += sum(map(len, found))
         return found
 
-    def _end_tokens(self) -> set[int]:
+    @property
+    def _ends(self) -> set[int]:
         ends = self.target.generation_config.eos_token_id
-        return set(ends if isinstance(ends, list) else [ends])
+        return {*(ends if isinstance(ends, list) else [ends])} - {None}
 
     def _has_ended(self, tokens: list[int]) -> bool:
-        return bool(tokens) and tokens[-1] in self._end_tokens()
+        return bool(tokens) and tokens[-1] in self._ends

@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from ..open_text import count_closing_tokens, encode_open_text
+from ..open_text import count_closing_tokens
 from .conversations import Conversation, Example, MalformedRowError, RawText, WrittenTokens
 
 
@@ -69,27 +69,6 @@ def counting_states(ids: list[int], assistant: list[int], eos_token_id: int | No
     """
     pairs = zip(ids, assistant, [*assistant[1:], 0], strict=True)
     return [int(bool(ours and next_is_ours) and token != eos_token_id) for token, ours, next_is_ours in pairs]
-
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, example: Conversation | RawText, num_text_tokens: int
-) -> list[int]:
-    """
-    Returns the token ids that the target is asked to go on from: the conversation up to the first trained answer, or
-    the prompt of a raw text, or where it has none, its first `num_text_tokens` tokens.
-
-    Raises:
-        MalformedRowError: The chat template refuses the conversation.
-    """
-    if isinstance(example, RawText):
-        ids = encode_open_text(tokenizer, example.prompt or example.completion)
-        return ids if example.prompt else ids[:num_text_tokens]
-    turn = next(
-        index
-        for index, message in enumerate(example.messages)
-        if message["role"] == "assistant" and index >= example.first_trained
-    )
-    return render_prompt(tokenizer, example.messages[:turn])
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:

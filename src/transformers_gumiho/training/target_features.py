@@ -2,39 +2,15 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
 from ..target.feature_reader import FeatureReader, TargetStates
 from ..target.output_head import drafting_head, output_head
-
-
-class TargetFeatures(Protocol):
-    """Where training gets the target's states and logits from."""
-
-    config: PreTrainedConfig
-    # Of the layers whose states it gives, where they are not the last one alone.
-    layer_ids: Sequence[int] | None
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        """The weight of the target's token embedding, `(V or more, H)`."""
-
-    def to(self, device: torch.device) -> None:
-        """Moves what is not placed on a device already to `device`."""
-
-    def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
-        """Returns the states of the tokens `(B, L)` of `inputs`, a batch of [`GumihoDataCollator`]."""
-
-    def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the function from features `(..., H)` to logits `(..., V)`, for states like `like`."""
-
-    def restricted_to(self, token_ids: torch.Tensor) -> "TargetFeatures":
-        """Returns the same features with an output head that knows `token_ids` `(K,)` only, as it is now."""
 
 
 def why_not_finite(dtype: torch.dtype) -> str:
@@ -56,7 +32,7 @@ def stored_states(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not torch.isfinite(states).all():
         raise ValueError(why_not_finite(states.dtype))
     wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
-    raise ValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--dtype`).")
+    raise ValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
 
 
 class OnlineFeatures:

@@ -2,27 +2,25 @@
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer
-from transformers.trainer_utils import has_length
-from transformers.utils import logging
+from transformers.trainer_utils import EvalLoopOutput
 
 from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
-from ..losses.weights import LossWeights
 from ..model.layer_fusion import normalise_lower
 from ..target.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
-from .calibration import NUM_POSITIONS, NUM_ROWS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
-from .callbacks import AcceptanceCallback
+from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .checkpoints import last_complete_checkpoint
 from .checks import (
     check_collator,
@@ -35,15 +33,12 @@ from .checks import (
 )
 from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
+from .feature_cache import TargetFeatures
 from .linear_start import start_linearly
+from .measured_tau import measure_acceptance
 from .model_card import model_card_of
-from .reach import MeasuredReach
-from .target_features import OnlineFeatures, TargetFeatures, why_not_finite
-from .term_averages import TermAverages
+from .target_features import OnlineFeatures, why_not_finite
 from .trained_parts import freeze_all_but
-
-
-logger = logging.get_logger(__name__)
 
 
 class GumihoTrainer(Trainer):
@@ -53,21 +48,44 @@ class GumihoTrainer(Trainer):
     Args:
         model (`GumihoModel`, or a `PeftModel` around one): The drafter. Its token embedding is frozen.
         args (`GumihoTrainingArguments`): The settings.
-        target (`PreTrainedModel` or `TargetFeatures`): The target, which runs in every step, or its cached features.
+        target (`PreTrainedModel` or `CachedFeatures`): The target, which runs in every step, or its cached features.
             It is no part of what is trained or saved.
-        acceptance_prompts (`list[torch.Tensor]`, *optional*): Held-out prompts `(T,)` on which tau is measured every
-            `args.acceptance_steps` steps. Needs the target itself.
+        acceptance_prompts (`list[torch.Tensor]`, *optional*): Held-out prompts `(T,)` on which evaluations measure
+            tau, the mean of the tokens committed per cycle. Processes share them. Needs the target itself.
         processing_class: The target's tokenizer, which is saved with the drafter.
         **kwargs: As in `Trainer`. A dataset holds the rows that [`GumihoDataCollator`] describes.
 
     `evaluate()` reports, besides the loss and its terms, the top-1 `agreement_k` with the target at each draft
-    position k, and the `expected_acceptance_length` that these imply.
+    position k, the `expected_acceptance_length` that these imply, and with `acceptance_prompts` the measured `tau`.
 
     Raises:
         TypeError: `args` or `model` is of another type.
         ValueError: The drafter was not made for the target, the rows are of another target than the features, an
-            adapter cannot hold what is to be trained, or tau is to be measured without prompts or without the target
-            itself.
+            adapter cannot hold what is to be trained, or tau is to be measured without the target itself or with a
+            drafter that is split over processes.
+
+    Example:
+
+    ```python
+    >>> from tempfile import mkdtemp
+
+    >>> from datasets import Dataset
+    >>> from transformers import AutoModelForCausalLM
+    >>> from transformers_gumiho import GumihoModel
+    >>> from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
+
+    >>> target = AutoModelForCausalLM.from_pretrained("examples/demo_pair/target", dtype="float32")
+    >>> drafter = GumihoModel.from_target(target)
+    >>> args = GumihoTrainingArguments(mkdtemp(), max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+    >>> rows = Dataset.from_dict({"input_ids": [list(range(20, 40))] * 4})
+    >>> trainer = GumihoTrainer(drafter, args, target=target, train_dataset=rows)
+    >>> result = trainer.train()  # doctest: +ELLIPSIS
+    {'train_runtime': ...}
+    >>> result.global_step
+    1
+    >>> trainer.save_model()
+
+    ```
     """
 
     args: GumihoTrainingArguments
@@ -115,23 +133,21 @@ class GumihoTrainer(Trainer):
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
-        self._terms = TermAverages()
-        max_depth = self.drafter.config.max_draft_depth
-        self._reach = MeasuredReach(self, max_depth) if args.weigh_by_reach else None
+        self._forget_terms()
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         check_collator(self.data_collator, args.assistant_only_loss)
-        if args.acceptance_steps:
-            if not acceptance_prompts:
-                raise ValueError(
-                    "Measuring tau needs prompts. Give `acceptance_prompts`, or set `acceptance_steps=0`."
-                )
-            if not isinstance(target, nn.Module):
-                raise ValueError(
-                    "Measuring tau needs the target itself, and only its cached features were given. Set "
-                    "`acceptance_steps=0`, or add an `AcceptanceCallback` with the target."
-                )
-            self.add_callback(AcceptanceCallback(self, target, acceptance_prompts))
+        self._acceptance_prompts = list(acceptance_prompts or ())
+        if self._acceptance_prompts and not isinstance(target, nn.Module):
+            raise ValueError(
+                "Measuring tau needs the target itself, and only its cached features were given. Leave "
+                "`acceptance_prompts` out."
+            )
+        if self._acceptance_prompts and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "Measuring tau needs the whole drafter in each process, and FSDP or DeepSpeed splits it. Leave "
+                "`acceptance_prompts` out, and measure a checkpoint afterwards."
+            )
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """As `Trainer.get_train_dataloader`; evaluations count the answers alone, whatever is trained on."""
@@ -161,7 +177,6 @@ class GumihoTrainer(Trainer):
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
             drafter_input = self._add_noise(drafter_input)
-            self._measure_reach(model, inputs, states)
         args = self.args
         serial_only = args.train_only == "serial"
         output = self._forward(model, inputs, drafter_input, args.unroll_serial_head, serial_only=serial_only)
@@ -170,7 +185,7 @@ class GumihoTrainer(Trainer):
             states.last,
             self._restriction.features.lm_head(states.last),
             inputs["loss_mask"],
-            self._loss_weights(model.training),
+            args.loss_weights(self.state.global_step / max(self.state.max_steps, 1)),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
             chunk_size=args.loss_chunk_size,
@@ -179,7 +194,9 @@ class GumihoTrainer(Trainer):
             # Gradients are averaged over the processes, and this is a process's share of one average.
             loss = loss * self.accelerator.num_processes
         if model.training:
-            self._terms.add(terms)
+            for name, term in terms.items():  # a batch's share of the terms of a step
+                self._terms[name] = self._terms.get(name, 0) + term
+                self._steps_of_terms[name].add(self.state.global_step)
         return (loss, output) if return_outputs else loss
 
     def prediction_step(
@@ -199,13 +216,34 @@ class GumihoTrainer(Trainer):
             if not torch.isfinite(states.last).all():
                 raise FloatingPointError(why_not_finite(states.last.dtype))
             output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
+            head, mask = self.target_features.lm_head(states.last), inputs["loss_mask"]
+            settings: dict[str, Any] = {
+                "position_ids": inputs.get("position_ids"),
+                "vocabulary": self._restriction.vocabulary(states.last),
+                "chunk_size": self.args.loss_chunk_size,
+            }
             if self._positions_per_row:
-                return None, self._score_choices(inputs, states, output), None
-            scores = self._score_predictions(inputs, states, output)
+                settings |= {"positions_per_row": self._positions_per_row, "input_ids": inputs["input_ids"]}
+                return None, score_choices(output, states.last, head, loss_mask=mask, **settings), None
+            weights = self.args.loss_weights()
+            scores = score_predictions(output, states.last, head, mask, weights=weights, **settings)
         if prediction_loss_only:
             metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
             return torch.tensor(metrics["loss"], device=scores.device), None, None
         return None, scores, scores[:, 0, 0]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As `Trainer.evaluation_loop`, with the measured `tau` where there are prompts for it."""
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._acceptance_prompts and not self._positions_per_row:
+            processes = self.accelerator
+            prompts = self._acceptance_prompts[processes.process_index :: processes.num_processes]
+            target: Any = self.target_features
+            lengths = measure_acceptance(target.target, self.drafter, prompts, self.args.acceptance_max_new_tokens)
+            every = [length for of_prompt in gather_object(lengths) for length in of_prompt]
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            output.metrics[f"{prefix}_tau"] = sum(every) / max(len(every), 1)
+        return output
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """
@@ -224,11 +262,8 @@ class GumihoTrainer(Trainer):
                     f"There is no complete checkpoint in {self.args.output_dir!r} to go on from. Train with "
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )
-        self._terms = TermAverages()
+        self._forget_terms()
         self._broken_states.zero_()
-        if self._reach is not None:
-            self._reach.reset()
-        self._warn_of_schedule()
         if self.train_dataset is not None:
             check_something_counts(self.train_dataset, self._training_collator(), self._shifts())
         self._restriction.find(resume_from_checkpoint or None)
@@ -256,7 +291,7 @@ class GumihoTrainer(Trainer):
             ValueError: There are no rows, or several datasets.
         """
         rows = rows_to_fit_on(self.eval_dataset if dataset is None else dataset)
-        self._positions_per_row = NUM_POSITIONS // (max(len(rows), 1) if has_length(rows) else NUM_ROWS)
+        self._positions_per_row = NUM_POSITIONS // len(rows)
         try:
             table = self.predict(rows).predictions
         finally:
@@ -274,16 +309,20 @@ class GumihoTrainer(Trainer):
         Raises:
             FloatingPointError: A loss term is not finite.
         """
-        if "loss" in logs and self._terms.sums:
-            sums = self.accelerator.reduce(torch.stack(list(self._terms.sums.values())), "sum").tolist()
+        if "loss" in logs and self._terms:
+            sums = self.accelerator.reduce(torch.stack(list(self._terms.values())), "sum").tolist()
             averages = {
-                name: total / self._terms.steps[name] for name, total in zip(self._terms.sums, sums, strict=True)
+                name: total / len(self._steps_of_terms[name]) for name, total in zip(self._terms, sums, strict=True)
             }
-            self._terms = TermAverages()
+            self._forget_terms()
             logs = logs | averages
             if not all(map(math.isfinite, sums)):
                 raise FloatingPointError(self._divergence(f"the loss terms are {averages}"))
         super().log(logs, start_time)
+
+    def _forget_terms(self) -> None:
+        self._terms: dict[str, Any] = {}
+        self._steps_of_terms: dict[str, set[int]] = defaultdict(set)
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Writes the drafter's model card; arguments as in `Trainer.create_model_card`."""
@@ -307,45 +346,6 @@ class GumihoTrainer(Trainer):
             **kwargs,
         )
 
-    def _loss_weights(self, training: bool) -> LossWeights:
-        weights = self.args.loss_weights(self.state.epoch if has_length(self.train_dataset) else None)
-        if self._reach is None or not training:
-            return weights
-        return replace(weights, reach=self._reach.weights())
-
-    @torch.no_grad()
-    def _measure_reach(self, model: nn.Module, inputs: dict[str, torch.Tensor], states: TargetStates) -> None:
-        """Measures how often each draft position is reached, where that is asked for and it is time."""
-        if self._reach is None or not self._reach.is_due:
-            return
-        output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
-        self._reach.add(self._score_predictions(inputs, states, output))
-
-    def _score_predictions(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
-        return score_predictions(
-            output,
-            states.last,
-            self.target_features.lm_head(states.last),
-            inputs["loss_mask"],
-            inputs.get("position_ids"),
-            self.args.loss_weights(epoch=None),
-            self.args.loss_chunk_size,
-            self._restriction.vocabulary(states.last),
-        )
-
-    def _score_choices(self, inputs: dict[str, torch.Tensor], states: TargetStates, output: Any) -> torch.Tensor:
-        return score_choices(
-            output,
-            states.last,
-            self.target_features.lm_head(states.last),
-            inputs["input_ids"],
-            inputs["loss_mask"],
-            inputs.get("position_ids"),
-            self._restriction.vocabulary(states.last),
-            self._positions_per_row,
-            self.args.loss_chunk_size,
-        )
-
     def drafter_input(self, states: TargetStates) -> torch.Tensor:
         """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
         return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
@@ -365,7 +365,7 @@ class GumihoTrainer(Trainer):
         if in_training:
             num_heads = 0 if args.train_only == "serial" else num_heads
             num_unrolled = num_unrolled if args.unroll_serial_head else 0
-        return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights(epoch=None))
+        return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights())
 
     def _shifts(self) -> list[int]:
         return [predictor.shift for predictor in self._predictors(in_training=True)]
@@ -379,8 +379,6 @@ class GumihoTrainer(Trainer):
         counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
         for batch in batch_samples:
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
-        if batch_samples:  # a stream that has ended gives none
-            self._terms.next_step()
         return self.accelerator.reduce(counts, "sum")
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -392,23 +390,6 @@ class GumihoTrainer(Trainer):
         """Raises `FloatingPointError` where a trained parameter is not finite."""
         if self.accelerator.reduce(count_broken(self.drafter), "sum"):
             raise FloatingPointError(self._divergence("the drafter's parameters are not finite"))
-
-    def _warn_of_schedule(self) -> None:
-        args, start = self.args, self.args.parallel_ce_start_epoch
-        if not (start and args.parallel_ce_weight) or args.train_only is not None:
-            return
-        if not has_length(self.train_dataset):
-            logger.warning("A stream has no epochs to count: the parallel heads' cross-entropy counts from the start.")
-            return
-        num_epochs = args.num_train_epochs
-        if args.max_steps > 0:
-            batches = -(-len(self.train_dataset) // (args.train_batch_size * args.world_size))
-            num_epochs = args.max_steps / max(-(-batches // args.gradient_accumulation_steps), 1)
-        if num_epochs <= start:
-            logger.warning(
-                f"The parallel heads' cross-entropy never counts: it begins after {start:g} epochs "
-                f"(`parallel_ce_start_epoch`), and training ends after {num_epochs:.3g}. Lower it, or train longer."
-            )
 
     def _divergence(self, finding: str) -> str:
         if self.accelerator.reduce(self._broken_states, "sum"):

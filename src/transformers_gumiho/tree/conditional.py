@@ -39,7 +39,7 @@ class ConditionalCandidates:
             width: Tokens by which each of them is extended, at most.
         """
         batch_size, num_heads, num_paths, num_candidates = self.tokens.shape
-        # A candidate goes by its place among those of all paths, which tells its path, too.
+        # A candidate's index counts those of all paths, so it identifies the path, too.
         own_places = torch.arange(num_paths * num_candidates, device=self.tokens.device)
         own_places = own_places.view(1, num_paths, num_candidates).expand(batch_size, -1, -1)
         log_probs, places = self.first, own_places

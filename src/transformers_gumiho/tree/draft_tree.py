@@ -136,7 +136,7 @@ def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tenso
 def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     """Returns the tree that holds nothing but the root, with `root_tokens` `(B,)`."""
     shape, device = (len(root_tokens), 1), root_tokens.device
-    # Memory of its own: compiled functions tell the strides of views apart, whatever they are views of. Prompts may
+    # Memory of its own: compiled functions specialize on the strides of views, whatever they are views of. Prompts may
     # come in fewer bits, indices of nodes do not.
     none = torch.zeros(shape, dtype=torch.long, device=device)
     return DraftTree(

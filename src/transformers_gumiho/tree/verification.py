@@ -51,7 +51,7 @@ def longest_path(tree: DraftTree) -> int:
 
 def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
     """
-    Walks the whole tree at once, for choices that do not depend on the way to a node.
+    Walks the tree at once, for choices that do not depend on the way to a node.
 
     Args:
         tree: The draft tree.

@@ -14,7 +14,7 @@ class TuningArguments(PairArguments):
         default=None, metadata={"help": "Receives `generation_config.json` (default: the drafter's folder)."}
     )
     num_prompts: int = field(
-        default=18, metadata={"help": "Prompts to read. Trees compete on two thirds; the winner is timed on the rest."}
+        default=18, metadata={"help": "Prompts to read. Trees compete on two thirds; the last third times the winner."}
     )
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens to generate for each of them."})
     batch_sizes: list[int] = field(

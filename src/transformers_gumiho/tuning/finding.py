@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from ..measuring.journal import Journal
 from ..measuring.timing import DecodingTime
-from ..model.draft_vocabulary import choose_draft_vocabulary
 from .arguments import TuningArguments
 from .contest import PLAIN, ROUNDS, Measure, Standing, compare, decode_in_turns, find_fastest, num_measured
 from .result import TuningResult
@@ -105,7 +104,7 @@ def _count(texts: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
     """Returns the tokens that occur most often in texts."""
     tokens = torch.tensor([token for text in texts for token in text])
     counts = torch.bincount(tokens, minlength=vocab_size)[:vocab_size]
-    return choose_draft_vocabulary(counts, num_counted(vocab_size))
+    return counts.argsort(descending=True, stable=True)[: num_counted(vocab_size)].tolist()
 
 
 def _key(contest: Contest, tree: Tree | None, turn: int) -> str:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..model.checkpoint_conversion import IGNORED_KEYS
-from ..model.draft_vocabulary import is_vocabulary_entry
+from ..model.checkpoint_conversion import IGNORED_KEYS, is_vocabulary_entry
 from .chain import Chain
 
 

@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.draft_vocabulary import find_fault
+from ..model.decoding_settings import vocabulary_fault
 
 
 # Of a drafter's config, what the serial head's Llama config does not hold.
@@ -74,7 +74,7 @@ def _draft_vocabulary(model: Any, config: GumihoConfig, options: dict[str, Any])
         return None
     vocabulary = getattr(settings, "draft_vocabulary", None)
     vocab_size = config.get_text_config().vocab_size
-    if vocabulary is not None and (fault := find_fault(vocabulary, vocab_size)):
+    if vocabulary is not None and (fault := vocabulary_fault(vocabulary, vocab_size)):
         raise ValueError(
             f"In the generation_config.json of {str(model)!r}, `draft_vocabulary` must be a list of distinct token "
             f"ids from 0 to {vocab_size - 1}, but {fault}."

@@ -71,7 +71,7 @@ class DraftingHead:
         return self._rows is not None
 
     def logits(self, features: torch.Tensor) -> torch.Tensor | None:
-        """Returns the logits `(n, K)` of the tokens for features `(n, H)`, `None` where the whole head has to run."""
+        """Returns the logits `(n, K)` of the tokens for features `(n, H)`, `None` where the output head has to run."""
         return None if self._rows is None else nn.functional.linear(features, self._rows, self._bias)
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, process_eagle_weight
 
-from ..model.draft_vocabulary import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
+from ..model.checkpoint_conversion import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
 from .chain import Chain
 from .checkpoint import FUSION, copy_tensor, expected_names, is_of_a_head, is_readable, plain_name
 from .heads import BatchedHeads, DraftingHead
@@ -203,7 +203,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
     def _for_serial_head(
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Loads what is not of the serial head; yields the rest, under vLLM's names."""
+        """Loads what is not of the serial head; yields the serial head's tensors, under vLLM's names."""
         places = self._places()
         for given, tensor in weights:
             name = plain_name(given)

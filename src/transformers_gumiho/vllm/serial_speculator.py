@@ -15,8 +15,8 @@ _LENGTH_IN_CALLS = "num_speculative_tokens" in inspect.signature(EagleSpeculator
 
 class SerialSpeculator(EagleSpeculator):
     """
-    Its buffers are those of whole chains, and its passes those of `num_serial_tokens`, which the class that inherits
-    from this one sets; also those that are captured as graphs.
+    Its buffers have room for complete chains. Its passes, also those captured as graphs, draft `num_serial_tokens`,
+    which a subclass sets.
     """
 
     _num_serial_tokens: int
@@ -61,12 +61,12 @@ class SerialSpeculator(EagleSpeculator):
 
     @contextmanager
     def _length_of_chains(self, num_tokens: int) -> Iterator[None]:
-        whole = self.num_speculative_steps
+        num_steps = self.num_speculative_steps
         self.num_speculative_steps = num_tokens
         try:
             yield
         finally:
-            self.num_speculative_steps = whole
+            self.num_speculative_steps = num_steps
 
 
 __all__ = ["SerialSpeculator"]

@@ -9,7 +9,7 @@ from ..tree_svg import LEGEND, tree_svg
 from .race import Race
 
 
-EXACTNESS = "https://github.com/transformers-gumiho/transformers-gumiho/blob/main/docs/exactness.md"
+EXACTNESS = "https://github.com/transformers-gumiho/transformers-gumiho/blob/main/docs/concepts/exactness.md"
 _COUNTERS = (
     '<div style="display:flex;flex-wrap:wrap;gap:0.3em 1.6em;font-variant-numeric:tabular-nums;opacity:0.85">{}</div>'
 )

@@ -145,7 +145,7 @@ def with_options(drafter: GumihoModel, question: GenerateArguments) -> GumihoMod
 
 
 def _explain(error: Exception) -> str:
-    """Returns what a visitor may read of an error; the log has the rest, which may be private."""
+    """Returns what a visitor may read of an error; the log has all of it, which may be private."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
         return "Not enough memory for this answer. Choose fewer new tokens or a smaller tree, or try later."
     if isinstance(error, ValueError):

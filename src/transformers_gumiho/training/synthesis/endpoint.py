@@ -1,18 +1,21 @@
 """A target behind a server that speaks OpenAI's protocol: vLLM, TGI, `transformers serve` and others."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from huggingface_hub import AsyncInferenceClient, InferenceTimeoutError, constants
-from huggingface_hub.utils import HfHubHTTPError, get_async_session, hf_raise_for_status
 from transformers import PreTrainedTokenizerBase
 
 from ..sampling import Sampling
 from .user_turn import UserTurn, find_user_turn
-from .writing import Start, Text
+from .writing import Text
 
 
 NONSENSE = "the server answers nonsense"
@@ -59,10 +62,39 @@ class Endpoint:
                 f"`concurrency` and `num_tries` must be at least 1, got {self.concurrency} and {self.num_tries}."
             )
 
-    @property
-    def base(self) -> str:
-        """The address without `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1")
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """
+        Returns the answer to a request with this JSON `body`, to `path` below `/v1/`; it is sent as often as it takes.
+
+        Raises:
+            EndpointError: The server refuses, or does not answer after the last try.
+            ValueError: The answer is no JSON.
+        """
+        # Never the user's token for the Hub.
+        headers = {"content-type": "application/json", "authorization": f"Bearer {self.api_key or 'none'}"}
+        address = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/{path}"
+        request = urllib.request.Request(address, json.dumps({"model": self.model, **body}).encode(), headers)
+        wait = self.first_wait
+        for index in range(self.num_tries):
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                reason = str(error)
+                if error.code not in _LATER and error.code < 500:
+                    said = error.read().decode(errors="replace")[:200]
+                    raise EndpointError(f"{self.url} refuses ({error.code}): {error.reason}. {said}") from error
+                asked = error.headers.get("retry-after", "")
+                wait = max(wait, float(asked)) if asked.isdigit() else wait
+            except (OSError, HTTPException) as error:
+                reason = f"{type(error).__name__}: {error}"
+            if index + 1 < self.num_tries:
+                time.sleep(min(wait, self.longest_wait))
+                wait *= 2
+        raise EndpointError(
+            f"{self.url} did not answer in {self.num_tries} tries: {reason}. What was written before stays. See that "
+            f"the server runs, and run this again: it goes on there."
+        )
 
 
 class EndpointWriter:
@@ -87,21 +119,20 @@ class EndpointWriter:
     ):
         self.endpoint, self.tokenizer, self.sampling = endpoint, tokenizer, sampling
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
-        self._first: dict[Start, list[str]] = {}  # what was written first after each
+        self._first: dict[str, str] = {}  # what was written first after each opening
 
-    def write_user_turns(self, starts: Sequence[Start], seed: int) -> list[Text]:
-        turns = {system: find_user_turn(self.tokenizer, system) for system in {start.system for start in starts}}
-        sends = [
-            partial(self._complete, turns[start.system], start.opening, seed + index)
-            for index, start in enumerate(starts)
-        ]
-        texts = asyncio.run(self._send_all(sends))
+    def write_user_turns(self, openings: Sequence[str], seed: int) -> list[Text]:
+        """Returns what a user might say first, for each of these first words, with these."""
+        turn = find_user_turn(self.tokenizer)
+        texts = self._send_all(
+            partial(self._complete, turn, opening, seed + index) for index, opening in enumerate(openings)
+        )
         repeats = []
-        for start, text in zip(starts, texts, strict=True):
-            if not text.problem:
-                first = self._first.setdefault(start, [])
-                repeats += [text.text == other for other in first]
-                first += [] if first else [text.text]
+        for opening, text in zip(openings, texts, strict=True):
+            if not text.problem and opening in self._first:
+                repeats.append(text.text == self._first[opening])
+            elif not text.problem:
+                self._first[opening] = text.text
         if repeats and all(repeats):
             raise EndpointError(
                 f"{self.endpoint.url} writes the same prompt every time, so it does not sample. `transformers serve` "
@@ -112,10 +143,11 @@ class EndpointWriter:
     def answer(self, conversations: Sequence[list[dict[str, str]]], sampled: Sequence[bool], seed: int) -> list[Text]:
         """Returns the answer to each conversation, of which some are `sampled` and the others greedy."""
         pairs = enumerate(zip(conversations, sampled, strict=True))
-        sends = [partial(self._chat, messages, is_sampled, seed + index) for index, (messages, is_sampled) in pairs]
-        return asyncio.run(self._send_all(sends))
+        return self._send_all(
+            partial(self._chat, messages, sample, seed + index) for index, (messages, sample) in pairs
+        )
 
-    async def _complete(self, turn: UserTurn, opening: str, seed: int, client: "_Client") -> Text:
+    def _complete(self, turn: UserTurn, opening: str, seed: int) -> Text:
         closing = turn.closing.strip()
         body = {
             "prompt": self._without_bos(turn.opening) + opening,
@@ -124,25 +156,21 @@ class EndpointWriter:
             "top_p": self.sampling.top_p,
             "seed": seed,
         } | ({"stop": [closing]} if closing else {})
-        answer = await client.complete(body)
-        choice = answer["choices"][0]
+        choice = self.endpoint.post("completions", body)["choices"][0]
         text = opening + choice["text"]
         cut = turn.cut(text)
-        ended = choice["finish_reason"] == "stop" or cut != text.strip()
-        return Text(cut, ended, int((answer.get("usage") or {}).get("completion_tokens") or 0))
+        return Text(cut, choice["finish_reason"] == "stop" or cut != text.strip())
 
-    async def _chat(self, messages: list[dict[str, str]], is_sampled: bool, seed: int, client: "_Client") -> Text:
+    def _chat(self, messages: list[dict[str, str]], is_sampled: bool, seed: int) -> Text:
         sampling = self.sampling
         how = {"temperature": sampling.temperature, "top_p": sampling.top_p} if is_sampled else {"temperature": 0}
-        answer = await client.chat(messages, max_tokens=self.max_new_tokens, seed=seed, **how)
-        choice = answer.choices[0]
-        if not isinstance(choice.message.content, str):
-            raise TypeError("the content is no text")
-        problem = None if choice.message.content.strip() else "the target says nothing"
-        if any(getattr(choice.message, name, None) for name in ("reasoning", "reasoning_content")):
+        body = {"messages": messages, "max_tokens": self.max_new_tokens, "seed": seed, **how}
+        choice = self.endpoint.post("chat/completions", body)["choices"][0]
+        message = choice["message"]
+        problem = None if message["content"].strip() else "the target says nothing"
+        if any(message.get(name) for name in ("reasoning", "reasoning_content")):
             problem = "the server keeps the reasoning apart, so what the target wrote is not known"
-        num_tokens = int(getattr(answer.usage, "completion_tokens", 0) or 0)
-        return Text(choice.message.content, choice.finish_reason == "stop", num_tokens, problem)
+        return Text(message["content"], choice["finish_reason"] == "stop", problem)
 
     def _without_bos(self, text: str) -> str:
         """Returns the text without the token that the server's tokenizer puts before every text itself."""
@@ -150,19 +178,9 @@ class EndpointWriter:
         adds_it = bool(bos) and self.tokenizer("a")["input_ids"][:1] == [self.tokenizer.bos_token_id]
         return text.removeprefix(bos) if adds_it else text
 
-    async def _send_all(self, sends: Sequence[Callable[["_Client"], Awaitable[Text]]]) -> list[Text]:
-        if constants.is_offline_mode():
-            raise EndpointError(
-                f"`huggingface_hub` sends nothing to {self.endpoint.url} while HF_HUB_OFFLINE is set. Unset it; a "
-                f"tokenizer in a folder is read without the Hub all the same."
-            )
-        async with _Client(self.endpoint) as client:
-            tasks = [asyncio.ensure_future(client.patiently(send)) for send in sends]
-            try:
-                texts = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+    def _send_all(self, sends: Iterable[Callable[[], Text]]) -> list[Text]:
+        with ThreadPool(self.endpoint.concurrency) as pool:
+            texts = list(pool.imap(_read, sends))
         if texts and all(text.problem == NONSENSE for text in texts):
             raise EndpointError(
                 f"{self.endpoint.url} answers nonsense to all of {len(texts)} requests. It has to speak OpenAI's "
@@ -171,68 +189,9 @@ class EndpointWriter:
         return texts
 
 
-class _Client:
-    """Requests to an endpoint, so many at a time, sent again where that may help."""
-
-    def __init__(self, endpoint: Endpoint):
-        self.endpoint = endpoint
-        # Never the user's token for the Hub, which the client would otherwise send to any server.
-        self.key = endpoint.api_key or "none"
-        self.chat_client = AsyncInferenceClient(base_url=endpoint.base, api_key=self.key, timeout=endpoint.timeout)
-        self.session = get_async_session()
-        # The HTTP library has another name in other releases of huggingface_hub.
-        library = __import__(type(self.session).__module__.split(".")[0])
-        self.broken = (library.TransportError, InferenceTimeoutError, OSError)
-        self.slots = asyncio.Semaphore(endpoint.concurrency)
-
-    async def __aenter__(self) -> "_Client":
-        return self
-
-    async def __aexit__(self, *_: Any) -> None:
-        await self.chat_client.close()
-        await self.session.aclose()
-
-    async def chat(self, messages: list[dict[str, str]], **parameters: Any) -> Any:
-        """Returns an answer to messages."""
-        return await self.chat_client.chat_completion(messages, model=self.endpoint.model, **parameters)
-
-    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns a continuation of a text; the inference client knows chats only."""
-        response = await self.session.post(
-            f"{self.endpoint.base}/v1/completions",
-            json={"model": self.endpoint.model, **body},
-            headers={"Authorization": f"Bearer {self.key}"},
-            timeout=self.endpoint.timeout,
-        )
-        hf_raise_for_status(response)
-        return response.json()
-
-    async def patiently(self, send: Callable[["_Client"], Awaitable[Text]]) -> Text:
-        """
-        Returns what a request gives, sent as often as it takes.
-
-        Raises:
-            EndpointError: The server refuses, or does not answer after the last try.
-        """
-        wait = self.endpoint.first_wait
-        for index in range(self.endpoint.num_tries):
-            try:
-                async with self.slots:
-                    return await send(self)
-            except HfHubHTTPError as error:
-                status, reason = error.response.status_code, str(error)
-                if status not in _LATER and status < 500:
-                    raise EndpointError(f"{self.endpoint.url} refuses ({status}): {error}") from error
-                asked = error.response.headers.get("retry-after", "")
-                wait = max(wait, float(asked)) if asked.isdigit() else wait
-            except self.broken as error:
-                reason = f"{type(error).__name__}: {error}"
-            except _NO_ANSWER:
-                return Text("", False, 0, problem=NONSENSE)
-            if index + 1 < self.endpoint.num_tries:
-                await asyncio.sleep(min(wait, self.endpoint.longest_wait))
-                wait *= 2
-        raise EndpointError(
-            f"{self.endpoint.url} did not answer in {self.endpoint.num_tries} tries: {reason}. What was written "
-            f"before stays. See that the server runs, and run this again: it goes on there."
-        )
+def _read(send: Callable[[], Text]) -> Text:
+    """Returns what a request gives; an answer that makes no sense is a problem of its own text alone."""
+    try:
+        return send()
+    except _NO_ANSWER:
+        return Text("", False, NONSENSE)

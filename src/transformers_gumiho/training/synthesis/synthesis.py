@@ -2,8 +2,9 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..sampling import Sampling
 from .endpoint import Endpoint, EndpointWriter
 from .prompt_file import PromptFile, count_in_words
 from .user_turn import find_user_turn
-from .writing import TargetWriter, Writer
+from .writing import Text, write_user_turns
 
 
 # Rows of so many batches are sorted by length: a batch has little padding, and every part of the file all lengths.
@@ -79,7 +80,6 @@ def synthesize_dataset(
     output_file: str | Path,
     settings: SynthesisSettings,
     *,
-    system_prompts: Sequence[str] = (),
     openings: Sequence[str] = (),
 ) -> None:
     """
@@ -95,7 +95,6 @@ def synthesize_dataset(
         output_file: The new dataset: `messages`, whether the answer is `sampled`, whether it `ended` before the limit,
             and where its text does not encode back to them, the tokens (`written`), which training then reads.
         settings: What is written.
-        system_prompts: System prompts, which take turns. By default, whatever the template says.
         openings: First words of users, which take turns. By default the target finds these, too.
 
     Raises:
@@ -108,9 +107,9 @@ def synthesize_dataset(
     check_settings(tokenizer, target.config, room)
     if not settings.num_prompts:
         raise ValueError("There is nothing to answer. Give `num_prompts` above 0.")
-    writer = TargetWriter(target, tokenizer, settings.max_prompt_tokens, settings.sampling)
+    write = partial(write_user_turns, target.eval(), tokenizer, settings.max_prompt_tokens, settings.sampling)
     fingerprints = {"target": model_fingerprint(target)} | tokenizer_fingerprints(tokenizer)
-    rows = _write_prompts(writer, tokenizer, Path(output_file), settings, system_prompts, openings, fingerprints)
+    rows = _write_prompts(write, tokenizer, Path(output_file), settings, openings, fingerprints)
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     regenerate_dataset(
         Dataset.from_list(rows),
@@ -131,7 +130,6 @@ def synthesize_from_endpoint(
     output_file: str | Path,
     settings: SynthesisSettings,
     *,
-    system_prompts: Sequence[str] = (),
     openings: Sequence[str] = (),
     questions: Dataset | None = None,
 ) -> None:
@@ -144,7 +142,6 @@ def synthesize_from_endpoint(
         tokenizer: The target's, with a chat template.
         output_file: The new dataset.
         settings: What is written. A batch is waited for as a whole, so let it be several times the concurrency.
-        system_prompts: System prompts, which take turns.
         openings: First words of users, which take turns.
         questions: Rows in any of the forms of [`read_text`]; their first questions are answered.
 
@@ -163,7 +160,8 @@ def synthesize_from_endpoint(
     fingerprints = {"target": endpoint.model} | tokenizer_fingerprints(tokenizer)
     rows: list[Mapping[str, Any]] = [*questions] if questions is not None else []
     if settings.num_prompts:
-        rows += _write_prompts(writer, tokenizer, path, settings, system_prompts, openings, fingerprints)
+        write = writer.write_user_turns
+        rows += _write_prompts(write, tokenizer, path, settings, openings, fingerprints)
     asked = {"rows": dataset_fingerprint(Dataset.from_list([dict(row) for row in rows]))}
     with sole_writer(path):
         check_begun_with(path, fingerprints | asked | asdict(settings))
@@ -179,32 +177,30 @@ def synthesize_from_endpoint(
 
 
 def _write_prompts(
-    writer: Writer,
+    write: Callable[[Sequence[str], int], list[Text]],
     tokenizer: PreTrainedTokenizerBase,
     path: Path,
     settings: SynthesisSettings,
-    systems: Sequence[str],
     openings: Sequence[str],
     fingerprints: dict[str, str],
 ) -> list[dict[str, Any]]:
     """Returns `num_prompts` rows of `messages`, which it writes beside `path` where they are missing."""
-    for system in list[str | None](systems) or [None]:
-        find_user_turn(tokenizer, system)
+    find_user_turn(tokenizer)
     names = ("batch_size", "max_prompt_tokens", "temperature", "top_p", "seed")
     begun_with: dict[str, Any] = fingerprints | {name: getattr(settings, name) for name in names}
-    begun_with |= {"system_prompts": list(systems), "openings": list(openings) or None}
+    begun_with |= {"openings": list(openings) or None}
     path = path.with_name(path.name.removesuffix(".jsonl") + ".prompts.jsonl")
     with sole_writer(path):
         check_begun_with(path, begun_with)
         special = list(tokenizer.all_special_tokens)
-        file = PromptFile(path, writer, list(systems), list(openings), special, settings.batch_size, settings.seed)
+        file = PromptFile(path, write, openings or [""], special, settings.batch_size, settings.seed)
         file.grow(settings.num_prompts)
     tqdm.write(f"{settings.num_prompts} prompts. Dropped: {count_in_words(file.dropped)}.")
     return _by_length(file.rows[: settings.num_prompts], _SORTED_BATCHES * settings.batch_size)
 
 
 def _by_length(rows: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]:
-    parts: Iterable[list[dict[str, Any]]] = (rows[start : start + num_rows] for start in range(0, len(rows), num_rows))
+    parts = (rows[start : start + num_rows] for start in range(0, len(rows), num_rows))
     return [row for part in parts for row in sorted(part, key=lambda row: len(row["messages"][-1]["content"]))]
 
 

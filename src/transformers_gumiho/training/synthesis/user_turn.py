@@ -43,37 +43,31 @@ class UserTurn:
         return (text.split(closing)[0] if closing else text).strip()
 
 
-def find_user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> UserTurn:
+def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
     """
     Finds what the tokenizer's chat template writes around a first user turn.
 
-    Args:
-        tokenizer: The target's.
-        system: What the system says before it. By default, whatever the template says by itself.
-
     Raises:
-        UserTurnNotFoundError: There is no template, it refuses the messages, or it does not show where users speak.
+        UserTurnNotFoundError: There is no template, it refuses the message, or it does not show where users speak.
     """
+    name = tokenizer.name_or_path
     if not tokenizer.chat_template:
         raise UserTurnNotFoundError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so the target cannot be asked for a "
-            f"user's turn. Give a template (`--chat_template FILE`), or questions (`--data FILE`)."
+            f"The tokenizer {name!r} has no chat template, so the target cannot be asked for a user's turn. Give a "
+            f"template (`--chat_template FILE`), or questions (`--data FILE`)."
         )
-    messages = [{"role": "system", "content": system}] if system is not None else []
     try:
-        text = tokenizer.apply_chat_template([*messages, {"role": "user", "content": _MARK}], tokenize=False)
+        text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     except jinja2.TemplateError as error:
         raise UserTurnNotFoundError(
-            f"The chat template of {tokenizer.name_or_path!r} refuses a user's turn"
-            f"{' after a system prompt' if system is not None else ''}: {error}. "
-            f"{'Leave the system prompts out' if system is not None else 'Give another template'}, or give questions "
-            f"(`--data FILE`)."
+            f"The chat template of {name!r} refuses a user's turn: {error}. Give another template (`--chat_template "
+            f"FILE`), or questions (`--data FILE`)."
         ) from error
     opening, *rest = text.split(_MARK)
     if len(rest) != 1 or not opening.strip():
         how = "writes nothing before it" if len(rest) == 1 else f"shows it {len(rest)} times"
         raise UserTurnNotFoundError(
-            f"The chat template of {tokenizer.name_or_path!r} does not show where the user speaks: it {how}. Give a "
-            f"template with a user opening (`--chat_template FILE`), or questions (`--data FILE`)."
+            f"The chat template of {name!r} does not show where the user speaks: it {how}. Give a template with "
+            f"a user opening (`--chat_template FILE`), or questions (`--data FILE`)."
         )
     return UserTurn(opening, rest[0])

@@ -1,0 +1,11 @@
+"""Small configs of any model type of transformers, for the scripts of this folder."""
+
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_configs import small_config
+
+
+__all__ = ["small_config"]
