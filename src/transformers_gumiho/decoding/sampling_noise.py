@@ -219,8 +219,8 @@ class NoiseOfRows:
 
     def take(self, num_draws: int, steps: Sequence[int], token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """
-        Returns the variates `(B, num_draws, K)` of the same draws. Call [`settle`] for those that tokens were chosen
-        by.
+        Returns the exponential variates `(B, num_draws, K)` of the same draws. Whoever chooses tokens by them calls
+        [`settle`] with the number of tokens that were kept.
         """
         first = self._num_forgotten
         num_new = max(steps) + num_draws - first - len(self._drawn)

@@ -180,7 +180,7 @@ class TokenChooser:
         return self._commit_walk(*walk_greedily(tree, scores), logits, scores)
 
     def _commit_sampled_tree(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath | None:
-        """Sampled, the same; `None` where tokens have to be drawn one after the other."""
+        """The same with tokens that are drawn at all nodes; `None` where they are drawn one after the other."""
         if not self._samples_at_once or not fits_memory(logits):
             return None
         races = self._draws.take(longest_path(tree), logits.shape[2], self._steps(self._open_rows()))
@@ -195,7 +195,7 @@ class TokenChooser:
         if len(self.logits_processor) > 0:
             flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
             # They are handed a row of the right size for each node.
-            return self.logits_processor(tree.tokens.view(-1, 1).to(flat.device), flat).view_as(logits)
+            return self.logits_processor(tree.tokens.reshape(-1, 1).to(flat.device), flat).view_as(logits)
         # Plain decoding chooses among values rounded to float32.
         return logits.float() if logits.dtype == torch.float64 else logits
 

@@ -13,8 +13,8 @@ class TokenDraws:
     The draws of a generation.
 
     Args:
-        reserves_noise: Whether noise that was seen is drawn with, whoever else draws meanwhile ([`ReservedNoise`]): where
-            rows may be at different steps, or several tokens are drawn at once.
+        reserves_noise: Whether noise that was seen is drawn with, whoever else draws meanwhile ([`ReservedNoise`]).
+            Rows that may be at different steps need it, and several tokens that are drawn at once.
     """
 
     def __init__(self, reserves_noise: bool):
