@@ -15,7 +15,7 @@ _MAX_BYTES = 256 << 20  # of the float32 scores of all nodes; processors make se
 
 def can_sample_at_once(sequences: CommittedSequences, logits_processor: LogitsProcessorList) -> bool:
     """
-    Whether tokens may be drawn before those above them are committed, where no processor looks at the prefix. Streamers
+    Whether tokens may be drawn before those above them are committed, if no processor looks at the prefix. Streamers
     and criteria run between two draws. `EtaLogitsWarper` refuses NaN, also at nodes that the walk does not visit.
     """
     follows_tokens = sequences.streamer is not None or len(sequences.custom_criteria) > 0

@@ -127,9 +127,9 @@ class UpcomingNoise:
 class ReservedNoise(UpcomingNoise):
     """
     The same for rows that part, and for several draws at once: noise that was seen is what is drawn with, whoever else
-    draws meanwhile. Else what a row is drawn with would depend on how far its drafts took it, and so on the noise. It is
-    taken from the device's generator when it is seen, and what is left of it in the end is given back, if nobody has
-    drawn since.
+    draws meanwhile. Else what a row is drawn with would depend on how far its drafts took it, and so on the noise. It
+    is taken from the device's generator when it is seen, and what is left of it in the end is given back, if nobody
+    has drawn since.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
