@@ -26,6 +26,7 @@ GREEDY = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 LOOKUP = {"prompt_lookup_num_tokens": 10}
+PENALTY = {"repetition_penalty": 1.1}  # which looks at the prefix
 
 SPLIT = {
     "model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", "model.layers.0": "cuda:0",
@@ -192,13 +193,15 @@ def waits_of_cycles(demo_pair: tuple[PreTrainedModel, GumihoModel, Any]) -> Call
     return count
 
 
-# Rows, how to generate, and the most waits of the host: in each cycle, and for each token of its longest path. (One
-# walk over all depths could make a single wait of a sampled path.)
+# Rows, how to generate, and the most waits of the host: in each cycle, and for each token of its longest path.
 WAITS: dict[str, tuple[int, dict[str, Any], tuple[int, int]]] = {
     "greedy, 1 row": (1, GREEDY, (1, 0)),
     "greedy, 3 rows": (3, GREEDY, (1, 0)),
-    "sampled, 1 row": (1, SAMPLED, (0, 1)),
-    "sampled, 3 rows": (3, SAMPLED, (0, 1)),
+    "sampled, 1 row": (1, SAMPLED, (1, 0)),
+    "sampled, 3 rows": (3, SAMPLED, (1, 0)),
+    "sampled token by token, 1 row": (1, SAMPLED | PENALTY, (0, 1)),
+    "sampled token by token, 3 rows": (3, SAMPLED | PENALTY, (0, 1)),
+    "sampled, context, 1 row": (1, SAMPLED | LOOKUP, (2, 0)),
     "context, 1 row": (1, GREEDY | LOOKUP, (2, 0)),
     "context, 3 rows": (3, GREEDY | LOOKUP, (2, 0)),
     "static, 1 row": (1, GREEDY | STATIC, (1, 0)),

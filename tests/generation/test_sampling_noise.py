@@ -271,7 +271,7 @@ def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch
 def test_no_noise_where_a_generator_cannot_be_copied() -> None:
     assert noise_is_told(torch.device("cpu"))
     assert not noise_is_told(torch.device("meta"))
-    draws = TokenDraws(rows_part=True)
+    draws = TokenDraws(reserves_noise=True)
     draws.draw(torch.zeros(2, 4, dtype=torch.float64), [0, 0])
     assert draws.peek(2, 4, [1, 1]) is None
 

@@ -55,6 +55,15 @@ def _set_state_of(device: torch.device, state: torch.Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
+def decide_race(probabilities: torch.Tensor, race: torch.Tensor) -> torch.Tensor:
+    """
+    Returns the tokens `(..., 1)` that probabilities and exponential variates, both `(..., V)`, choose; [`NO_TOKEN`]
+    where there are no probabilities.
+    """
+    tokens = (probabilities / race).argmax(dim=-1, keepdim=True)
+    return tokens.where(probabilities.gather(-1, tokens) > 0, NO_TOKEN)
+
+
 class UpcomingNoise:
     """
     The noise of the next draws of `torch.multinomial(probabilities, 1)` from float32 `(B, V)` on `device`, each as the
@@ -117,9 +126,10 @@ class UpcomingNoise:
 
 class ReservedNoise(UpcomingNoise):
     """
-    The same for rows that part: noise that was seen is what is drawn with, whoever else draws meanwhile. Else what a
-    row is drawn with would depend on how far its drafts took it, and so on the noise. It is taken from the device's
-    generator when it is seen, and what is left of it in the end is given back, if nobody has drawn since.
+    The same for rows that part, and for several draws at once: noise that was seen is what is drawn with, whoever else
+    draws meanwhile. Else what a row is drawn with would depend on how far its drafts took it, and so on the noise. It
+    is taken from the device's generator when it is seen, and what is left of it in the end is given back, if nobody
+    has drawn since.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
@@ -187,20 +197,30 @@ class NoiseOfRows:
             probabilities (`(B, V)`): Of the tokens, float32.
             steps: How many tokens each row has drawn before.
         """
-        with DRAWING:
-            while self._num_forgotten + len(self._drawn) <= max(steps):
-                self._drawn.append(self._upcoming.draw())
+        self.settle(max(steps) + 1)
         races = [self._drawn[step - self._num_forgotten] for step in steps]
         race = races[0]
         if any(other is not race for other in races):
             race = torch.stack([of_step[row] for row, of_step in enumerate(races)])
-        tokens = (probabilities / race).argmax(dim=-1, keepdim=True)
-        return tokens.where(probabilities.gather(1, tokens) > 0, NO_TOKEN)
+        return decide_race(probabilities, race)
+
+    def settle(self, num_steps: int) -> None:
+        """Makes the first `num_steps` draws, as far as they have not been made: the generator goes on behind them."""
+        with DRAWING:
+            while self._num_forgotten + len(self._drawn) < num_steps:
+                self._drawn.append(self._upcoming.draw())
 
     def peek(self, num_draws: int, steps: Sequence[int], token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """
         Returns the Gumbel noise `(B, num_draws, K)` of the next draws of each row, which has drawn `steps` before, for
         some tokens `(K,)` or for all.
+        """
+        return self.take(num_draws, steps, token_ids).log().neg_()
+
+    def take(self, num_draws: int, steps: Sequence[int], token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Returns the exponential variates `(B, num_draws, K)` of the same draws. Whoever chooses tokens by them calls
+        [`settle`] with the number of tokens that were kept.
         """
         first = self._num_forgotten
         num_new = max(steps) + num_draws - first - len(self._drawn)
@@ -211,11 +231,9 @@ class NoiseOfRows:
             token_ids = token_ids.to(known[0].device)
             known = [race.index_select(1, token_ids) if place in used else race for place, race in enumerate(known)]
         if min(starts) == max(starts):
-            races = torch.stack(known[starts[0] :][:num_draws], dim=1)
-        else:
-            of_rows = [known[start + place][row] for row, start in enumerate(starts) for place in range(num_draws)]
-            races = torch.stack(of_rows).unflatten(0, (len(steps), num_draws))
-        return races.log().neg_()
+            return torch.stack(known[starts[0] :][:num_draws], dim=1)
+        of_rows = [known[start + place][row] for row, start in enumerate(starts) for place in range(num_draws)]
+        return torch.stack(of_rows).unflatten(0, (len(steps), num_draws))
 
     def release(self) -> None:
         """Leaves the device's generator as plain decoding leaves it, once all rows have their tokens."""

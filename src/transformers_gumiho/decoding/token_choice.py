@@ -1,6 +1,6 @@
 """Choosing the target's tokens along a draft tree, with its processors and criteria, as plain decoding does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -36,7 +36,8 @@ from transformers.generation import (
 
 from ..target.cycle_shapes import CycleShapes
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath, ChildFinder, Walk, pick, walk_tree
+from ..tree.verification import AcceptedPath, ChildFinder, Walk, longest_path, pick, walk_tree
+from .sampled_walk import can_sample_at_once, draw_at_nodes, fits_memory
 from .sampling_noise import NO_TOKEN
 from .sequences import CommittedSequences
 from .step_records import StepRecord
@@ -119,9 +120,16 @@ class TokenChooser:
         # on past it, and draw what plain decoding does not.
         goes_past_end = self.do_sample and not sequences.rows_end_alone and len(sequences.custom_criteria) > 0
         self.in_lockstep = self.batch_size > 1 and (rows_together or not is_row_wise or goes_past_end)
-        self._draws = TokenDraws(rows_part=self.batch_size > 1 and not self.in_lockstep)
-        self._drafted_from = 0  # tokens that the target has logits of
         self._is_prefix_free = all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
+        self._samples_at_once = (
+            self.do_sample
+            and not self.in_lockstep
+            and self._is_prefix_free
+            and can_sample_at_once(sequences, logits_processor)
+        )
+        rows_part = self.batch_size > 1 and not self.in_lockstep
+        self._draws = TokenDraws(reserves_noise=rows_part or self._samples_at_once)
+        self._drafted_from = 0  # tokens that the target has logits of
         self.whole_tree = (
             not self.do_sample
             and not self.in_lockstep
@@ -146,7 +154,10 @@ class TokenChooser:
         Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens. Returns the path, which is
         `path_width` wide where shapes are fixed.
         """
-        path = self._commit_whole_tree(tree, logits) if self.whole_tree else self._commit_stepwise(tree, logits)
+        if self.whole_tree:
+            path = self._commit_whole_tree(tree, logits)
+        else:
+            path = self._commit_sampled_tree(tree, logits) or self._commit_stepwise(tree, logits)
         # Whatever the tree: it may be a part of a larger one.
         missing = self.path_width - path.nodes.shape[1] if self.shapes.are_fixed else 0
         if missing > 0:
@@ -162,23 +173,44 @@ class TokenChooser:
 
     def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronisation."""
-        scores = logits
-        if len(self.logits_processor) > 0:
-            flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
-            # These processors look at no token; they are handed a row of the right size for each node.
-            rows = self.sequences.prefix(1).repeat_interleave(logits.shape[1], dim=0).to(flat.device)
-            scores = self.logits_processor(rows, flat).view_as(logits)
-        elif logits.dtype == torch.float64:
-            scores = logits.float()  # plain decoding chooses among values rounded to float32
+        scores = self._process_nodes(tree, logits)
         # After the prompt there is a root alone, and a compiled walk would be compiled for that, too.
         is_root = tree.max_depth == 0
         walk_greedily = _walk_greedily if is_root else self.shapes.stage(_walk_greedily, tree.tokens.shape[1])
-        walk, told = walk_greedily(tree, scores)
-        host = told.tolist()
-        counts = [row[0] for row in host]
+        return self._commit_walk(*walk_greedily(tree, scores), logits, scores)
+
+    def _commit_sampled_tree(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath | None:
+        """The same with tokens that are drawn at all nodes; `None` where they are drawn one after the other."""
+        if not self._samples_at_once or not fits_memory(logits):
+            return None
+        races = self._draws.take(longest_path(tree), logits.shape[2], self._steps(self._open_rows()))
+        if races is None:
+            return None
+        scores = self._process_nodes(tree, logits).float()
+        walk = walk_tree(tree, draw_at_nodes(tree, scores, races))
+        return self._commit_walk(walk, _packed(walk), logits, scores)
+
+    def _process_nodes(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the processed scores `(B, N + 1, V)` of all nodes, for processors that look at no token."""
+        if len(self.logits_processor) > 0:
+            flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
+            # They are handed a row of the right size for each node.
+            return self.logits_processor(tree.tokens.reshape(-1, 1).to(flat.device), flat).view_as(logits)
+        # Plain decoding chooses among values rounded to float32.
+        return logits.float() if logits.dtype == torch.float64 else logits
+
+    def _commit_walk(
+        self, walk: Walk, packed: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor
+    ) -> AcceptedPath:
+        """Commits a walk up to the end of each row; `packed` holds its counts and tokens, for the host."""
+        host = packed.tolist()
+        counts, tokens = [row[0] for row in host], [row[1:] for row in host]
         self._record(self.logits, logits, walk.nodes, counts)
         self._record(self.scores, scores, walk.nodes, counts)
-        accepted_lengths = self.sequences.commit(walk.tokens, [row[1:] for row in host], counts, self.scores)
+        accepted_lengths = self.sequences.commit(walk.tokens, tokens, counts, self.scores)
+        if self.do_sample:
+            self._draws.settle(max(self.sequences.lengths) - self.sequences.prompt_length)
+            _check_drawn(row[:length] for row, length in zip(tokens, accepted_lengths, strict=True))
         return AcceptedPath(walk.nodes, walk.tokens, accepted_lengths)
 
     def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
@@ -206,9 +238,7 @@ class TokenChooser:
             chosen.append(tokens)
             node, found = children.find(node, tokens)
             host = torch.cat((tokens, found), dim=1).tolist()
-            if any(row[0] == NO_TOKEN for row in host):
-                # As `torch.multinomial` says it.
-                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            _check_drawn(row[:1] for row in host)
             counts = [int(is_walking) for is_walking in walking]
             self.logits.add(step_logits[:, None], counts)
             self.scores.add(scores[:, None], counts)
@@ -274,4 +304,14 @@ class TokenChooser:
 def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> tuple[Walk, torch.Tensor]:
     """Returns the walk by the best scores, and `(B, 1 + L)`: its counts and tokens in one tensor, for the host."""
     walk = walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
-    return walk, torch.cat((walk.counts[:, None], walk.tokens), dim=1)
+    return walk, _packed(walk)
+
+
+def _packed(walk: Walk) -> torch.Tensor:
+    return torch.cat((walk.counts[:, None], walk.tokens), dim=1)
+
+
+def _check_drawn(tokens_of_rows: Iterable[list[int]]) -> None:
+    """Raises as `torch.multinomial` does where a token was drawn from no probabilities."""
+    if any(NO_TOKEN in tokens for tokens in tokens_of_rows):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

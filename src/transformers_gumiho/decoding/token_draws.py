@@ -13,11 +13,12 @@ class TokenDraws:
     The draws of a generation.
 
     Args:
-        rows_part: Whether rows may be at different steps.
+        reserves_noise: Whether noise that was seen is drawn with, whoever else draws meanwhile ([`ReservedNoise`]).
+            Rows that may be at different steps need it, and several tokens that are drawn at once.
     """
 
-    def __init__(self, rows_part: bool):
-        self._rows_part = rows_part
+    def __init__(self, reserves_noise: bool):
+        self._reserves_noise = reserves_noise
         self._drawn_like: tuple[torch.Size, torch.device, torch.dtype] | None = None  # the newest tokens
         self._noise: NoiseOfRows | None = None  # where it is told
 
@@ -64,10 +65,23 @@ class TokenDraws:
         Returns:
             `None` where it is not known.
         """
-        if self._noise is None or self._drawn_like is None or self._drawn_like[0][1] != vocab_size:
+        noise = self._noise_for(vocab_size)
+        return None if noise is None else noise.peek(num_draws, _filled(steps), token_ids)
+
+    def take(self, num_draws: int, vocab_size: int, steps: Sequence[int | None]) -> torch.Tensor | None:
+        """
+        Returns the exponential variates `(B, num_draws, V)` of the same draws, to draw with at once; `None` where they
+        are not known, or one row would go too far ahead. Call [`settle`] when the tokens are chosen.
+        """
+        noise, known_steps = self._noise_for(vocab_size), _filled(steps)
+        if noise is None or max(known_steps) + num_draws - min(known_steps) > noise.most_ahead:
             return None
-        slowest = min(step for step in steps if step is not None)
-        return self._noise.peek(num_draws, [slowest if step is None else step for step in steps], token_ids)
+        return noise.take(num_draws, known_steps)
+
+    def settle(self, num_steps: int) -> None:
+        """Makes the draws of the first `num_steps` tokens."""
+        if self._noise is not None:
+            self._noise.settle(num_steps)
 
     def forget(self, steps: Sequence[int | None]) -> None:
         """Forgets the noise that no row will be drawn with any more; `steps` as in [`draw`], after it."""
@@ -83,5 +97,14 @@ class TokenDraws:
         if probabilities.dtype != torch.float32 or not noise_is_told(probabilities.device):
             return None
         batch_size, vocab_size = probabilities.shape
-        noise = ReservedNoise if self._rows_part else UpcomingNoise
+        noise = ReservedNoise if self._reserves_noise else UpcomingNoise
         return NoiseOfRows(noise(batch_size, vocab_size, probabilities.device), step)
+
+    def _noise_for(self, vocab_size: int) -> NoiseOfRows | None:
+        return self._noise if self._drawn_like is not None and self._drawn_like[0][1] == vocab_size else None
+
+
+def _filled(steps: Sequence[int | None]) -> list[int]:
+    """Returns the steps of all rows, those of the slowest one for rows that take no token."""
+    slowest = min(step for step in steps if step is not None)
+    return [slowest if step is None else step for step in steps]
