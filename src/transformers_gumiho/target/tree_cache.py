@@ -290,7 +290,7 @@ class TreeCache(Cache):
                 begins = starts if isinstance(starts, int) else starts.to(device)
                 kept = begins + torch.arange(num_kept, device=device)
                 firsts = _first_slots(group.shape[:3], self.capacity, device)
-                slots = (begins + nodes.to(device), kept.expand_as(nodes))
+                slots = (begins + nodes.to(device), kept.expand(nodes.shape))
                 known[kind] = [(firsts + of_rows[:, None]).flatten() for of_rows in slots]
             source, target = known[kind]
             # Rows of the flattened buffer: several times as fast as gathering and scattering single numbers.
