@@ -58,7 +58,7 @@ def check_multi_token_decode(
             raise  # a smaller batch may do
         except (RuntimeError, TypeError, IndexError, AssertionError) as error:
             raise Unsupported(
-                f"{name} cannot verify drafts{in_rows}: a trial pass over several tokens fails ({error}). "
+                f"{name} cannot verify drafts{in_rows}: a trial of a few tokens after its cache failed ({error}). "
                 f"Generate without `assistant_model`."
             ) from error
         with _recording:
