@@ -137,7 +137,7 @@ def test_a_stopped_run_continues_to_the_same_drafter(
     stop_after(regeneration, "append_rows", 1)
     with (tmp_path / "stopped" / "work" / "answers.jsonl").open("a") as file:
         file.write('{"prompt": "half a')
-    stop_after(feature_extraction, "save_whole", 1)
+    stop_after(feature_extraction, "save_completely", 1)
     stop_after(Trainer, "training_step", 7)
     assert (tmp_path / "stopped" / "work" / "heads" / "checkpoint-2").is_dir()
     gumiho(*command("stopped"))

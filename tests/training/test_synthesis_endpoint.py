@@ -210,8 +210,8 @@ def test_single_nonsense_is_left_out_and_counted(
 ) -> None:
     server = serve(lambda path, body, n: well_behaved(path, body, n) if n % 2 else (200, nonsense))
     rows = synthesize(server.url, tmp_path / "a.jsonl", concurrency=1)
-    assert [row.get("skipped") for row in rows] == ["the server answers nonsense", None] * 3
-    assert "6 rows. Left out: 3 (the server answers nonsense)." in capsys.readouterr().out
+    assert [row.get("skipped") for row in rows] == ["invalid response", None] * 3
+    assert "6 rows. Left out: 3 (invalid response)." in capsys.readouterr().out
 
 
 def test_answers_whose_reasoning_is_kept_apart_are_left_out(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_answers_whose_reasoning_is_kept_apart_are_left_out(serve: Callable[...,
 
 def test_nothing_but_nonsense_stops_the_run(serve: Callable[..., Server], tmp_path: Path) -> None:
     server = serve(lambda *_: (200, "<html>It works!</html>"))
-    with pytest.raises(EndpointError, match=r"answers nonsense to all of 2 requests. It has to speak OpenAI's"):
+    with pytest.raises(EndpointError, match=r"returned invalid responses to all 2 requests. It must speak OpenAI's"):
         synthesize(server.url, tmp_path / "a.jsonl", num_prompts=2)
 
 
