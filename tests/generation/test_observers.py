@@ -1,10 +1,8 @@
-"""Observers are told what generations do, each only of those it was meant for."""
+"""Observers see what generations do, each only those it was meant for."""
 
 import contextvars
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from threading import Barrier
 from typing import Any
 
@@ -16,7 +14,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationEvents, GenerationObserver, Stage, observing
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.measuring.timing import stage_timer
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.verification import AcceptedPath
 
@@ -71,7 +68,7 @@ def generate(target: PreTrainedModel, drafter: GumihoModel) -> Callable[..., Any
 
 @pytest.mark.parametrize("settings", [{}, STATIC, {"do_sample": True}], ids=["greedy", "fixed shapes", "sampling"])
 @pytest.mark.parametrize("lengths", [(5,), (4, 7, 2)])
-def test_cycles_tell_what_is_committed(
+def test_cycles_show_what_is_committed(
     generate: Callable[..., Any], lengths: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
     recorder = Recorder()
@@ -94,17 +91,13 @@ def test_cycles_tell_what_is_committed(
             newest[row] += count
 
 
-def test_stages_are_told_in_their_order(generate: Callable[..., Any]) -> None:
+def test_stages_come_in_their_order(generate: Callable[..., Any]) -> None:
     recorder = Recorder()
     with observing(recorder):
         generate(5)
-    num_cycles = len(recorder.cycles)
     without_passes = [event for event in recorder.events if not event.endswith("drafter_pass")]
     cycle = ["draft", "/draft", "verify", "/verify", "cycle"]
-    assert without_passes == ["prompt", "/prompt", *cycle * num_cycles]
-    # Reading the newest tokens is a fusion and a pass; each of two serial tokens is scored and fused, the first one
-    # runs the serial head again; then the parallel heads run and are scored.
-    assert Counter(recorder.events)["drafter_pass"] == 9 * num_cycles
+    assert without_passes == ["prompt", "/prompt", *cycle * len(recorder.cycles)]
     is_drafting = False
     for event in recorder.events:
         is_drafting = event == "draft" or (is_drafting and event != "/draft")
@@ -182,29 +175,8 @@ def test_an_observer_that_fails_ends_the_generation_and_nothing_else(generate: C
     assert torch.equal(generate(3), text)
 
 
-def test_without_observers_nothing_is_made_to_tell(
-    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with observing(Recorder()):
-        told = generate(3)
-    monkeypatch.setattr(GenerationEvents, "_tell_stage", lambda *_: pytest.fail("a stage is told of"))
-    assert torch.equal(generate(3), told)
-    assert GenerationEvents.begin(1).each("drafter_pass") is nullcontext
-
-
-@pytest.mark.parametrize("settings", [{}, STATIC], ids=["growing", "fixed shapes"])
-def test_stages_of_a_cycle_are_timed(generate: Callable[..., Any], settings: dict[str, Any]) -> None:
-    recorder = Recorder()
-    with stage_timer(torch.device("cpu")) as seconds, observing(recorder):
-        generate(5, **settings)
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(generate, 6).result()
-    assert seconds.num_cycles == len(recorder.cycles)
-    assert min(seconds.prompt, seconds.verify, seconds.draft, seconds.rest) > 0
-
-
 @pytest.mark.parametrize("stage", ["prompt", "draft", "verify"])
-def test_an_observer_that_raises_leaves_the_callers_cache_whole(
+def test_an_observer_that_raises_leaves_the_callers_cache_intact(
     target: PreTrainedModel, drafter: GumihoModel, stage: Stage
 ) -> None:
     class Raising(GenerationObserver):
