@@ -9,14 +9,14 @@ stored with the tokenizer and its chat template. An existing folder stays as it 
 import argparse
 
 from transformers_gumiho.pairs.smollm2 import fetch_target
-from transformers_gumiho.user_errors import told_in_one_line
+from transformers_gumiho.user_errors import reported_in_one_line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="smollm2", help="Folder for the target.")
     args = parser.parse_args()
-    with told_in_one_line("fetch_target.py"):
+    with reported_in_one_line("fetch_target.py"):
         print(fetch_target(args.output_dir))
 
 

@@ -9,8 +9,8 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from . import __version__
-from .help_texts import HelpFormatter
-from .user_errors import told_in_one_line
+from .options import HelpFormatter
+from .user_errors import reported_in_one_line
 
 
 Options = TypeVar("Options")
@@ -53,7 +53,7 @@ def main() -> None:
         (sys.stdout if asked_for else sys.stderr).write(unknown + _USAGE)
         raise SystemExit(0 if asked_for else 2)
     logging.disable_progress_bar()
-    with told_in_one_line(f"gumiho {name}"):
+    with reported_in_one_line(f"gumiho {name}"):
         commands[name](sys.argv[2:])
 
 

@@ -56,11 +56,11 @@ def _read_settings(beside: Path, path: Path) -> dict[str, Any]:
 
 def cut_unfinished_batch(path: Path, batch_size: int) -> int:
     """Cuts an unfinished batch off the file; returns the number of lines that are left in it."""
-    lines = whole_lines(path)
+    lines = complete_lines(path)
     return cut_after(path, len(lines) - len(lines) % batch_size)
 
 
-def whole_lines(path: Path) -> list[bytes]:
+def complete_lines(path: Path) -> list[bytes]:
     """Returns the lines of a file, without an incomplete last one; none where there is no file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines

@@ -2,12 +2,13 @@
 
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
 from .decoding.named_drafters import is_drafter
+from .options import REQUIRED, option
 
 
 _WEIGHTS = (".safetensors", ".bin")
@@ -31,12 +32,10 @@ def generate(*args, **kwargs):
 class AttachArguments:
     """The options of `gumiho attach`; [`write_served_target`] takes them, too."""
 
-    target: str = field(
-        metadata={"help": "Target model: a folder or a name on the Hub. Both may be given by position."}
-    )
-    drafter: str = field(metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
-    output_dir: str = field(metadata={"help": "Folder to write. It must be new or empty."})
-    copy_weights: bool = field(default=False, metadata={"help": "Copy the target's weights instead of linking them."})
+    target: str = option("Target model: a folder or a name on the Hub. Both may be given by position.", REQUIRED)
+    drafter: str = option("Gumiho drafter: a folder or a name on the Hub.", REQUIRED)
+    output_dir: str = option("Folder to write. It must be new or empty.", REQUIRED)
+    copy_weights: bool = option("Copy the target's weights instead of linking them.", False)
 
 
 def write_served_target(args: AttachArguments) -> str:

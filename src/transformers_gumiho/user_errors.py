@@ -12,7 +12,7 @@ _EXTRAS = {
 
 
 @contextmanager
-def told_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
+def reported_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
     """
     Ends the program with the message alone where what runs within it raises an error that a user can fix: a file
     that is not there, a setting out of range, a library that is not installed, a full disk. The message says how, and
@@ -25,7 +25,7 @@ def told_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
     Raises:
         SystemExit: Instead of such an error, which is its cause.
     """
-    mendable: tuple[type[Exception], ...] = (ImportError, OSError, ValueError, *further)
+    fixable: tuple[type[Exception], ...] = (ImportError, OSError, ValueError, *further)
     try:
         yield
     except ModuleNotFoundError as error:
@@ -33,5 +33,5 @@ def told_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
         # A module may be part of a package with another name, so a command is given only where it is known.
         way_out = f". Install it with `pip install 'transformers-gumiho[{extra}]'`." if extra else ""
         raise SystemExit(f"{program}: {error}{way_out}") from error
-    except mendable as error:
+    except fixable as error:
         raise SystemExit(f"{program}: {error}") from error

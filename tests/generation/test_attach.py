@@ -2,12 +2,12 @@
 
 import copy
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import gumiho, refuse
 from targets import make_drafter, make_prompts, make_target, passes_of
 from torch import nn
 from training_data import DEMO_TARGET
@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import transformers_gumiho
-from transformers_gumiho import GumihoModel, cli
+from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import CACHE_NAME
 
 
@@ -294,12 +294,11 @@ def test_continuous_batching_warns_that_it_takes_no_drafter(
 
 
 def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served = tmp_path / "served"
-    arguments = ["--target", DEMO_TARGET, "--drafter", DEMO_TARGET.parent / "gumiho", "--output_dir", served]
-    monkeypatch.setattr(sys, "argv", ["gumiho", "attach", *map(str, arguments)])
-    cli.main()
+    arguments = ["attach", "--target", DEMO_TARGET, "--drafter", DEMO_TARGET.parent / "gumiho", "--output_dir", served]
+    gumiho(*arguments)
     assert "1 weight files linked" in capsys.readouterr().out
     assert (served / "model.safetensors").is_symlink()
     target = AutoModelForCausalLM.from_pretrained(served, dtype=torch.float32, trust_remote_code=True)
@@ -310,17 +309,12 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     assert torch.equal(drafted, plain)
     # Beams decode plainly.
     assert target.generate(**inputs, num_beams=2).shape == plain.shape
-    with pytest.raises(SystemExit, match="is not empty"):
-        cli.main()
+    refuse("is not empty", *arguments)
     for positional, message in (
         ((served, DEMO_TARGET.parent / "gumiho"), "already has a folder 'custom_generate'"),
         ((DEMO_TARGET, DEMO_TARGET), "is not a Gumiho drafter"),
         ((DEMO_TARGET, "no/drafter"), "No drafter can be read from 'no/drafter'"),
         (("no/target", DEMO_TARGET.parent / "gumiho"), "The target 'no/target' is no folder and cannot be downloaded"),
     ):
-        monkeypatch.setattr(
-            sys, "argv", ["gumiho", "attach", *map(str, positional), "--output_dir", str(tmp_path / "other")]
-        )
-        with pytest.raises(SystemExit, match=message):
-            cli.main()
+        refuse(message, "attach", *positional, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()

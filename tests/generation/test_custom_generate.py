@@ -134,26 +134,22 @@ def test_the_drafter_is_loaded_once_for_a_target_and_goes_with_it(
     assert loaded[0]() is not None
 
 
+@pytest.mark.parametrize("where", [{}, {"revision": "stable"}], ids=str)
 def test_a_name_on_the_hub_is_enough(
-    target: PreTrainedModel, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, repository: Path, tmp_path: Path, where: dict[str, str]
 ) -> None:
     # As it lies in the cache after a download.
     cached = tmp_path / "hub" / "models--someone--gumiho-v1.0"
     shutil.copytree(repository, cached / "snapshots" / COMMIT)
     (cached / "refs").mkdir()
-    for name in ("main", "stable"):
-        (cached / "refs" / name).write_text(COMMIT)
-    plain = target.generate(**make_prompts([6]), max_new_tokens=40, do_sample=False)
-    for where in ({}, {"revision": "stable"}):
-        num_passes, drafted = passes_of(
-            target,
-            lambda where=where: target.generate(
-                **make_prompts([6]), max_new_tokens=40, do_sample=False, custom_generate="someone/gumiho-v1.0",
-                trust_remote_code=True, cache_dir=tmp_path / "hub", local_files_only=True, **where,
-            ),
-        )  # fmt: skip
-        assert torch.equal(drafted, plain)
-        assert num_passes < 40
+    (cached / "refs" / where.get("revision", "main")).write_text(COMMIT)
+    settings = make_prompts([6]) | {"max_new_tokens": 40, "do_sample": False}
+    custom = {"custom_generate": "someone/gumiho-v1.0", "trust_remote_code": True, "cache_dir": tmp_path / "hub"}
+    num_passes, drafted = passes_of(
+        target, lambda: target.generate(**settings, **custom, local_files_only=True, **where)
+    )
+    assert torch.equal(drafted, target.generate(**settings))
+    assert num_passes < 40
 
 
 def test_it_is_enough_to_import_transformers(target: PreTrainedModel, repository: Path, tmp_path: Path) -> None:

@@ -90,21 +90,6 @@ def test_stop_strings_end_in_the_middle_of_an_accepted_path(
     assert stopped_early >= 4
 
 
-def test_batch_rows_equal_their_single_runs(
-    target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor]
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
-    rows = [prompt[0, : 20 + 7 * index] for index, prompt in enumerate(prompts[:6])]
-    batch = tokenizer.pad({"input_ids": [row.tolist() for row in rows]}, return_tensors="pt")
-    output = target.generate(**batch, max_new_tokens=48, do_sample=False, assistant_model=drafter)
-    for row, ids in enumerate(rows):
-        single = target.generate(ids[None], max_new_tokens=48, do_sample=False)
-        length = single.shape[1] - len(ids)
-        start = batch["input_ids"].shape[1]
-        assert torch.equal(output[row, start : start + length], single[0, len(ids) :])
-        assert (output[row, start + length :] == tokenizer.pad_token_id).all()
-
-
 def test_draft_model_is_one_for_assisted_generation(
     target: PreTrainedModel, draft_model: PreTrainedModel, prompts: list[torch.Tensor]
 ) -> None:

@@ -163,9 +163,7 @@ DEMO_PROMPTS = ["def __init__(self, ", "import os\nimport sys\n\ndef main(", "cl
 def demo_pair() -> tuple[PreTrainedModel, GumihoModel, Any]:
     target = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "target", dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", dtype=torch.float32)
-    drafter.generation_config.update(
-        num_assistant_tokens=63, branching_factor=14, draft_vocabulary=None, break_even=1.0
-    )
+    drafter.generation_config.update(num_assistant_tokens=63, branching_factor=14, break_even=1.0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_PAIR / "target", padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return target, drafter, tokenizer
@@ -178,6 +176,8 @@ def waits_of_cycles(demo_pair: tuple[PreTrainedModel, GumihoModel, Any]) -> Call
 
     def count(num_rows: int, kwargs: dict[str, Any]) -> tuple[int, int, int]:
         inputs = dict(tokenizer(DEMO_PROMPTS[:num_rows], return_tensors="pt", padding=True))
+        kwargs = {"draft_vocabulary": None} | kwargs
+        drafter.generation_config.draft_vocabulary = kwargs.pop("draft_vocabulary")
         with pretending() as machine:
             target.to("cuda:0")
             drafter.to("cuda:0")
@@ -198,6 +198,7 @@ def waits_of_cycles(demo_pair: tuple[PreTrainedModel, GumihoModel, Any]) -> Call
 WAITS: dict[str, tuple[int, dict[str, Any], tuple[int, int]]] = {
     "greedy, 1 row": (1, GREEDY, (1, 0)),
     "greedy, 3 rows": (3, GREEDY, (1, 0)),
+    "greedy, some tokens": (1, GREEDY | {"draft_vocabulary": [*range(2048)]}, (1, 0)),
     "sampled, 1 row": (1, SAMPLED, (1, 0)),
     "sampled, 3 rows": (3, SAMPLED, (1, 0)),
     "sampled token by token, 1 row": (1, SAMPLED | PENALTY, (0, 1)),

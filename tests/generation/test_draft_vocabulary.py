@@ -309,17 +309,6 @@ def test_vocabulary_is_read_from_the_file_that_is_loaded(tmp_path: Path) -> None
     assert model.generation_config.draft_vocabulary == [7]
 
 
-def test_vocabulary_is_found_in_the_cache_of_the_hub(tmp_path: Path) -> None:
-    repo, commit = tmp_path / "models--someone--drafter", "0" * 40
-    snapshot = repo / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "v2").write_text(commit)
-    write_checkpoint(snapshot, MAPS["d2t"], "safetensors_sharded")
-    model = GumihoModel.from_pretrained("someone/drafter", revision="v2", cache_dir=tmp_path, local_files_only=True)
-    assert model.generation_config.draft_vocabulary == IDS
-
-
 def test_setting_of_the_checkpoint_comes_first(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, MAPS["d2t_and_t2d"])
     GenerationConfig(draft_vocabulary=[7, 8]).save_pretrained(tmp_path)

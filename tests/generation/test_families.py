@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
+from targets import FAMILIES, WINDOW, equals_plain, make_drafter, make_prompts, make_target
 from transformers import AutoModelForCausalLM, ModernBertDecoderConfig
 
 
@@ -21,12 +21,7 @@ def test_greedy_equals_plain(family: str, implementation: str, full_tree_attenti
     drafter = make_drafter(target, num_assistant_tokens=47, full_tree_attention=full_tree_attention)
     accepted = []
     for seed, length in enumerate((1, 5, WINDOW + 9)):
-        prompt = make_prompts([length], seed)
-        plain = target.generate(**prompt, max_new_tokens=48, do_sample=False)
-        drafted = target.generate(
-            **prompt, max_new_tokens=48, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
-        )
-        assert torch.equal(drafted.sequences, plain)
+        drafted = equals_plain(target, drafter, **make_prompts([length], seed), max_new_tokens=48)
         accepted += drafted.accepted_lengths[0]
     # The equality says something only where drafts are accepted and where they are rejected.
     assert max(accepted) >= 3
@@ -39,12 +34,7 @@ def test_tokens_that_are_run_alone_equal_plain(family: str, implementation: str)
     target = make_target(family, implementation)
     drafter = make_drafter(target, num_assistant_tokens=12, break_even=50.0)  # more than any tree gains
     for lengths in ([1], [WINDOW + 9], [4, 4]):
-        prompt = make_prompts(lengths)
-        plain = target.generate(**prompt, max_new_tokens=32, do_sample=False)
-        drafted = target.generate(
-            **prompt, max_new_tokens=32, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
-        )
-        assert torch.equal(drafted.sequences, plain)
+        drafted = equals_plain(target, drafter, **make_prompts(lengths), max_new_tokens=32)
         assert drafted.tree_sizes.count(0) > 12
 
 
@@ -61,12 +51,7 @@ def test_tokens_that_are_run_alone_have_the_masks_that_eager_attention_adds_unse
         target.generation_config.update(pad_token_id=0, eos_token_id=None)
         drafter = make_drafter(target, num_assistant_tokens=12, break_even=50.0)
         for length in (1, WINDOW + 9):
-            prompt = make_prompts([length])
-            plain = target.generate(**prompt, max_new_tokens=32, do_sample=False)
-            drafted = target.generate(
-                **prompt, max_new_tokens=32, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
-            )
-            assert torch.equal(drafted.sequences, plain)
+            drafted = equals_plain(target, drafter, **make_prompts([length]), max_new_tokens=32)
             assert drafted.tree_sizes.count(0) > 12
 
 

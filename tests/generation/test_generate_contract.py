@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from targets import VOCAB_SIZE, WINDOW, make_drafter, make_prompts, make_target
+from targets import VOCAB_SIZE, WINDOW, equals_plain, make_drafter, make_prompts, make_target
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -58,16 +58,10 @@ class RepeatsLastToken(LogitsProcessor):
 
 
 SAMPLING = [
-    {},
-    {"temperature": 0.7},
-    {"temperature": 1.5, "top_k": 3},
-    {"top_p": 0.8},
-    {"min_p": 0.1},
-    {"repetition_penalty": 1.3},
-    {"bad_words_ids": [[3], [1, 2]], "temperature": 0.9},
-    {"no_repeat_ngram_size": 3},
+    {}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1},
+    {"repetition_penalty": 1.3}, {"bad_words_ids": [[3], [1, 2]], "temperature": 0.9}, {"no_repeat_ngram_size": 3},
     {"typical_p": 0.9, "suppress_tokens": [2]},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SAMPLING, ids=lambda settings: "-".join(settings) or "plain")
@@ -78,14 +72,8 @@ def test_same_seed_samples_the_same_text(rows: list[int], family: str, settings:
     draft = make_drafter(model, num_assistant_tokens=47)
     lengths = []
     for seed in range(4):
-        plain, drafted = both(model, draft, seed, **make_prompts(rows), do_sample=True, **settings)
-        assert torch.equal(plain, drafted)
-        torch.manual_seed(seed)
-        output = model.generate(
-            **make_prompts(rows), max_new_tokens=40, do_sample=True, assistant_model=draft,
-            return_dict_in_generate=True, **settings,
-        )  # fmt: skip
-        lengths += output.accepted_lengths[0]
+        drafted = equals_plain(model, draft, seed, **make_prompts(rows), do_sample=True, **settings)
+        lengths += drafted.accepted_lengths[0]
     assert max(lengths) >= 2, "the equality says something only where drafts are accepted"
 
 
@@ -104,18 +92,13 @@ def test_sampling_leaves_the_random_stream_where_plain_generation_leaves_it(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[1], [2, 3]]},
-        {"suppress_tokens": [0, 1]},
-        {"min_new_tokens": 12, "eos_token_id": [1, 2, 3]},
-        {"forced_eos_token_id": 4},
-        {"sequence_bias": {(1, 2): 5.0}},
-        {"guidance_scale": 1.5},
+        {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[1], [2, 3]]},
+        {"suppress_tokens": [0, 1]}, {"min_new_tokens": 12, "eos_token_id": [1, 2, 3]}, {"forced_eos_token_id": 4},
+        {"sequence_bias": {(1, 2): 5.0}}, {"guidance_scale": 1.5},
         {"renormalize_logits": True, "remove_invalid_values": True},
     ],
     ids=lambda settings: next(iter(settings)),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
 def test_greedy_with_processors_equals_plain(
     target: PreTrainedModel, drafter: GumihoModel, settings: dict[str, Any], lengths: list[int]
@@ -124,23 +107,16 @@ def test_greedy_with_processors_equals_plain(
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("eos_token_id", [None, 3])
+@pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
 def test_custom_processor_sees_the_true_prefix_of_every_token_once(
-    target: PreTrainedModel, drafter: GumihoModel, do_sample: bool
+    target: PreTrainedModel, drafter: GumihoModel, lengths: list[int], do_sample: bool, eos_token_id: int | None
 ) -> None:
-    calls = []
-    outputs = []
-    for assistant in ({}, {"assistant_model": drafter}):
-        processor = RepeatsLastToken()
-        torch.manual_seed(0)
-        outputs.append(
-            target.generate(
-                **make_prompts([5]), max_new_tokens=40, do_sample=do_sample,
-                logits_processor=LogitsProcessorList([processor]), **assistant,
-            )
-        )  # fmt: skip
-        calls.append(processor.prefixes)
-    assert torch.equal(*outputs)
-    assert calls[0] == calls[1]
+    """With a processor of unknown kind a batch is processed as plain decoding does; so the seed's text is the same."""
+    processor, settings = RepeatsLastToken(), {"do_sample": do_sample, "eos_token_id": eos_token_id}
+    equals_plain(target, drafter, **make_prompts(lengths), logits_processor=[processor], **settings)
+    half = len(processor.prefixes) // 2
+    assert processor.prefixes[:half] == processor.prefixes[half:]
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
@@ -177,37 +153,10 @@ def test_logits_are_those_of_the_target_whatever_a_processor_writes(
     torch.testing.assert_close(torch.cat(output.logits), expected)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("eos_token_id", [None, 3])
-def test_rows_that_may_depend_on_each_other_take_the_same_steps(
-    target: PreTrainedModel, drafter: GumihoModel, do_sample: bool, eos_token_id: int | None
-) -> None:
-    """With a processor of unknown kind a batch is processed as plain decoding does; so the seed's text is the same."""
-    calls, outputs = [], []
-    for assistant in ({}, {"assistant_model": drafter}):
-        processor = RepeatsLastToken()
-        torch.manual_seed(0)
-        outputs.append(
-            target.generate(
-                **make_prompts([5, 2, 4]),
-                max_new_tokens=40,
-                do_sample=do_sample,
-                eos_token_id=eos_token_id,
-                logits_processor=LogitsProcessorList([processor]),
-                **assistant,
-            )
-        )
-        calls.append(processor.prefixes)
-    assert torch.equal(*outputs)
-    assert calls[0] == calls[1]
-
-
-def test_length_criterion_of_the_caller(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    for max_length in (12, 60):
-        criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
-        plain, drafted = both(target, drafter, stopping_criteria=criteria)
-        assert plain.shape[1] == max_length
-        assert torch.equal(plain, drafted)
+@pytest.mark.parametrize("max_length", [12, 60])
+def test_length_criterion_of_the_caller(target: PreTrainedModel, drafter: GumihoModel, max_length: int) -> None:
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
+    assert equals_plain(target, drafter, stopping_criteria=criteria).sequences.shape[1] == max_length
 
 
 @pytest.mark.parametrize("eos_token_id", [[token] for token in range(VOCAB_SIZE)] + [[1, 5], list(range(8))])
@@ -280,23 +229,16 @@ class Recorder(BaseStreamer):
 def test_streamer_gets_what_plain_generation_gives_it(
     target: PreTrainedModel, drafter: GumihoModel, eos_token_id: int | None, lengths: list[int]
 ) -> None:
-    records = []
-    for assistant in ({}, {"assistant_model": drafter}):
-        streamer = Recorder()
-        target.generate(
-            **make_prompts(lengths), max_new_tokens=30, do_sample=False, eos_token_id=eos_token_id, streamer=streamer,
-            **assistant,
-        )  # fmt: skip
-        records.append(streamer)
+    records = [Recorder(), Recorder()]
+    settings = make_prompts(lengths) | {"max_new_tokens": 30, "do_sample": False, "eos_token_id": eos_token_id}
+    for streamer, assistant in zip(records, ({}, {"assistant_model": drafter}), strict=True):
+        target.generate(**settings, streamer=streamer, **assistant)
     assert records[0].values == records[1].values
     assert records[1].ended == 1
 
 
-RETURNS = {
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_hidden_states": True,
+RETURNS = {f"output_{name}": True for name in ("scores", "logits", "hidden_states")} | {
+    "return_dict_in_generate": True
 }
 
 
@@ -338,14 +280,8 @@ def test_ended_rows_of_a_batch(target: PreTrainedModel, drafter: GumihoModel) ->
 def test_cycles_commit_what_is_returned_where_rows_end_together(
     target: PreTrainedModel, drafter: GumihoModel, minimum: int
 ) -> None:
-    output = target.generate(
-        **make_prompts([5, 2, 4]),
-        max_new_tokens=40,
-        do_sample=False,
-        assistant_model=drafter,
-        stopping_criteria=[StopsAfterPattern(minimum, 1)],
-        return_dict_in_generate=True,
-    )
+    criteria = [StopsAfterPattern(minimum, 1)]
+    output = equals_plain(target, drafter, **make_prompts([5, 2, 4]), stopping_criteria=criteria)
     assert output.sequences.shape[1] == minimum
     assert output[CACHE_NAME].get_seq_length() == minimum - 1
     for lengths in output.accepted_lengths:
@@ -399,11 +335,8 @@ def test_user_given_positions_and_mask(target: PreTrainedModel, drafter: GumihoM
 
 
 def test_inputs_embeds(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    prompt = make_prompts([9])
-    embeds = target.get_input_embeddings()(prompt["input_ids"])
-    settings = {"inputs_embeds": embeds, "max_new_tokens": 40, "do_sample": False}
-    plain = target.generate(**settings)
-    assert torch.equal(plain, target.generate(**settings, assistant_model=drafter))
+    embeds = target.get_input_embeddings()(make_prompts([9])["input_ids"])
+    equals_plain(target, drafter, inputs_embeds=embeds)
 
 
 def test_chunked_prefill_and_inference_mode(target: PreTrainedModel, drafter: GumihoModel) -> None:
@@ -413,18 +346,13 @@ def test_chunked_prefill_and_inference_mode(target: PreTrainedModel, drafter: Gu
 
 def test_learned_positions_up_to_the_last_one() -> None:
     model = make_target("gpt2")
-    plain, drafted = both(model, make_drafter(model), **make_prompts([20]), max_new_tokens=96 - 20)
-    assert torch.equal(plain, drafted)
+    equals_plain(model, make_drafter(model), **make_prompts([20]), max_new_tokens=96 - 20)
 
 
 def test_learned_positions_that_end_before_the_longest_text_would() -> None:
     model = make_target("gpt2")
-    criterion = StopsAfterPattern(94, 1)
-    plain, drafted = both(
-        model, make_drafter(model), **make_prompts([20]), max_new_tokens=200, stopping_criteria=[criterion]
-    )
-    assert plain.shape[1] == 94
-    assert torch.equal(plain, drafted)
+    settings = {"max_new_tokens": 200, "stopping_criteria": [StopsAfterPattern(94, 1)]}
+    assert equals_plain(model, make_drafter(model), **make_prompts([20]), **settings).sequences.shape[1] == 94
 
 
 def test_overflow_in_the_drafter_costs_speed_and_nothing_else(target: PreTrainedModel) -> None:
@@ -463,48 +391,13 @@ def test_bfloat16_commits_only_tokens_the_target_chose(lengths: list[int]) -> No
     assert (logits.amax(dim=2) - chosen).max() < 0.25
 
 
-def test_settings_are_read_at_every_call(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    draft = make_drafter(target)
-    longest = {}
+def test_settings_are_read_at_every_call(target: PreTrainedModel) -> None:
+    draft, longest = make_drafter(target), {}
     for depth in (1, 3, 7):
         draft.generation_config.tree_depth = depth
-        output = target.generate(
-            **make_prompts([5]), max_new_tokens=60, do_sample=False, assistant_model=draft,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-        longest[depth] = max(output.accepted_lengths[0])
+        longest[depth] = max(equals_plain(target, draft, max_new_tokens=60).accepted_lengths[0])
     assert longest[1] == 2
     assert longest[3] <= 4
-
-
-@pytest.mark.parametrize("draft_vocabulary", [None, [6, 1, 5, 2]], ids=["all", "some"])
-def test_one_synchronisation_per_cycle(
-    target: PreTrainedModel, draft_vocabulary: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = make_drafter(target, num_assistant_tokens=47, draft_vocabulary=draft_vocabulary)
-    count = 0
-    for name in ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu", "numpy"):
-        original = getattr(torch.Tensor, name)
-
-        def counting(self: torch.Tensor, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, name, counting)
-    counts = {}
-    for max_new_tokens in (40, 80):
-        count = 0
-        output = target.generate(
-            **make_prompts([5]),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            assistant_model=drafter,
-            return_dict_in_generate=True,
-        )
-        counts[len(output.accepted_lengths[0])] = count
-    (few, with_few), (many, with_many) = sorted(counts.items())
-    assert with_many - with_few == many - few > 5
 
 
 @pytest.mark.gpu
@@ -527,8 +420,7 @@ def test_offloaded_target(drafter: GumihoModel) -> None:
     plain = model.generate(**make_prompts([5]), max_new_tokens=40, do_sample=False)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert next(model.parameters()).device.type == "meta"
-    drafted = model.generate(**make_prompts([5]), max_new_tokens=40, do_sample=False, assistant_model=drafter)
-    assert torch.equal(drafted, plain)
+    assert torch.equal(equals_plain(model, drafter).sequences, plain)
 
 
 def test_cache_of_a_batch_after_an_exception_is_a_prefix_of_every_row(
@@ -537,14 +429,9 @@ def test_cache_of_a_batch_after_an_exception_is_a_prefix_of_every_row(
     prompts = make_prompts([5, 2, 4])
     plain = target.generate(**prompts, max_new_tokens=40, do_sample=False)
     cache = DynamicCache(config=target.config)
+    arguments = {"assistant_model": drafter, "streamer": StopsTheStream(), CACHE_NAME: cache}
     with pytest.raises(RuntimeError, match="stop here"):
-        target.generate(
-            **prompts,
-            max_new_tokens=40,
-            assistant_model=drafter,
-            streamer=StopsTheStream(),
-            **{CACHE_NAME: cache},
-        )
+        target.generate(**prompts, max_new_tokens=40, **arguments)
     length = cache.get_seq_length()
     assert 5 < length < 45
     mask = torch.cat((prompts["attention_mask"], torch.ones(3, length + 1 - 5, dtype=torch.long)), dim=1)

@@ -1,7 +1,6 @@
-"""Observers are told what generations do, each only of those it was meant for."""
+"""Observers see what generations do, each only those it was meant for."""
 
 import contextvars
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -94,17 +93,13 @@ def test_cycles_report_what_is_committed(
             newest[row] += count
 
 
-def test_stages_are_told_in_their_order(generate: Callable[..., Any]) -> None:
+def test_stages_come_in_their_order(generate: Callable[..., Any]) -> None:
     recorder = Recorder()
     with observing(recorder):
         generate(5)
-    num_cycles = len(recorder.cycles)
     without_passes = [event for event in recorder.events if not event.endswith("drafter_pass")]
     cycle = ["draft", "/draft", "verify", "/verify", "cycle"]
-    assert without_passes == ["prompt", "/prompt", *cycle * num_cycles]
-    # Reading the newest tokens is a fusion and a pass; each of two serial tokens is scored and fused, the first one
-    # runs the serial head again; then the parallel heads run and are scored.
-    assert Counter(recorder.events)["drafter_pass"] == 9 * num_cycles
+    assert without_passes == ["prompt", "/prompt", *cycle * len(recorder.cycles)]
     is_drafting = False
     for event in recorder.events:
         is_drafting = event == "draft" or (is_drafting and event != "/draft")
@@ -202,7 +197,7 @@ def test_stages_of_a_cycle_are_timed(generate: Callable[..., Any], settings: dic
 
 
 @pytest.mark.parametrize("stage", ["prompt", "draft", "verify"])
-def test_an_observer_that_raises_leaves_the_callers_cache_whole(
+def test_an_observer_that_raises_leaves_the_callers_cache_intact(
     target: PreTrainedModel, drafter: GumihoModel, stage: Stage
 ) -> None:
     class Raising(GenerationObserver):

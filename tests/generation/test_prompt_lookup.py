@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
-from targets import make_drafter, make_prompts, make_target
+from targets import equals_plain, make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -58,19 +58,12 @@ class EndsAt(StoppingCriteria):
 def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, shapes: dict[str, Any]) -> None:
     target = make_target(family, seed=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
-    with_drafter = {"assistant_model": drafter, "return_dict_in_generate": True, **shapes}
     num_cycles = {"alone": 0, "with context": 0}
     for lengths, criteria in (([9], []), ([9, 4, 1], []), ([9, 4, 1], [KeepGoing()])):
         for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
-            arguments: dict[str, Any] = {
-                **make_prompts(lengths), "max_new_tokens": 40, "stopping_criteria": criteria, **sampling
-            }  # fmt: skip
-            torch.manual_seed(0)
-            plain = target.generate(**arguments)
             for name, options in (("alone", {}), ("with context", LOOKUP)):
-                torch.manual_seed(0)
-                drafted = target.generate(**arguments, **with_drafter, **options)
-                assert torch.equal(drafted.sequences, plain)
+                arguments = {**make_prompts(lengths), "stopping_criteria": criteria, **sampling}
+                drafted = equals_plain(target, drafter, drafted=shapes | options, **arguments)
                 num_cycles[name] += sum(map(len, drafted.accepted_lengths))
     assert num_cycles["with context"] < 0.9 * num_cycles["alone"], "random targets repeat themselves"
 
@@ -238,14 +231,10 @@ def test_compiled_cycles_take_drafts_from_the_context() -> None:
 
 
 @pytest.mark.parametrize("family", ["lfm2", "bloom"])
-def test_chains_of_targets_that_verify_no_tree(family: str) -> None:
+@pytest.mark.parametrize("lengths", [[5], [4, 17, 9]])
+def test_chains_of_targets_that_verify_no_tree(family: str, lengths: list[int]) -> None:
     target = make_chain_target(family)
-    drafter = make_chain_drafter(target)
-    for lengths in ([5], [4, 17, 9]):
-        prompts = make_prompts(lengths)
-        plain = target.generate(**prompts, max_new_tokens=32, do_sample=False)
-        drafted = target.generate(**prompts, max_new_tokens=32, do_sample=False, assistant_model=drafter, **LOOKUP)
-        assert torch.equal(drafted, plain)
+    equals_plain(target, make_chain_drafter(target), drafted=LOOKUP, **make_prompts(lengths), max_new_tokens=32)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from targets import FAMILIES, WINDOW, make_drafter, make_prompts, make_target
+from targets import FAMILIES, WINDOW, equals_plain, make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -32,44 +32,33 @@ def compile_config(backend: str) -> CompileConfig:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_fixed_shapes_equal_plain(family: str) -> None:
     target, drafter = make_pair(family)
-    static = {"assistant_model": drafter, "cache_implementation": "static"}
+    static = {"cache_implementation": "static"}
     accepted = []
     for seed, length in enumerate((1, WINDOW + 9)):
         prompt = make_prompts([length], seed)
         for sampling in ({"do_sample": False}, SAMPLING):
-            torch.manual_seed(seed)
-            plain = target.generate(**prompt, max_new_tokens=40, **sampling)
-            torch.manual_seed(seed)
-            drafted = target.generate(**prompt, max_new_tokens=40, return_dict_in_generate=True, **sampling, **static)
-            assert torch.equal(drafted.sequences, plain)
+            drafted = equals_plain(target, drafter, seed, static, **prompt, **sampling)
             accepted += drafted.accepted_lengths[0]
     assert max(accepted) >= 2, "the equality says something only where drafts are accepted"
     batch = make_prompts([3, WINDOW + 9, 1])
-    dynamic = target.generate(**batch, max_new_tokens=24, do_sample=False, assistant_model=drafter)
-    assert torch.equal(target.generate(**batch, max_new_tokens=24, do_sample=False, **static), dynamic)
+    batch |= {"max_new_tokens": 24, "do_sample": False, "assistant_model": drafter}
+    assert torch.equal(target.generate(**batch, **static), target.generate(**batch))
 
 
 @pytest.mark.parametrize("branching_factor", [2, 14])
 def test_caches_have_room_for_the_last_tree(branching_factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CycleShapes, "slots_for", lambda shapes, num_slots: num_slots)  # not one slot more
-    settings = {
-        "branching_factor": branching_factor,
-        "draft_vocabulary": [5, 1, 2, 7, 3, 6],
-        "draft_temperature": [1.0, 0.5],
-    }
+    settings = {"branching_factor": branching_factor, "draft_vocabulary": [5, 1, 2, 7, 3, 6]}
+    settings |= {"draft_temperature": [1.0, 0.5]}
     for family in ("llama", "mistral"):
         target = make_target(family)
         drafter = make_drafter(target, num_assistant_tokens=40, **settings)
         for max_new_tokens in range(2, 9):
             for inputs in (make_prompts([2]), make_prompts([WINDOW + 4, 3])):
-                static = {"assistant_model": drafter, "cache_implementation": "static"}
-                embeds = {
-                    "inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]),
-                    "attention_mask": inputs["attention_mask"],
-                }
-                for given in (inputs, embeds):
-                    arguments = {**given, "max_new_tokens": max_new_tokens, "do_sample": False}
-                    assert torch.equal(target.generate(**arguments, **static), target.generate(**arguments))
+                embeds = target.get_input_embeddings()(inputs["input_ids"])
+                for given in (inputs, {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}):
+                    static = {"cache_implementation": "static"}
+                    equals_plain(target, drafter, drafted=static, **given, max_new_tokens=max_new_tokens)
 
 
 def test_cache_can_be_continued_from() -> None:

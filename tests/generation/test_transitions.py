@@ -10,8 +10,7 @@ import torch
 from draft_trees import paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
-from targets import make_prompts, make_target
+from targets import equals_plain, make_prompts, make_target
 from trainers import make_args, make_rows
 from transformers import PreTrainedModel
 
@@ -95,31 +94,21 @@ def test_features_move_by_the_token_of_their_state() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_assistant_tokens": 20},
-        {"branching_factor": 1, "draft_vocabulary": [6, 1, 5, 2]},
+        {"num_assistant_tokens": 20}, {"branching_factor": 1, "draft_vocabulary": [6, 1, 5, 2]},
         {"num_assistant_tokens": 12, "branching_factor": 3, "full_tree_attention": False},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_text_equals_plain(settings: dict[str, Any], generation: dict[str, Any]) -> None:
-    target, prompts = make_target(), make_prompts([5])
-    drafter = make_drafter(target, **settings)
-    torch.manual_seed(3)
-    plain = target.generate(**prompts, max_new_tokens=30, **generation)
-    torch.manual_seed(3)
-    assert torch.equal(target.generate(**prompts, max_new_tokens=30, assistant_model=drafter, **generation), plain)
+    target = make_target()
+    equals_plain(target, make_drafter(target, **settings), seed=3, max_new_tokens=30, **generation)
 
 
-def test_rows_and_fixed_shapes_equal_plain() -> None:
-    target, prompts = make_target(), make_prompts([3, 6, 4])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_rows_and_fixed_shapes_equal_plain(cache: str) -> None:
+    target, drafted = make_target(), {"cache_implementation": cache, "disable_compile": True}
     drafter = make_drafter(target, num_assistant_tokens=20)
-    plain = target.generate(**prompts, max_new_tokens=20, do_sample=False)
-    for cache in ("dynamic", "static"):
-        found = target.generate(
-            **prompts, max_new_tokens=20, do_sample=False, assistant_model=drafter, cache_implementation=cache,
-            disable_compile=True,
-        )  # fmt: skip
-        assert torch.equal(found, plain)
+    equals_plain(target, drafter, drafted=drafted, **make_prompts([3, 6, 4]), max_new_tokens=20)
 
 
 def test_transitions_are_trained_alone(tmp_path: Path) -> None:
@@ -136,20 +125,6 @@ def test_transitions_are_trained_alone(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_parallel_2_ce"] < loss - 0.02
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, before[name]) != name.startswith("transition."), name
-
-
-def test_only_drafters_with_transitions_train_them(tmp_path: Path) -> None:
-    target = make_target()
-    args = make_args(tmp_path, train_only="transition")
-    with pytest.raises(ValueError, match=r"needs a drafter with transitions.*transition_rank=64"):
-        GumihoTrainer(GumihoModel.from_target(target), args, target=target, train_dataset=make_rows())
-
-
-def test_an_adapter_does_not_train_them(tmp_path: Path) -> None:
-    target = make_target()
-    wrapped = get_peft_model(make_drafter(target), LoraConfig(target_modules=["fc"]))
-    with pytest.raises(ValueError, match=r"got a PeftModel\. Merge its adapters first"):
-        GumihoTrainer(wrapped, make_args(tmp_path, train_only="transition"), target=target, train_dataset=make_rows())
 
 
 def test_released_drafter_gets_transitions_that_change_nothing(

@@ -14,7 +14,7 @@ from targets import make_drafter, make_target
 from torch.distributed.tensor import DTensor
 from trainers import make_args, make_rows
 
-from transformers_gumiho.recipe.training import whole_models
+from transformers_gumiho.recipe.training import unsplit_models
 from transformers_gumiho.training import GumihoTrainer
 
 
@@ -44,7 +44,7 @@ def train(run: str, folder: Path) -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         allow_fsdp_on_cpu()
     torch.manual_seed(0)
-    with whole_models(args):
+    with unsplit_models(args):
         target = make_target("llama").float()
         drafter = make_drafter(target)
     rows: Any = make_rows()

@@ -125,6 +125,23 @@ def make_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
+def equals_plain(
+    target: PreTrainedModel, drafter: GumihoModel, seed: int = 0, drafted: dict[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """
+    Asserts that a drafted text is the plain one of the same seed, greedy by default; returns the drafted output.
+    `drafted` holds arguments of drafted generation alone.
+    """
+    prompt = {} if {"input_ids", "inputs_embeds"} & {*kwargs} else make_prompts([5])
+    kwargs = {**prompt, "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True} | kwargs
+    outputs = []
+    for extra in ({}, {"assistant_model": drafter} | (drafted or {})):
+        torch.manual_seed(seed)
+        outputs.append(target.generate(**kwargs, **extra))
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    return outputs[1]
+
+
 def passes_of(target: PreTrainedModel, call: Callable[[], Any]) -> tuple[int, Any]:
     """Returns how often `call` runs the target, and what it returns."""
     passes: list[int] = []

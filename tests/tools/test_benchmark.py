@@ -308,18 +308,11 @@ def test_speed_bench_is_read_as_it_is_published(name: str, tmp_path: Path, monke
 
 
 def test_later_turns_follow_the_answers() -> None:
-    tokenizer = make_tokenizer(CHATML)
-    ids = encode_turn(tokenizer, ["one", "two"], ["first"])
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
-        [
-            {"role": "user", "content": "one"},
-            {"role": "assistant", "content": "first"},
-            {"role": "user", "content": "two"},
-        ],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    plain = make_tokenizer(None)
+    tokenizer, plain = make_tokenizer(CHATML), make_tokenizer(None)
+    turns = zip(("user", "assistant", "user"), ("one", "first", "two"), strict=True)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(encode_turn(tokenizer, ["one", "two"], ["first"])) == expected
     assert plain.decode(encode_turn(plain, ["one", " two"], [" first"])) == "one first two"
 
 

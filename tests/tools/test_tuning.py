@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from commands import gumiho, refuse
 from origins import Origins
-from targets import make_drafter, make_prompts, make_target
+from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
-from transformers_gumiho.cli import main
 from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting.settings import DraftingSettings
 from transformers_gumiho.measuring.journal import Journal
@@ -353,21 +352,18 @@ def test_command_keeps_the_settings_with_the_drafter(
     monkeypatch.setattr(finding, "FINAL_TURNS", 1)
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     command = [
-        "gumiho", "tune", "--target", DEMO_TARGET, "--assistant", DEMO_TARGET.parent / "gumiho", *prompts,
-        "--num_prompts", "3", "--max_new_tokens", "8", "--batch_sizes", "1", "4", "--dtype", "float32",
-        "--output_dir", tmp_path,
+        "tune", "--target", DEMO_TARGET, "--assistant", DEMO_TARGET.parent / "gumiho", *prompts, "--num_prompts", 3,
+        "--max_new_tokens", 8, "--batch_sizes", 1, 4, "--dtype", "float32", "--output_dir", tmp_path,
     ]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", list(map(str, command)))
     if has_prompts:
         with monkeypatch.context() as patched:
             patched.setattr(TurnDecoder, "__call__", stopped_in_call(5, TurnDecoder.__call__))
-            with pytest.raises(SystemExit, match=r"^Stopped\. Run the same command again to continue from here\."):
-                main()
+            refuse("Stopped. Run the same command again to continue from here.", *command)
         assert len((tmp_path / "tuning.jsonl").read_text(encoding="utf-8").splitlines()) == 4
-    main()
+    gumiho(*command)
     captured = capsys.readouterr()
-    assert f"the settings are in {tmp_path}; copy its generation_config.json over the drafter's to use them" in (
-        captured.out
+    assert (
+        f"settings are in {tmp_path}; copy its generation_config.json over the drafter's to use them" in captured.out
     )
     assert "the fastest, on prompts that were not in the contests" in captured.out
     assert "<" in captured.err, "the bar has the time that is left"
@@ -394,8 +390,4 @@ def test_command_keeps_the_settings_with_the_drafter(
     for texts in (["def read(self):"], ["import", "class A:", "for i in range(", "def"]):
         inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
         for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 1.0}):
-            found = []
-            for assistant in ({}, {"assistant_model": drafter}):
-                torch.manual_seed(3)
-                found.append(target.generate(**inputs, max_new_tokens=20, **sampling, **assistant))
-            assert torch.equal(*found)
+            equals_plain(target, drafter, 3, **inputs, max_new_tokens=20, **sampling)

@@ -3,18 +3,17 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import gumiho, refuse
 from safetensors.torch import load_file
 from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.cli import main
 from transformers_gumiho.recipe import stages
 from transformers_gumiho.training import FeatureDataset, feature_extraction, regeneration
 
@@ -26,17 +25,6 @@ TOY = [
     "--measured_new_tokens", 3,
 ]  # fmt: skip
 UP_TO_TRAINING = ["--stages", "write", "features", "train"]
-
-
-def gumiho(*words: object) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["gumiho", *map(str, words)])
-        main()
-
-
-def refuse(message: str, *words: object) -> None:
-    with pytest.raises(SystemExit, match=re.escape(message)):
-        gumiho(*words)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +125,7 @@ def test_a_stopped_run_continues_to_the_same_drafter(
     stop_after(regeneration, "append_rows", 1)
     with (tmp_path / "stopped" / "work" / "answers.jsonl").open("a") as file:
         file.write('{"prompt": "half a')
-    stop_after(feature_extraction, "save_whole", 1)
+    stop_after(feature_extraction, "save_completely", 1)
     stop_after(Trainer, "training_step", 7)
     assert (tmp_path / "stopped" / "work" / "heads" / "checkpoint-2").is_dir()
     gumiho(*command("stopped"))

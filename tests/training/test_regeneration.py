@@ -77,16 +77,10 @@ def test_each_answer_is_the_targets_after_its_own_earlier_ones(target: PreTraine
 @pytest.mark.parametrize(
     "question",
     [
-        {"messages": MESSAGES[:2]},
-        {
-            "conversations": [
-                {"from": "system", "value": "You write Python."},
-                {"from": "human", "value": "import what?"},
-            ]
-        },
-        {"prompt": MESSAGES[:2]},
+        {"messages": MESSAGES[:2]}, {"prompt": MESSAGES[:2]},
+        {"conversations": [{"from": m["role"], "value": m["content"]} for m in MESSAGES[:2]]},
     ],
-)
+)  # fmt: skip
 def test_questions_without_an_answer_are_answered(
     question: dict[str, Any], target: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -193,14 +193,6 @@ def test_a_target_that_writes_nothing_of_use_is_told(tmp_path: Path) -> None:
         synthesize(endless, tmp_path / "a.jsonl", max_prompt_tokens=4)
 
 
-def test_the_opening_of_a_user_turn() -> None:
-    tokenizer = make_chat_tokenizer()
-    turn = find_user_turn(tokenizer)
-    assert turn.opening == "<|im_start|>user\n"
-    assert turn.ends(tokenizer) == {tokenizer.eos_token_id}
-    assert turn.cut("What?<|im_end|>\n<|im_start|>assistant") == "What?"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -281,11 +273,7 @@ def test_rows_of_a_batch_do_not_see_each_other(
     """Also when some have left it."""
     monkeypatch.setattr(row_leaving, "_NUM_TOKENS", 3)
     target = make_target(family)
-    target.generation_config.eos_token_id = None
-    plain = [
-        target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, eos_token_id=None)[0].tolist()
-        for prompt in prompts
-    ]
+    plain = [target.generate(torch.tensor([p]), do_sample=False, max_new_tokens=20)[0].tolist() for p in prompts]
     ends = {plain[0][len(prompts[0]) + 4]}  # the first row ends here at the latest
     found = continue_rows(target, prompts, 20, ends)
     for prompt, new, tokens in zip(prompts, found, plain, strict=True):

@@ -65,11 +65,19 @@ def test_heads_and_transitions_learn_what_they_learn_beside_a_serial_head_that_s
             torch.testing.assert_close(tensor, whole.drafter.state_dict()[name])
 
 
-def test_a_drafter_without_heads_trains_none(tmp_path: Path) -> None:
+def test_parts_that_are_not_there_or_stay_are_refused(tmp_path: Path) -> None:
     target = make_target("llama").float()
-    drafter = GumihoModel.from_target(target, num_parallel_heads=0).float()
-    with pytest.raises(ValueError, match=r"`train_only='parallel'` needs a drafter with parallel heads"):
-        GumihoTrainer(drafter, make_args(tmp_path, train_only="parallel"), target=target, train_dataset=make_rows())
+    for part, fields, message in (
+        ("parallel", {"num_parallel_heads": 0}, "`train_only='parallel'` needs a drafter with parallel heads"),
+        ("transition", {}, r"needs a drafter with transitions.*transition_rank=64"),
+    ):
+        drafter = GumihoModel.from_target(target, **fields).float()
+        with pytest.raises(ValueError, match=message):
+            GumihoTrainer(drafter, make_args(tmp_path, train_only=part), target=target, train_dataset=make_rows())
+        with pytest.raises(ValueError, match=rf"begins a serial head anew, which `train_only='{part}'` leaves"):
+            make_args(tmp_path, train_only=part, linear_start=True)
+    with pytest.raises(ValueError, match=r"one of 'serial', 'parallel', 'transition', or None, got 'heads'"):
+        make_args(tmp_path, train_only="heads")
 
 
 @pytest.mark.parametrize(
@@ -88,14 +96,3 @@ def test_heads_that_are_not_trained_count_for_nothing_in_evaluation(tmp_path: Pa
     unrolled = metrics["eval_unrolled_1_feature"] + 0.1 * metrics["eval_unrolled_1_ce"]
     assert metrics["eval_loss"] == pytest.approx(terms + unrolled, rel=1e-4)
     assert metrics["eval_agreement_5"] >= 0
-
-
-@pytest.mark.parametrize("part", ["parallel", "transition"])
-def test_a_serial_head_that_stays_is_not_begun_anew(tmp_path: Path, part: str) -> None:
-    with pytest.raises(ValueError, match=rf"`linear_start` begins a serial head anew, which `train_only='{part}'`"):
-        make_args(tmp_path, train_only=part, linear_start=True)
-
-
-def test_other_parts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"one of 'serial', 'parallel', 'transition', or None, got 'heads'"):
-        make_args(tmp_path, train_only="heads")

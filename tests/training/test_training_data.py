@@ -1,5 +1,6 @@
 """From conversations to rows: what is read, which tokens count, what is skipped and reported, what is refused."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,7 @@ from training_data import (
 from transformers import AutoConfig, PreTrainedConfig
 
 from transformers_gumiho.measuring.prompts import encode_turn
-from transformers_gumiho.training import (
-    GumihoDataCollator,
-    load_conversations,
-    prepare_dataset,
-)
+from transformers_gumiho.training import GumihoDataCollator, load_conversations, prepare_dataset
 
 
 SHAREGPT = [
@@ -51,13 +48,10 @@ def texts_that_count(row: dict[str, Any], template: str | None = CHATML) -> list
     """Returns the runs of tokens whose states count, each with the token after it, which is the last to be drafted."""
     tokenizer, runs = make_tokenizer(template), []
     ids, mask = row["input_ids"], [*row["loss_mask"], 0]
-    start = None
-    for index, counts in enumerate(mask):
-        if counts and start is None:
-            start = index
-        elif not counts and start is not None:
-            runs.append(tokenizer.decode(ids[start : index + 1]))
-            start = None
+    for counts, run in itertools.groupby(range(len(mask)), key=mask.__getitem__):
+        if counts:
+            places = [*run]
+            runs.append(tokenizer.decode(ids[places[0] : places[-1] + 2]))
     return runs
 
 
@@ -150,15 +144,10 @@ def test_malformed_rows_are_skipped_counted_and_reported(
     folder: bool, tmp_path: Path, config: PreTrainedConfig
 ) -> None:
     good = {"messages": MESSAGES[1:]}
+    name = write_jsonl(tmp_path / "a.jsonl", [good, *BROKEN, *[good] * (not folder)])
     if folder:
-        (tmp_path / "folder").mkdir()
-        write_jsonl(tmp_path / "folder" / "a.jsonl", [good, *BROKEN])
-        name = str(tmp_path / "folder")
-        (tmp_path / "folder" / "b.jsonl").write_bytes(
-            json.dumps(good).encode() + b"\n\n  \n"
-        )  # blank lines are no rows
-    else:
-        name = write_jsonl(tmp_path / "data.jsonl", [good, *BROKEN, good])
+        name = str(tmp_path)
+        (tmp_path / "b.jsonl").write_bytes(json.dumps(good).encode() + b"\n\n  \n")  # blank lines are no rows
     dataset = load_conversations(name)
     rows, report = prepare_dataset(dataset, make_tokenizer(STRICT), config, max_length=256, packing=False)
     rows = list(rows)
@@ -192,12 +181,6 @@ def test_a_byte_order_mark_costs_no_row(name: str, tmp_path: Path, config: PreTr
     assert not report.problems
 
 
-def test_a_json_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"data.json' is no .json file that can be read: .*UTF-8"):
-        load_conversations(str(tmp_path / "data.json"))
-
-
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_the_end_of_a_cut_answer_is_not_learned(template: str, config: PreTrainedConfig) -> None:
     template = template.replace("<|im_end|>", "<|endoftext|>")
@@ -209,18 +192,11 @@ def test_the_end_of_a_cut_answer_is_not_learned(template: str, config: PreTraine
         assert make_tokenizer(None).decode(text["input_ids"]) == expected
 
 
-def test_nothing_is_drafted_after_the_end(config: PreTrainedConfig) -> None:
-    """The state at the end-of-text token counts for nothing, though the template goes on after it."""
-    template = CHATML.replace("<|im_end|>", "<|endoftext|>")
-    rows, _ = prepare([{"messages": MESSAGES[:3]}], config, template)
-    assert texts_that_count(rows[0]) == ["import os<|endoftext|>"]
-
-
 def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConfig) -> None:
     dataset = Dataset.from_list([{"conversations": SHAREGPT}] * 3)
     dataset.to_parquet(tmp_path / "data.parquet")
     dataset.to_json(tmp_path / "data.jsonl")
-    (tmp_path / "data.json").write_text(str([{"conversations": SHAREGPT}] * 3).replace("'", '"'))
+    (tmp_path / "data.json").write_text(json.dumps([{"conversations": SHAREGPT}] * 3))
     dataset.save_to_disk(tmp_path / "folder")
     results = [
         list(prepare_dataset(load_conversations(str(tmp_path / name)), make_tokenizer(), config, max_length=256)[0])
@@ -229,6 +205,9 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     assert all(result == results[0] for result in results)
     with pytest.raises(FileNotFoundError, match="There is no file"):
         load_conversations(str(tmp_path / "missing.jsonl"))
+    (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"data.json' is no .json file that can be read: .*UTF-8"):
+        load_conversations(str(tmp_path / "data.json"))
 
 
 def test_packing_keeps_every_text_whole_and_wastes_little(config: PreTrainedConfig) -> None:
@@ -255,10 +234,8 @@ def test_conversations_under_an_unclear_template_cost_themselves_alone(
 ) -> None:
     """The system prompt in the last turn, say: what stands before the last answer then depends on what follows."""
     rows = [{"messages": messages} for messages in (MESSAGES[:3], MESSAGES[:3], MESSAGES, MESSAGES[:3], MESSAGES)]
-    path = write_jsonl(tmp_path / "data.jsonl", ["", *rows])
-    dataset = load_conversations(path)
+    dataset = load_conversations(write_jsonl(tmp_path / "data.jsonl", ["", *rows]))
     prepared, report = prepare_dataset(dataset, make_tokenizer(template), config, max_length=256, packing=False)
-    prepared = list(prepared)
     assert len(prepared) == report.num_texts == 3
     assert texts_that_count(prepared[0])[0].startswith("import os")
     assert list(report.problems.values()) == [2]
@@ -288,12 +265,6 @@ def test_unusable_data_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         prepare(rows, config, **settings)
-
-
-def test_foreign_tokenizer_is_refused(config: PreTrainedConfig) -> None:
-    small = AutoConfig.from_pretrained(DEMO_TARGET, vocab_size=100)
-    with pytest.raises(ValueError, match="has 4096 tokens, and the target 100"):
-        prepare([{"text": "x"}], small)
 
 
 def test_batches_are_padded_on_the_right() -> None:
@@ -355,7 +326,9 @@ def test_unfit_rows_are_refused(row: dict[str, Any], message: str) -> None:
         GumihoDataCollator(vocab_size=10, max_length=5)([row])
 
 
-def test_a_stream_is_refused(config: PreTrainedConfig) -> None:
+def test_a_stream_and_a_foreign_tokenizer_are_refused(config: PreTrainedConfig) -> None:
+    with pytest.raises(ValueError, match="has 4096 tokens, and the target 100"):
+        prepare([{"text": "x"}], AutoConfig.from_pretrained(DEMO_TARGET, vocab_size=100))
     stream = Dataset.from_list([{"messages": MESSAGES}]).to_iterable_dataset()
     with pytest.raises(ValueError, match=r"must be a `datasets.Dataset`, got IterableDataset\. Load it at once"):
         prepare_dataset(stream, make_tokenizer(), config, max_length=256)

@@ -20,11 +20,10 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from datasets import Dataset
 from targets import make_drafter, make_target
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, StaticCache, TrainingArguments
+from transformers import DynamicCache, GenerationConfig, StaticCache, TrainingArguments
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoGenerationMixin, GumihoModel, internals
-from transformers_gumiho.decoding import dispatch
 from transformers_gumiho.internals import CACHE_NAME, OVERRIDDEN
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
@@ -136,31 +135,6 @@ def test_private_names_that_classes_override_are_listed() -> None:
             assert {name for name in private if any(hasattr(o, name) for o in outside)} <= OVERRIDDEN_NAMES
 
 
-def test_the_prompt_is_run_in_chunks_where_generate_does() -> None:
-    target, ids = make_target(), torch.tensor([[1, 2, 3, 4, 5]])
-    lengths: list[int] = []
-    target.get_decoder().register_forward_pre_hook(lambda module, args, kwargs: lengths.append(5), with_kwargs=True)
-    for settings, num_passes in ((GenerationConfig(), 1), (GenerationConfig(prefill_chunk_size=2), 3)):
-        lengths.clear()
-        cache = DynamicCache(config=target.config)
-        kwargs = {CACHE_NAME: cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
-        logits = internals.run_prompt(target, ids, settings, kwargs | {"position_ids": torch.arange(5)[None]}).logits
-        assert len(lengths) == num_passes
-        assert cache.get_seq_length() == 5
-        torch.testing.assert_close(logits[:, -1], target(ids).logits[:, -1])
-
-
-def test_the_pad_token_is_the_one_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, seen = make_target(), []
-
-    def decode(target: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any) -> None:
-        seen.append(internals.pad_token_id(generation_config))
-
-    monkeypatch.setattr(dispatch, "decode_with_tree", lambda target, ids, *args, **kw: decode(target, ids, **kw))
-    target.generate(torch.tensor([[1, 2]]), max_new_tokens=2, assistant_model=make_drafter(target), pad_token_id=5)
-    assert seen == [5]
-
-
 def test_only_what_may_be_compiled_on_this_device_is() -> None:
     target = make_target()
     cache = StaticCache(config=target.config, max_cache_len=8)
@@ -181,12 +155,6 @@ def test_what_a_target_keeps_of_its_context() -> None:
         output = target.generate(torch.tensor([[1, 2]]), max_new_tokens=2, return_dict_in_generate=True)
         assert output[CACHE_NAME] is not None
         target(torch.tensor([[1, 2]]), **{name: output[CACHE_NAME]})
-
-
-def test_attention_is_adopted_from_another_config() -> None:
-    config = LlamaConfig(attn_implementation="sdpa")
-    internals.adopt_attention_implementation(config, LlamaConfig(attn_implementation="eager"))
-    assert internals.attention_implementation(config) == "eager"
 
 
 def test_hooks_show() -> None:

@@ -12,7 +12,7 @@ from checkpoints import LLAMA_FIELDS, REPO, VLLM_FIELDS, make_weights, reference
 from hub_cache import COMMIT, note_missing, write_to_hub_cache
 from huggingface_hub import scan_cache_dir
 from safetensors.torch import load_file
-from targets import make_prompts, make_target
+from targets import equals_plain, make_target
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
@@ -214,9 +214,7 @@ def test_first_heads_are_used_where_fewer_are_wanted(tmp_path: Path, caplog: pyt
     assert any("holds 5 parallel heads; the first 3 are used" in message for message in caplog.messages)
     settings = DraftingSettings.from_generation_config(model.generation_config, model.config, None)
     assert settings.tree_depth == 5
-    prompt = make_prompts([6])
-    plain = target.generate(**prompt, max_new_tokens=16, do_sample=False)
-    assert torch.equal(target.generate(**prompt, max_new_tokens=16, do_sample=False, assistant_model=model), plain)
+    equals_plain(target, model, max_new_tokens=16)
 
 
 def test_repositories_of_other_models_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from transformers_gumiho.user_errors import told_in_one_line
+from transformers_gumiho.user_errors import reported_in_one_line
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ from transformers_gumiho.user_errors import told_in_one_line
     ids=repr,
 )  # fmt: skip
 def test_errors_are_told_or_kept(error: BaseException, message: str | None) -> None:
-    with pytest.raises(SystemExit if message else type(error), match=message), told_in_one_line("tool"):
+    with pytest.raises(SystemExit if message else type(error), match=message), reported_in_one_line("tool"):
         raise error
 
 
 def test_further_errors_are_told() -> None:
-    with pytest.raises(SystemExit, match=r"^tool: the server is gone$"), told_in_one_line("tool", RuntimeError):
+    with pytest.raises(SystemExit, match=r"^tool: the server is gone$"), reported_in_one_line("tool", RuntimeError):
         raise RuntimeError("the server is gone")

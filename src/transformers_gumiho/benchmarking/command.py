@@ -1,6 +1,6 @@
 """`gumiho benchmark`: compares all ways of decoding a target, and writes what it finds."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from ..measuring.conditions import measuring_conditions
 from ..measuring.journal import Journal
 from ..measuring.prompts import read_questions
+from ..options import REQUIRED, option
 from ..pairs import DraftingArguments, load_pair, prompts_field
 from ..target.placement import drafter_device
 from .modes import choose_modes, decoding_modes
@@ -20,37 +21,20 @@ from .summary import SummaryRow, summarize
 class BenchmarkArguments(DraftingArguments):
     """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They need a pair, or target and assistant."""
 
-    prompts: str = prompts_field()
-    output_dir: str = field(default="benchmark", metadata={"help": "Folder for samples, summary, table and pictures."})
-    column: str | None = field(
-        default=None, metadata={"help": "Column that holds the prompts (default: `turns`, `prompt` or `text`)."}
-    )
-    num_prompts: int | None = field(default=None, metadata={"help": "Number of prompts (default: all)."})
-    prompts_per_category: int | None = field(
-        default=None, metadata={"help": "Number of prompts of each category (default: all)."}
-    )
-    modes: list[str] = field(
-        default_factory=list, metadata={"help": "Modes to run besides plain, e.g. `gumiho` (default: all)."}
-    )
-    draft_model: str | None = field(
-        default=None, metadata={"help": "Small language model for transformers' assisted generation."}
-    )
-    temperatures: list[float] = field(
-        default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures; 0 is greedy."}
-    )
-    batch_sizes: list[int] = field(default_factory=lambda: [1], metadata={"help": "Batch sizes."})
-    tree_sizes: list[int] = field(
-        default_factory=list, metadata={"help": "Also benchmark trees with these numbers of draft tokens."}
-    )
-    compiled: bool = field(
-        default=False, metadata={"help": "Also benchmark compiled models, with and without the drafter."}
-    )
-    max_new_tokens: int = field(default=128, metadata={"help": "Maximum number of tokens per prompt."})
-    seed: int = field(default=0, metadata={"help": "Seed for sampling."})
-    resume: bool = field(
-        default=False,
-        metadata={"help": "Continue an earlier run with the same settings; more prompts are allowed."},
-    )
+    prompts: str = prompts_field(REQUIRED)
+    output_dir: str = option("Folder for samples, summary, table and pictures.", "benchmark")
+    column: str | None = option("Column that holds the prompts (default: `turns`, `prompt` or `text`).")
+    num_prompts: int | None = option("Number of prompts (default: all).")
+    prompts_per_category: int | None = option("Number of prompts of each category (default: all).")
+    modes: list[str] = option("Modes to run besides plain, e.g. `gumiho` (default: all).", [])
+    draft_model: str | None = option("Small language model for transformers' assisted generation.")
+    temperatures: list[float] = option("Sampling temperatures; 0 is greedy.", [0.0])
+    batch_sizes: list[int] = option("Batch sizes.", [1])
+    tree_sizes: list[int] = option("Also benchmark trees with these numbers of draft tokens.", [])
+    compiled: bool = option("Also benchmark compiled models, with and without the drafter.", False)
+    max_new_tokens: int = option("Maximum number of tokens per prompt.", 128)
+    seed: int = option("Seed for sampling.", 0)
+    resume: bool = option("Continue an earlier run with the same settings; more prompts are allowed.", False)
 
 
 def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:

@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..resumable_file import append_rows, check_begun_with, cut_after, settings_file, whole_lines
+from ..resumable_file import append_rows, check_begun_with, complete_lines, cut_after, settings_file
 
 
 class Journal:
@@ -31,7 +31,7 @@ class Journal:
             self.delete()
         check_begun_with(path, json.loads(json.dumps(settings)))  # as it is read again
         num_kept = 0
-        for key, group in groupby(map(json.loads, whole_lines(path)), key=lambda row: row["of"]):
+        for key, group in groupby(map(json.loads, complete_lines(path)), key=lambda row: row["of"]):
             rows = list(group)
             if len(rows) < rows[0]["num_rows"]:
                 break  # the run was stopped in it

@@ -1,11 +1,12 @@
 """The options that name a target and a drafter, the same in all commands."""
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
+from ..options import option
 from .known import find_pair
 
 
@@ -17,14 +18,10 @@ PairOptions = TypeVar("PairOptions", bound="PairArguments")
 class TargetArguments:
     """The options that name a target: `pair` or `target`."""
 
-    pair: str | None = field(
-        default=None, metadata={"help": "Short name of a target and its drafter: demo or smollm2."}
-    )
-    target: str | None = field(default=None, metadata={"help": "Target model: a folder or a name on the Hub."})
-    dtype: str = field(default="auto", metadata={"help": "Precision of all models, e.g. `bfloat16`."})
-    device_map: str | None = field(
-        default=None, metadata={"help": "`device_map` for the target, e.g. `auto` (default: one device)."}
-    )
+    pair: str | None = option("Short name of a target and its drafter: demo or smollm2.")
+    target: str | None = option("Target model: a folder or a name on the Hub.")
+    dtype: str = option("Precision of all models, e.g. `bfloat16`.", "auto")
+    device_map: str | None = option("`device_map` for the target, e.g. `auto` (default: one device).")
 
     def resolved(self: Options) -> Options:
         """
@@ -51,7 +48,7 @@ class TargetArguments:
 class PairArguments(TargetArguments):
     """The options that name a target and a drafter: `pair`, or both of `target` and `assistant`."""
 
-    assistant: str | None = field(default=None, metadata={"help": "Gumiho drafter: a folder or a name on the Hub."})
+    assistant: str | None = option("Gumiho drafter: a folder or a name on the Hub.")
 
     def resolved(self: PairOptions) -> PairOptions:
         """As in [`TargetArguments`]; the drafter is looked for first."""
@@ -67,32 +64,24 @@ class PairArguments(TargetArguments):
 class DraftingArguments(PairArguments):
     """The options of a pair, and settings of its drafter."""
 
-    num_assistant_tokens: int | None = field(
-        default=None, metadata={"help": "Draft tokens verified per cycle (default: the drafter's setting)."}
+    num_assistant_tokens: int | None = option("Draft tokens verified per cycle (default: the drafter's setting).")
+    branching_factor: int | None = option(
+        "Tokens kept at each serial step; 1 drafts a chain (default: the drafter's setting)."
     )
-    branching_factor: int | None = field(
-        default=None,
-        metadata={"help": "Tokens kept at each serial step; 1 drafts a chain (default: the drafter's setting)."},
+    draft_temperature: float | None = option(
+        "Temperature of the draft probabilities (default: the drafter's setting)."
     )
-    draft_temperature: float | None = field(
-        default=None, metadata={"help": "Temperature of the draft probabilities (default: the drafter's setting)."}
-    )
-    prompt_lookup_num_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Maximum number of tokens to draft by prompt lookup; 0 for none (default: the drafter's setting)."
-        },
+    prompt_lookup_num_tokens: int | None = option(
+        "Maximum number of tokens to draft by prompt lookup; 0 for none (default: the drafter's setting)."
     )
 
 
-def prompts_field(**default: Any) -> Any:
+def prompts_field(default: Any = None) -> Any:
     """Returns the field of the option `prompts`: what `read_questions` reads."""
-    return field(
-        metadata={
-            "help": "Prompts: a JSONL, JSON or Parquet file with `turns`, `prompt` or `text`, or a dataset (a folder, "
-            "or a name on the Hub such as `nvidia/SPEED-Bench:qualitative`)."
-        },
-        **default,
+    return option(
+        "Prompts: a JSONL, JSON or Parquet file with `turns`, `prompt` or `text`, or a dataset (a folder, or a name "
+        "on the Hub such as `nvidia/SPEED-Bench:qualitative`).",
+        default,
     )
 
 

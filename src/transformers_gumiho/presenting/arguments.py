@@ -1,8 +1,9 @@
 """The options of `gumiho generate`, `gumiho show` and `gumiho demo`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from ..options import REQUIRED, option
 from ..pairs import DraftingArguments, prompts_field
 
 
@@ -10,8 +11,8 @@ from ..pairs import DraftingArguments, prompts_field
 class TerminalArguments(DraftingArguments):
     """The options of the commands that write into a terminal."""
 
-    color: Literal["auto", "always", "never"] = field(
-        default="auto", metadata={"help": "`auto` colors text in a terminal, unless NO_COLOR is set."}
+    color: Literal["auto", "always", "never"] = option(
+        "`auto` colors text in a terminal, unless NO_COLOR is set.", "auto"
     )
 
 
@@ -19,33 +20,29 @@ class TerminalArguments(DraftingArguments):
 class GenerateArguments(TerminalArguments):
     """The options of `gumiho generate`; [`generate`] takes them, too."""
 
-    prompt: str | None = field(default=None, metadata={"help": "Prompt to answer (default: each line that you type)."})
-    prompts: str | None = prompts_field(default=None)
-    max_new_tokens: int = field(default=256, metadata={"help": "Maximum number of tokens in an answer."})
-    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 is greedy."})
-    seed: int = field(default=0, metadata={"help": "Seed for sampling."})
-    compare: bool = field(
-        default=False, metadata={"help": "Also generate without the drafter and report the speed-up."}
-    )
+    prompt: str | None = option("Prompt to answer (default: each line that you type).")
+    prompts: str | None = prompts_field()
+    max_new_tokens: int = option("Maximum number of tokens in an answer.", 256)
+    temperature: float = option("Sampling temperature; 0 is greedy.", 0.0)
+    seed: int = option("Seed for sampling.", 0)
+    compare: bool = option("Also generate without the drafter and report the speed-up.", False)
 
 
 @dataclass(kw_only=True)
 class ShowArguments(TerminalArguments):
     """The options of `gumiho show`; [`show`] takes them, too."""
 
-    prompt: str = field(metadata={"help": "Prompt to decode."})
-    step: int = field(default=1, metadata={"help": "Verification cycle to show, counted from 1."})
-    output: str | None = field(default=None, metadata={"help": "Also draw the tree into this SVG file."})
+    prompt: str = option("Prompt to decode.", REQUIRED)
+    step: int = option("Verification cycle to show, counted from 1.", 1)
+    output: str | None = option("Also draw the tree into this SVG file.")
 
 
 @dataclass(kw_only=True)
 class DemoArguments(DraftingArguments):
     """The options of `gumiho demo`; [`demo`] and [`make_page`] take them, too."""
 
-    host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on; 0.0.0.0 admits other machines."})
-    port: int | None = field(default=None, metadata={"help": "Port (default: the first free one from 7860)."})
-    max_new_tokens: int = field(default=512, metadata={"help": "Maximum number of new tokens that a visitor can set."})
-    max_question_tokens: int = field(
-        default=1024, metadata={"help": "Max question length in tokens (and 16 characters per token)."}
-    )
-    max_visitors: int = field(default=4, metadata={"help": "Questions answered at the same time; others are queued."})
+    host: str = option("Address to listen on; 0.0.0.0 admits other machines.", "127.0.0.1")
+    port: int | None = option("Port (default: the first free one from 7860).")
+    max_new_tokens: int = option("Maximum number of new tokens that a visitor can set.", 512)
+    max_question_tokens: int = option("Max question length in tokens (and 16 characters per token).", 1024)
+    max_visitors: int = option("Questions answered at the same time; others are queued.", 4)

@@ -1,13 +1,13 @@
 """The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from transformers import HfArgumentParser
 
-from ..help_texts import HelpFormatter
+from ..options import REQUIRED, HelpFormatter, option
 from ..training import GumihoTrainingArguments, SynthesisSettings
 from .recipes import RECIPES
 
@@ -19,41 +19,34 @@ _USAGES = {
 STAGES = ["write", "features", "train", "tune", "evaluate"]
 
 
-def _help(text: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(kw_only=True)
 class WritingArguments:
     """What a target answers, and how."""
 
-    target: str | None = _help("Target model: a folder or a name on the Hub.")
-    data: str | None = _help(
+    target: str | None = option("Target model: a folder or a name on the Hub.")
+    data: str | None = option(
         "Questions that the target answers: a file, a folder or a dataset on the Hub; `none` lets it write its own."
     )
-    data_split: str = _help("Split of the dataset.", "train")
-    num_prompts: int = _help("With `--data none`: number of prompts that the target writes.", 10_000)
-    num_rows: int | None = _help("Number of rows of the data to read (default: all).")
-    target_dtype: str = _help("Precision of the target, e.g. `bfloat16`.", "auto")
-    device_map: str | None = _help("`device_map` for the target, e.g. `auto`; needs a single process.")
-    chat_template: Path | None = field(
-        default=None, metadata={"help": "File with a chat template for the target's tokenizer."}
+    data_split: str = option("Split of the dataset.", "train")
+    num_prompts: int = option("With `--data none`: number of prompts that the target writes.", 10_000)
+    num_rows: int | None = option("Number of rows of the data to read (default: all).")
+    target_dtype: str = option("Precision of the target, e.g. `bfloat16`.", "auto")
+    device_map: str | None = option("`device_map` for the target, e.g. `auto`; needs a single process.")
+    chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
+    openings: Path | None = option(
+        "With `--data none`: file with a user's first words in each line; \\n breaks lines."
     )
-    openings: Path | None = field(
-        default=None,
-        metadata={"help": "With `--data none`: file with a user's first words in each line; \\n breaks lines."},
-    )
-    writing_batch_size: int = _help("Prompts or answers to write at a time.", 32)
-    max_prompt_tokens: int = _help("Maximum number of tokens of a prompt that the target writes.", 256)
-    max_new_tokens: int = _help("Maximum number of tokens of an answer.", 512)
-    sampled_share: float = _help("Share of the answers that are sampled; the others are greedy.", 0.25)
-    temperature: float = _help("Temperature of sampled text.", 1.0)
-    top_p: float = _help("Nucleus sampling threshold of sampled text.", 0.95)
-    endpoint: str | None = _help(
+    writing_batch_size: int = option("Prompts or answers to write at a time.", 32)
+    max_prompt_tokens: int = option("Maximum number of tokens of a prompt that the target writes.", 256)
+    max_new_tokens: int = option("Maximum number of tokens of an answer.", 512)
+    sampled_share: float = option("Share of the answers that are sampled; the others are greedy.", 0.25)
+    temperature: float = option("Temperature of sampled text.", 1.0)
+    top_p: float = option("Nucleus sampling threshold of sampled text.", 0.95)
+    endpoint: str | None = option(
         "Address of a server that runs the target, e.g. http://localhost:8000. ENDPOINT_API_KEY holds its key."
     )
-    endpoint_model: str | None = _help("Name of the target on the server (default: --target).")
-    concurrency: int = _help("Requests to the server at a time.", 32)
+    endpoint_model: str | None = option("Name of the target on the server (default: --target).")
+    concurrency: int = option("Requests to the server at a time.", 32)
 
     @property
     def writes_prompts(self) -> bool:
@@ -62,16 +55,10 @@ class WritingArguments:
 
     def synthesis(self, seed: int) -> SynthesisSettings:
         """Returns how prompts and answers are written."""
-        return SynthesisSettings(
-            num_prompts=self.num_prompts if self.writes_prompts else 0,
-            batch_size=self.writing_batch_size,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            sampled_share=self.sampled_share,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=seed,
-        )
+        names = {"max_prompt_tokens", "max_new_tokens", "sampled_share", "temperature", "top_p"}
+        same = {name: getattr(self, name) for name in names}
+        num_prompts = self.num_prompts if self.writes_prompts else 0
+        return SynthesisSettings(num_prompts, batch_size=self.writing_batch_size, seed=seed, **same)
 
     def check(self) -> None:
         """Raises `ValueError` for options that are missing or contradict each other."""
@@ -85,42 +72,37 @@ class WritingArguments:
 class DataArguments(WritingArguments):
     """The options of `gumiho data`; [`data`] takes them, too."""
 
-    output_file: str = field(metadata={"help": "The new dataset, as JSONL."})
-    seed: int = _help("Seed for sampling.", 0)
+    output_file: str = option("The new dataset, as JSONL.", REQUIRED)
+    seed: int = option("Seed for sampling.", 0)
 
 
 @dataclass(kw_only=True)
 class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`; [`train`] takes both."""
 
-    recipe: str = _help(f"How to train: {' or '.join(RECIPES)}.", "recommended")
-    stages: list[str] = field(
-        default_factory=lambda: list(STAGES),
-        metadata={"help": f"Stages to run, of {' '.join(STAGES)} (default: all)."},
+    recipe: str = option(f"How to train: {' or '.join(RECIPES)}.", "recommended")
+    stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
+    plan: bool = option("Print the plan (disk, memory, time) and stop.", False)
+    regenerate: bool = option("Let the target answer the data; `false` trains on the answers in it.", True)
+    features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
+    cache_features: bool = option("Run the target once and keep its states; `false` runs it in every step.", True)
+    features_dtype: str = option("Precision of the cached features.", "bfloat16")
+    max_length: int = option("Maximum number of tokens of a row.", 2048)
+    packing: bool | None = option("Put several texts into a row (default: the recipe's).")
+    num_proc: int | None = option("Processes that prepare the data.")
+    num_eval_rows: int = option("Rows to hold out for evaluation; at most a tenth of the data.", 128)
+    drafter: str | None = option("Continue training this drafter.")
+    transition_rank: int | None = option("Rank of the parallel heads' transitions (default: the recipe's).")
+    target_layer_ids: list[int] | None = option(
+        "Layers of the target that the serial head reads (default: the last one)."
     )
-    plan: bool = _help("Print the plan (disk, memory, time) and stop.", False)
-    regenerate: bool = _help("Let the target answer the data; `false` trains on the answers in it.", True)
-    features: list[str] | None = field(
-        default=None, metadata={"help": "Feature caches of one target to train on, instead of data."}
-    )
-    cache_features: bool = _help("Run the target once and keep its states; `false` runs it in every step.", True)
-    features_dtype: str = _help("Precision of the cached features.", "bfloat16")
-    max_length: int = _help("Maximum number of tokens of a row.", 2048)
-    packing: bool | None = _help("Put several texts into a row (default: the recipe's).")
-    num_proc: int | None = _help("Processes that prepare the data.")
-    num_eval_rows: int = _help("Rows to hold out for evaluation; at most a tenth of the data.", 128)
-    drafter: str | None = _help("Continue training this drafter.")
-    transition_rank: int | None = _help("Rank of the parallel heads' transitions (default: the recipe's).")
-    target_layer_ids: list[int] | None = field(
-        default=None, metadata={"help": "Layers of the target that the serial head reads (default: the last one)."}
-    )
-    lora_rank: int = _help("Train LoRA adapters of this rank, of `--drafter`.", 0)
-    calibrate: bool = _help("Fit the draft temperature of each depth after training.", True)
-    num_acceptance_prompts: int = _help(
+    lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0)
+    calibrate: bool = option("Fit the draft temperature of each depth after training.", True)
+    num_acceptance_prompts: int = option(
         "Held-out prompts on which evaluations measure tau; needs --cache_features false.", 0
     )
-    num_measured_prompts: int = _help("Held-out prompts to tune and evaluate with.", 18)
-    measured_new_tokens: int = _help("Tokens to generate for each of these prompts.", 64)
+    num_measured_prompts: int = option("Held-out prompts to tune and evaluate with.", 18)
+    measured_new_tokens: int = option("Tokens to generate for each of these prompts.", 64)
 
     def check(self) -> None:
         if self.recipe not in RECIPES:

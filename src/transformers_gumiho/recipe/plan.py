@@ -71,15 +71,8 @@ def estimate(
     speed: Speed,
 ) -> dict[str, Cost]:
     """
-    Returns what each stage takes.
-
-    Args:
-        args: The options.
-        target: The target.
-        config: The drafter's.
-        num_rows: Rows that are written, or read.
-        num_epochs: Of each phase of the training.
-        speed: The target's.
+    Returns what each stage takes, for a drafter of this `config`, `num_rows` rows of data, and trainings of these
+    numbers of epochs.
     """
     num_tokens = num_rows * (_PROMPT_TOKENS + _ANSWER_SHARE * args.max_new_tokens)
     with torch.device("meta"):
@@ -112,12 +105,7 @@ def estimate(
 
 
 def describe(costs: dict[str, Cost], folder: Path) -> str:
-    """
-    Returns the plan as a table.
-
-    Raises:
-        OSError: The disk has no room for it.
-    """
+    """Returns the plan as a table. Raises `OSError` if the disk has no room for it."""
     lines = ["stage        disk      memory   time (estimates: the target was timed for a moment)"]
     for stage, cost in costs.items():
         lines.append(f"{stage:<10} {_size(cost.disk):>8}  {_size(cost.memory):>8}   {_time(cost.seconds)}")

@@ -25,7 +25,7 @@ from .arguments import STAGES, RecipeArguments
 from .plan import describe as describe_plan
 from .plan import estimate, measure_speed
 from .recipes import RECIPES
-from .training import cached_data, online_data, prepared, prompt_of, train_phases, whole_models
+from .training import cached_data, online_data, prepared, prompt_of, train_phases, unsplit_models
 from .writing import load_rows, load_target, load_tokenizer, write_answers
 
 
@@ -57,7 +57,7 @@ class Run:
     def target(self) -> PreTrainedModel:
         """The target, loaded when it is first needed."""
         if self._target is None:
-            with whole_models(self.training_args):
+            with unsplit_models(self.training_args):
                 self._target = load_target(self.args)
         return self._target
 
@@ -119,14 +119,15 @@ class Run:
     def train(self) -> None:
         """Trains the drafter."""
         args, held_out = self.args, self.work / "held_out"
-        for stale in (self.work / "evaluation", self.folder / "tuning.jsonl"):
-            _remove(stale)  # of an earlier drafter
+        # Of an earlier drafter.
+        shutil.rmtree(self.work / "evaluation", ignore_errors=True)
+        (self.folder / "tuning.jsonl").unlink(missing_ok=True)
         if args.features is not None:
-            data = cached_data(args.features, None, args.num_eval_rows)
+            data = cached_data(args.features, args.num_eval_rows)
         elif args.cache_features:
             self._target = None  # its memory is the training's
             has_held_out = (held_out / "cache.json").exists()
-            data = cached_data([str(self.work / "features")], None, 0, held_out if has_held_out else None)
+            data = cached_data([str(self.work / "features")], 0, held_out if has_held_out else None)
         else:
             data = online_data(args, self.target, load_tokenizer(args), *self._split(), self.training_args)
         self._limit_vocabulary(data["target"].config)
@@ -157,14 +158,10 @@ class Run:
         modes = choose_modes(decoding_modes(drafter), [PROMPT_LOOKUP, "gumiho"])
         conditions = measuring_conditions(target, drafter) | {"max_new_tokens": args.measured_new_tokens}
         (self.work / "evaluation").mkdir(exist_ok=True)
-        samples = run_benchmark(
-            target,
-            AutoTokenizer.from_pretrained(self.folder),
-            read_questions(str(self._prompt_file)),
-            modes,
-            BenchmarkSettings(max_new_tokens=args.measured_new_tokens),
-            Journal(self.work / "evaluation" / "samples.jsonl", conditions),
-        )
+        settings = BenchmarkSettings(max_new_tokens=args.measured_new_tokens)
+        questions, tokenizer = read_questions(str(self._prompt_file)), AutoTokenizer.from_pretrained(self.folder)
+        journal = Journal(self.work / "evaluation" / "samples.jsonl", conditions)
+        samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
         if len({sample.mode for sample in samples}) < len(modes):
             raise SystemExit("Stopped. Run the same command again to continue from here.")
         table = markdown(summarize(samples))
@@ -234,12 +231,7 @@ class Run:
 
 
 class Finished:
-    """
-    The stages that are finished, in a file, with the settings they were run with.
-
-    Args:
-        path: The file.
-    """
+    """The stages that are finished, in a file, with the settings they were run with."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -259,7 +251,3 @@ class Finished:
         unfinished = self.path.with_name(self.path.name + ".unfinished")
         unfinished.write_text(json.dumps(self._stages, indent=2), encoding="utf-8")
         unfinished.replace(self.path)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -38,22 +38,16 @@ def train_phases(
     folder: Path,
 ) -> None:
     """
-    Trains the phases one after the other, and leaves the drafter, its tokenizer and its card in a folder. Each phase
-    continues from its newest checkpoint.
-
-    Args:
-        args: The options.
-        phases: Training arguments by the name of the phase.
-        fields: Of the config of a new drafter.
-        data: From [`cached_data`] or [`online_data`].
-        folder: Receives the drafter.
+    Trains the phases, whose arguments are given by name, one after the other on `data`, from [`cached_data`] or
+    [`online_data`]. Leaves the drafter, its tokenizer and its card in a folder. Each phase continues from its newest
+    checkpoint.
     """
     start, last = args.drafter, list(phases)[-1]
     for name, planned in phases.items():
         # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
         training_args = replace(planned)
         set_seed(training_args.seed)
-        with whole_models(training_args):
+        with unsplit_models(training_args):
             drafter = _make_drafter(args, start, fields, data["target"])
         trainer = GumihoTrainer(drafter, training_args, **data)
         checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
@@ -86,19 +80,12 @@ def _finish(args: RecipeArguments, trainer: GumihoTrainer, training_args: Any, f
         trainer.create_model_card(**card)
 
 
-def cached_data(
-    folders: list[str], target: PreTrainedModel | None, num_eval_rows: int, held_out: Path | None = None
-) -> dict[str, Any]:
+def cached_data(folders: list[str], num_eval_rows: int, held_out: Path | None = None) -> dict[str, Any]:
     """
-    Returns the trainer's arguments for training on feature caches.
-
-    Args:
-        folders: The caches.
-        target: Where given, they must have been made from it.
-        num_eval_rows: Rows that are held out, of each cache its share, from its beginning.
-        held_out: A cache of the rows that are held out, where they are in one of their own.
+    Returns the trainer's arguments for training on feature caches. The rows to evaluate on are `held_out`, a cache, or
+    else the first `num_eval_rows`, a share of each cache.
     """
-    caches = [FeatureDataset(folder, target) for folder in folders]
+    caches = [FeatureDataset(folder) for folder in folders]
     if len({cache.manifest.fingerprints["data"] for cache in caches}) < len(caches):
         raise ValueError("--features names caches of the same texts. Give each of them once.")
     rows: Any = torch.utils.data.ConcatDataset(caches)
@@ -108,7 +95,7 @@ def cached_data(
         for start, cache in zip([0, *rows.cumulative_sizes], caches, strict=False)
         for index in range(start, start + num_eval * len(cache) // len(rows))
     ]
-    eval_rows: Any = FeatureDataset(held_out, target) if held_out is not None else None
+    eval_rows: Any = FeatureDataset(held_out) if held_out is not None else None
     if chosen:
         eval_rows = torch.utils.data.Subset(rows, chosen)
     return {
@@ -178,7 +165,7 @@ def _make_drafter(
 
 
 @contextmanager
-def whole_models(args: GumihoTrainingArguments) -> Iterator[None]:
+def unsplit_models(args: GumihoTrainingArguments) -> Iterator[None]:
     """Keeps DeepSpeed's ZeRO-3 from splitting models as they are made: the trainer splits the drafter alone."""
     unset_hf_deepspeed_config()
     yield

@@ -49,15 +49,8 @@ def write_answers(
     max_length: int = 2048,
 ) -> None:
     """
-    Writes the target's answers as JSONL. Called again after it was stopped, it continues where it was.
-
-    Args:
-        args: What is answered.
-        target: The target; `None` with an endpoint.
-        tokenizer: The target's.
-        path: The new dataset.
-        seed: For sampling.
-        max_length: Tokens of a conversation, at most.
+    Writes the target's answers as JSONL, in conversations of at most `max_length` tokens. Stopped, it continues when
+    it is called again. With an endpoint, `target` is `None`.
     """
     settings, rows = args.synthesis(seed), None if args.writes_prompts else load_rows(args)
     lines = read_text(args.openings).splitlines() if args.openings is not None else []
@@ -71,20 +64,15 @@ def write_answers(
     elif rows is None:
         synthesize_dataset(target, tokenizer, path, settings, openings=openings)
     else:
+        positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         regenerate_dataset(
             rows,
             target,
             tokenizer,
             path,
             batch_size=settings.batch_size,
-            max_length=_room(target, max_length),
+            max_length=min(max_length, positions or max_length),
             max_new_tokens=settings.max_new_tokens,
             seed=seed,
             sampling=settings.sampling,
         )
-
-
-def _room(target: PreTrainedModel, max_length: int) -> int:
-    """Returns the tokens of a text that the target has positions for, at most `max_length`."""
-    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(max_length, positions or max_length)

@@ -22,14 +22,10 @@ from .measured_tau import measure_acceptance
 from .preparation import PreparationReport, prepare_dataset
 from .regeneration import regenerate_dataset
 from .sampling import Sampling
-from .synthesis import (
-    Endpoint,
-    EndpointError,
-    SynthesisSettings,
-    UserTurnNotFoundError,
-    synthesize_dataset,
-    synthesize_from_endpoint,
-)
+from .synthesis.endpoint import Endpoint, EndpointError
+from .synthesis.settings import SynthesisSettings
+from .synthesis.synthesis import synthesize_dataset, synthesize_from_endpoint
+from .synthesis.user_turn import UserTurnNotFoundError
 from .target_features import OnlineFeatures
 from .trainer import GumihoTrainer
 

@@ -33,9 +33,8 @@ def score_predictions(
     that prediction q is the drafter's at draft position q + 1.
 
     Args:
-        vocabulary: The tokens `(K,)` that may be drafted and the output head that is cut to them, where they are not
-            all. The loss terms are then over these tokens. Agreement is with the target's choice among all: where
-            that cannot be drafted, the prediction does not agree.
+        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head for them alone. The loss
+            terms are then over these tokens. Where the target's choice cannot be drafted, the prediction disagrees.
 
     Returns:
         `(B, Q, 2 + T)`: sums over the row's positions of the top-1 agreements with the target, of 1, and of each of
@@ -48,8 +47,8 @@ def score_predictions(
     table = torch.zeros(len(loss_mask), len(predictions), FIRST_TERM + len(names), device=hidden_states.device)
     for piece in pieces(len(selected.rows), chunk_size):
         target = Readout.of_target(selected.targets[piece], draft_head)
-        whole = target if vocabulary is None else Readout.of_target(selected.targets[piece], lm_head)
-        top_tokens = whole.probs.argmax(dim=-1)
+        over_all = target if vocabulary is None else Readout.of_target(selected.targets[piece], lm_head)
+        top_tokens = over_all.probs.argmax(dim=-1)
         for index in range(len(predictions)):
             prediction = Readout(selected.features[index, piece], draft_head)
             drafts = prediction.logits.argmax(dim=-1)
@@ -63,10 +62,8 @@ def score_predictions(
 
 def expected_acceptance_length(agreements: Sequence[float]) -> float:
     """
-    Returns the tokens that a cycle commits on average where the draft at position k is right with probability
-    `agreements[k]` if those before it are: `1 + p_1 + p_1 p_2 + ...`, the bonus token included.
-
-    Source: the expectation that arXiv 2503.10135 maximises, plus the bonus token, as in the measured tau.
+    Returns the tokens that a cycle commits on average, the bonus token included, where the draft at position k is
+    right with probability `agreements[k]` if those before it are: `1 + p_1 + p_1 p_2 + ...` (arXiv 2503.10135).
     """
     return float(1 + np.cumprod(agreements).sum())
 

@@ -1,11 +1,12 @@
 """The settings of a drafter's training."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
 from ..losses.chunked import DEFAULT_CHUNK_SIZE
 from ..losses.weights import LossWeights
+from ..options import option
 from .trained_parts import PARTS
 
 
@@ -16,71 +17,48 @@ class GumihoTrainingArguments(TrainingArguments):
     2503.10135); those of `TrainingArguments` that the recipe sets differently have its values here.
     """
 
-    learning_rate: float = field(default=2e-4, metadata={"help": "The initial learning rate of AdamW."})
-    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
-    warmup_steps: float = field(default=200, metadata={"help": "Steps (or share of all steps) of linear warm-up."})
-    max_grad_norm: float = field(default=0.5, metadata={"help": "Maximum gradient norm."})
-    per_device_train_batch_size: int = field(default=4, metadata={"help": "Rows per device and step."})
-    ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Leave as it is: every trained parameter has a gradient in every step."}
+    learning_rate: float = option("The initial learning rate of AdamW.", 2e-4)
+    adam_beta2: float = option("Beta2 of AdamW.", 0.95)
+    warmup_steps: float = option("Steps (or share of all steps) of linear warm-up.", 200)
+    max_grad_norm: float = option("Maximum gradient norm.", 0.5)
+    per_device_train_batch_size: int = option("Rows per device and step.", 4)
+    ddp_find_unused_parameters: bool | None = option(
+        "Leave as it is: every trained parameter has a gradient in every step.", False
     )
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Leave as it is: the loss reads columns that the drafter does not."}
-    )
+    remove_unused_columns: bool = option("Leave as it is: the loss reads columns that the drafter does not.", False)
 
-    feature_weight: float = field(default=1.0, metadata={"help": "Weight of smooth L1 between features and states."})
-    serial_ce_weight: float = field(default=0.1, metadata={"help": "Weight of the serial head's soft cross-entropy."})
-    parallel_ce_weight: float = field(
-        default=0.1, metadata={"help": "Weight of the parallel heads' soft cross-entropy."}
+    feature_weight: float = option("Weight of smooth L1 between features and states.", 1.0)
+    serial_ce_weight: float = option("Weight of the serial head's soft cross-entropy.", 0.1)
+    parallel_ce_weight: float = option("Weight of the parallel heads' soft cross-entropy.", 0.1)
+    parallel_ce_start: float = option(
+        "Share of the training after which the parallel heads' soft cross-entropy counts.", 0.1
     )
-    parallel_ce_start: float = field(
-        default=0.1,
-        metadata={"help": "Share of the training after which the parallel heads' soft cross-entropy counts."},
+    parallel_decay: float = option("Weight of parallel head i: this to the power of i+1.", 0.8)
+    parallel_weight: float = option("Weight of the sum over the parallel heads.", 1 / 9)
+    feature_noise: float = option(
+        "Width of the uniform noise on the states that the drafter reads, times 512 / row length.", 0.2
     )
-    parallel_decay: float = field(
-        default=0.8, metadata={"help": "Weight of parallel head i: this to the power of i+1."}
+    unroll_serial_head: bool = option(
+        "Train serial tokens beyond the first on the drafter's own features, as in drafting.", False
     )
-    parallel_weight: float = field(default=1 / 9, metadata={"help": "Weight of the sum over the parallel heads."})
-    feature_noise: float = field(
-        default=0.2,
-        metadata={"help": "Width of the uniform noise on the states that the drafter reads, times 512 / row length."},
+    linear_start: bool = option(
+        "Begin a new drafter with the best linear map to the target's next state, fitted on first answers.", False
     )
-    unroll_serial_head: bool = field(
-        default=False,
-        metadata={"help": "Train serial tokens beyond the first on the drafter's own features, as in drafting."},
+    train_only: str | None = option(
+        "Train one part and keep the rest: `serial` (the serial head), `parallel` (the parallel heads and their "
+        "transitions) or `transition` (the transitions)."
     )
-    linear_start: bool = field(
-        default=False,
-        metadata={
-            "help": "Begin a new drafter with the best linear map to the target's next state, fitted on first answers."
-        },
+    assistant_only_loss: bool = option(
+        "Train on the answers alone; `false` also trains on prompts: right if the target wrote them.", True
     )
-    train_only: str | None = field(
-        default=None,
-        metadata={
-            "help": "Train one part and keep the rest: `serial` (the serial head), `parallel` (the parallel heads and "
-            "their transitions) or `transition` (the transitions)."
-        },
+    draft_vocabulary_size: int | None = option(
+        "Number of tokens that may be drafted: the drafter's own, then the most frequent of the training answers "
+        "(default: all)."
     )
-    assistant_only_loss: bool = field(
-        default=True,
-        metadata={
-            "help": "Train on the answers alone; `false` also trains on prompts: right if the target wrote them."
-        },
-    )
-    draft_vocabulary_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of tokens that may be drafted: the drafter's own, then the most frequent of the training "
-            "answers (default: all)."
-        },
-    )
-    loss_chunk_size: int = field(
-        default=DEFAULT_CHUNK_SIZE, metadata={"help": "Rows of tokens x vocabulary logits to hold at a time."}
-    )
+    loss_chunk_size: int = option("Rows of tokens x vocabulary logits to hold at a time.", DEFAULT_CHUNK_SIZE)
 
-    acceptance_max_new_tokens: int = field(
-        default=128, metadata={"help": "Tokens to generate for each prompt on which evaluations measure tau."}
+    acceptance_max_new_tokens: int = option(
+        "Tokens to generate for each prompt on which evaluations measure tau.", 128
     )
 
     def __post_init__(self) -> None:

@@ -1,9 +1,8 @@
 """The draft temperature of each depth, fitted on held-out positions at the end of training.
 
-A path's score is the product of its tokens' probabilities. Where a deep head is surer than it may be, its nodes take
-the place of better ones; a temperature for each depth puts that right. It is the one under which the target's own
-choices are most likely, at the positions that decoding would reach: those before which the text, too, holds what the
-target chooses.
+A path's score is the product of its tokens' probabilities, so an overconfident deep head displaces better nodes. Under
+the fitted temperatures the target's own choices are most likely, at the positions that decoding would reach: those
+before which the text, too, holds what the target chooses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,9 +52,9 @@ def score_choices(
         input_ids (`(B, L)`): The texts.
         loss_mask (`(B, L)`): 1 at the states that count.
         position_ids (`(B, L)`, *optional*): Where a row holds several texts.
-        vocabulary: The tokens `(K,)` that may be drafted and the output head cut to them, where they are not all.
-            Choices that cannot be drafted do not count.
-        positions_per_row: The most positions of each depth in a row, on average.
+        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head for them alone. Other
+            choices do not count.
+        positions_per_row: Positions of each depth in a row, at most, on average.
         chunk_size: Rows of logits held at a time.
 
     Returns:
@@ -68,16 +67,16 @@ def score_choices(
     token_ids, draft_head = vocabulary or (None, lm_head)
     heads = [lm_head(selected.targets[piece]).argmax(dim=-1) for piece in pieces(num_rows, chunk_size)]
     choices = torch.cat([*heads, input_ids.new_zeros(0)])
-    places = choices if token_ids is None else _places(choices, token_ids)
+    indices = choices if token_ids is None else _indices(choices, token_ids)
     shifts = [predictor.shift for predictor, _ in predictions]
-    counted = selected.valid & _on_path(shifts, choices, input_ids, loss_mask) & (places >= 0)
+    counted = selected.valid & _on_path(shifts, choices, input_ids, loss_mask) & (indices >= 0)
     shape = (len(input_ids), len(shifts), len(LOG_TEMPERATURES) + 1)
     table = torch.zeros(shape, device=hidden_states.device)
     for depth, of_depth in enumerate(counted):
         found = of_depth.nonzero().squeeze(1)
         found = found[:: max(-(-len(found) // (positions_per_row * len(input_ids))), 1)]
         for piece in found.split(chunk_size):
-            losses = likelihood_losses(draft_head(selected.features[depth, piece]), places[piece])
+            losses = likelihood_losses(draft_head(selected.features[depth, piece]), indices[piece])
             finite = losses.isfinite().all(dim=1)
             scores = torch.cat((losses, torch.ones_like(losses[:, :1])), dim=1)[finite]
             table[:, depth].index_add_(0, selected.rows[piece][finite], scores)
@@ -112,12 +111,7 @@ def drop_break_even(drafter: GumihoModel) -> None:
 
 
 def rows_to_fit_on(dataset: Any) -> Any:
-    """
-    Returns a part of a dataset of rows, evenly spread.
-
-    Raises:
-        ValueError: It has no rows, is `None` or a stream, or is a dictionary of several.
-    """
+    """Returns evenly spread rows of a dataset. Raises `ValueError` for no rows, a stream, or several datasets."""
     if isinstance(dataset, Mapping) or not has_length(dataset) or not len(dataset):
         raise ValueError(
             "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows, one of "
@@ -127,21 +121,17 @@ def rows_to_fit_on(dataset: Any) -> Any:
     return torch.utils.data.Subset(dataset, range(0, len(dataset), step))
 
 
-def _places(tokens: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Returns where each of tokens `(N,)` is among `token_ids` `(K,)`, -1 for those that are not there."""
+def _indices(tokens: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Returns the index of each of tokens `(N,)` in `token_ids` `(K,)`, -1 where it is absent."""
     order = token_ids.argsort()
-    found = torch.searchsorted(token_ids[order], tokens).clamp_(max=len(token_ids) - 1)
-    places = order[found]
-    return places.masked_fill(token_ids[places] != tokens, -1)
+    found = order[torch.searchsorted(token_ids[order], tokens).clamp_(max=len(token_ids) - 1)]
+    return found.masked_fill(token_ids[found] != tokens, -1)
 
 
 def _on_path(
     shifts: Sequence[int], choices: torch.Tensor, input_ids: torch.Tensor, loss_mask: torch.Tensor
 ) -> torch.Tensor:
-    """
-    Returns `(Q, N)`: whether the tokens between the newest one that a prediction has read and the choice that it
-    predicts are the target's choices, too, for the `N` states that count and their choices.
-    """
+    """Returns `(Q, N)`: whether the text between what a prediction has read and its choice holds choices only."""
     chosen = torch.full_like(input_ids, -1)
     chosen[loss_mask.bool()] = choices.to(chosen)
     differs = torch.ones_like(input_ids)

@@ -1,4 +1,4 @@
-"""Finding the checkpoint that a training goes on from."""
+"""Finding the checkpoint that a training continues from."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
     """
-    Returns the folder of the newest checkpoint in `output_dir` that was written to its end, `None` if there is none.
-
-    `Trainer` writes its state last, so a checkpoint with a readable one is whole.
+    Returns the folder of the newest complete checkpoint in `output_dir`, `None` if there is none. `Trainer` writes its
+    state last, so a checkpoint with a readable one is complete.
     """
     found = Path(output_dir).glob("checkpoint-*")
     numbered = {int(path.name[11:]): path for path in found if path.name[11:].isdigit()}

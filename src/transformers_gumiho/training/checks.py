@@ -52,8 +52,8 @@ def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
     implementation = attention_implementation(drafter.config)
     if implementation not in ("eager", "sdpa"):
         raise ValueError(
-            f"The drafter's attention is {implementation!r}, which takes no mask of the own features that it goes on "
-            f"from in evaluation. Load it with `attn_implementation='sdpa'`."
+            f"The drafter's attention is {implementation!r}, which takes no mask of the features that evaluation "
+            f"unrolls. Load it with `attn_implementation='sdpa'`."
         )
     if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in drafter.parameters()):
         logger.warning(
@@ -85,9 +85,8 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
         for part in dataset.datasets:
             check_rows(part, features)
     elif isinstance(dataset, FeatureDataset) and isinstance(features, CachedFeatures):
-        wanted = {
-            name: value for name, value in features.manifest.made_from.items() if name not in ("data", "template")
-        }
+        made_from = features.manifest.made_from
+        wanted = {name: made_from[name] for name in made_from if name not in ("data", "template")}
         dataset.manifest.check(wanted, dataset.folder, "Give caches that were made as that of `target`.")
 
 
@@ -95,7 +94,7 @@ def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Se
     """Raises `ValueError` where no row, of a stream none of the first, has a state that the loss would count."""
     is_sized = has_length(dataset)
     if not is_sized and iter(dataset) is dataset:
-        return  # a row that is read here would be lost
+        return  # reading a row here would lose it
     rows = rows_without_states(dataset, range(len(dataset))) if is_sized else islice(dataset, _ROWS_OF_STREAM)
     for row in rows:
         batch = collate([row])
@@ -118,12 +117,10 @@ def check_is_no_adapter(model: nn.Module, option: str) -> None:
 
 def count_broken(drafter: nn.Module) -> torch.Tensor:
     """Returns how many numbers of the trained parameters that this process holds are not finite."""
-    parts = [_local_part(parameter.detach()) for parameter in drafter.parameters() if parameter.requires_grad]
-    return torch.stack([(~torch.isfinite(part)).sum() for part in parts]).sum()
-
-
-def _local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a parameter that this process holds, under FSDP and ZeRO-3, too."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    return getattr(parameter, "ds_tensor", parameter)
+    counts = []
+    for parameter in drafter.parameters():
+        if parameter.requires_grad:
+            # FSDP and ZeRO-3 split parameters.
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            counts.append((~torch.isfinite(getattr(local, "ds_tensor", local).detach())).sum())
+    return torch.stack(counts).sum()

@@ -18,18 +18,17 @@ class GumihoDataCollator:
     """
     Pads rows on the right into a batch.
 
-    A row holds `input_ids` (`L` token ids), and where it is given, `loss_mask` (1 at the states that count as targets;
+    A row holds `input_ids` (`L` token ids), and optionally `loss_mask` (1 at the states that count as targets;
     default: those between tokens that `labels`, `assistant_masks` or `completion_mask` mark as the assistant's, or
-    else all), `position_ids` (the position of each token in its own text, where several are packed into the row),
-    `hidden_states` (`(L, H)`, cached features of the target) and `layer_states` (`(L, k * H)`, those of further
-    layers). Attention is causal, so padding on the right needs no attention mask; its positions start at zero, so that
-    a packed batch takes it for a text of its own.
+    else all), `position_ids` (the position of each token in its own text, if the row packs several), `hidden_states`
+    (`(L, H)`, cached features of the target) and `layer_states` (`(L, k * H)`, those of further layers). Attention is
+    causal, so padding needs no attention mask; its positions start at zero, as those of a text of its own.
 
     Args:
         vocab_size: Where given, token ids from there on are refused.
         max_length: Where given, longer rows are refused.
-        assistant_only_loss: Whether a row's `loss_mask` tells what counts; otherwise all of its states do, but for the
-            last one of each text, after which nothing is drafted. [`GumihoTrainer`] sets it, for training alone.
+        assistant_only_loss: Whether a row's `loss_mask` decides what counts; otherwise all states do, except the last
+            one of each text, after which nothing is drafted. [`GumihoTrainer`] sets it, for training alone.
     """
 
     vocab_size: int | None = None
@@ -55,11 +54,8 @@ class GumihoDataCollator:
         self._check(batch["input_ids"])
         # Rows from several sources: packed ones next to others.
         positions = [torch.as_tensor(row.get("position_ids", range(len(row["input_ids"])))).long() for row in rows]
-        if self.assistant_only_loss:
-            masks = [loss_mask_of(row, of_row) for row, of_row in zip(rows, positions, strict=True)]
-        else:
-            masks = [_counts_all(of_row) for of_row in positions]
-        batch["loss_mask"] = self._pad(masks)
+        marked = [loss_mask_of(row, of_row) for row, of_row in zip(rows, positions, strict=True)]
+        batch["loss_mask"] = self._pad(marked if self.assistant_only_loss else list(map(_counts_all, positions)))
         if any("position_ids" in row for row in rows):
             length = batch["input_ids"].shape[1]
             batch["position_ids"] = torch.stack([torch.cat((p, torch.arange(length - len(p)))) for p in positions])

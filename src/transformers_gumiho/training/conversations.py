@@ -14,18 +14,8 @@ from datasets.exceptions import DatasetGenerationError
 JSON_LINE = "json_line"
 
 # Who speaks, as datasets write it and as chat templates want it.
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
+_ROLES = {"system": "system", "user": "user", "human": "user", "tool": "tool"}
+_ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 _PLACEHOLDER = "?"  # for an answer, which the target replaces
 _PLACEHOLDER_MESSAGE = {"role": "assistant", "content": _PLACEHOLDER}
 FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
@@ -38,8 +28,8 @@ class MalformedRowError(ValueError):
 @dataclass(frozen=True)
 class Conversation:
     """
-    Messages, each a dict of `role` and `content`. Assistant turns from `first_trained` on are what a drafter learns.
-    Where the last one was cut at a limit, it has not `ended`, and what the template puts behind it is not learned.
+    Messages, each a dict of `role` and `content`. A drafter learns the assistant turns from `first_trained` on. If the
+    last one was cut at a limit, it has not `ended`, and what the template puts behind it is not learned.
     """
 
     messages: list[dict[str, str]]
@@ -59,8 +49,8 @@ class RawText:
 @dataclass(frozen=True)
 class WrittenTokens:
     """
-    Token ids of answers that a target wrote, each as a pair of what it read and what it wrote, where their text does
-    not encode back to them. The `text` of the last one shows whose tokens they are.
+    What a target read and wrote in each turn, as token ids, because the text does not encode back to them. The `text`
+    of the last answer shows whose tokens they are.
     """
 
     turns: list[tuple[list[int], list[int]]]
@@ -108,10 +98,8 @@ def load_conversations(name: str, split: str = "train", **kwargs: Any) -> Datase
 
 def read_row(row: Mapping[str, Any], has_template: bool) -> Example:
     """
-    Reads a row as [`read_text`] does; where a target wrote it and its text does not encode back, the tokens.
-
-    Raises:
-        MalformedRowError: It has none of the known forms.
+    Reads a row as [`read_text`] does; where a target wrote it and its text does not encode back, the tokens. Raises
+    `MalformedRowError` if it has none of the known forms.
     """
     if JSON_LINE in row:
         row = _parse(row[JSON_LINE])

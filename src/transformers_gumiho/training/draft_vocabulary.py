@@ -21,11 +21,9 @@ class DraftRestriction:
     """
     The draft vocabulary of a training with `draft_vocabulary_size`; without it, nothing is restricted.
 
-    The cross-entropies are then over these tokens alone, for the drafter and for the target, whose distribution is
-    thereby normalised over them. A position whose most likely token is none of them counts like any other: it teaches
-    the order of the tokens that can be drafted there, which decides what is drafted when sampling, and its feature is
-    where drafting continues. (Its greedy draft is lost, whatever is learned.) So the loss averages over the same
-    positions with any vocabulary, and these can be counted over a step before the target has run on it.
+    The cross-entropies are then over these tokens alone, with the target's distribution normalized over them. A
+    position whose most likely token is none of them counts, too: it teaches the order of the others, and its feature
+    is where drafting continues. So the loss averages over the same positions with any vocabulary.
 
     Args:
         trainer: The drafter's trainer.
@@ -69,12 +67,10 @@ class DraftRestriction:
 
     def find(self, checkpoint: str | None) -> None:
         """
-        Finds the vocabulary, makes it the drafter's setting, and restricts the features to it. It is that of the
-        checkpoint that training continues from; else the drafter's own, with as many tokens as are missing from it
-        counted, or, where there is no training data, its own alone.
+        Finds the vocabulary, makes it the drafter's setting, and restricts the features to it: that of the checkpoint
+        to continue from; else the drafter's own, filled up by counting if there is training data.
 
-        Raises:
-            ValueError: The checkpoint's or the drafter's vocabulary is of another size.
+        Raises `ValueError` if the checkpoint's or the drafter's vocabulary is of another size.
         """
         if self._size is None:
             return
@@ -97,13 +93,8 @@ class DraftRestriction:
     def _count(self, size: int) -> list[int]:
         """Counts on the training answers, of which each process reads its share."""
         trainer, processes = self._trainer, self._trainer.accelerator
-        counts = count_answer_tokens(
-            trainer.train_dataset,
-            trainer.data_collator,
-            self._vocab_size,
-            first=processes.process_index,
-            step=processes.num_processes,
-        )
+        rows = processes.process_index, processes.num_processes
+        counts = count_answer_tokens(trainer.train_dataset, trainer.data_collator, self._vocab_size, *rows)
         counts = processes.reduce(counts.to(trainer.args.device), "sum").cpu()
         token_ids = choose_draft_vocabulary(counts, size, self._kept(), own=self._own())
         share = float(counts[token_ids].sum() / counts.sum().clamp(min=1))
@@ -116,7 +107,7 @@ class DraftRestriction:
 
     @property
     def _has_own(self) -> bool:
-        """Whether the drafter has a whole vocabulary of this size, so that there is nothing to count."""
+        """Whether the drafter has a complete vocabulary of this size, so that there is nothing to count."""
         own = self._own()
         return len(own) == self._size and self._kept() <= set(own)
 
@@ -132,8 +123,8 @@ def choose_draft_vocabulary(
     counts: torch.Tensor, size: int, kept: Iterable[int] = (), own: Iterable[int] = ()
 ) -> list[int]:
     """
-    Returns the `size` tokens of the highest counts `(V,)`, the most frequent first. Those in `kept`, at most `size`,
-    are always among them, and those in `own` come before all others; equally frequent ones go by their ids.
+    Returns the `size` tokens of the highest counts `(V,)`, the most frequent first, equally frequent ones by id. Those
+    in `kept`, at most `size`, are always among them, and those in `own` come before all others.
     """
     always, first = set(kept), set(own)
     ranking = counts.argsort(descending=True, stable=True).tolist()
@@ -149,14 +140,14 @@ def count_answer_tokens(
     step: int = 1,
 ) -> torch.Tensor:
     """
-    Counts the tokens that states which count in the loss predict; each is one that has to be drafted.
+    Counts the tokens that states which count in the loss predict.
 
     Args:
         dataset: A training's rows, with a length. The states of a [`FeatureDataset`] are not read.
         collate: Makes batches of rows, as the training does, and refuses broken ones.
-        vocab_size: The target's.
-        first: The first row to count in, ...
-        step: ... and the distance to the next, for processes that share the rows.
+        vocab_size: `V`, the target's.
+        first: The first row to count in.
+        step: The distance to the next one, for processes that share the rows.
 
     Returns:
         `(V,)`: How often each token occurs.
@@ -191,10 +182,9 @@ def rows_without_states(dataset: Any, indices: Sequence[int]) -> Iterator[dict[s
     if isinstance(dataset, Subset):
         return rows_without_states(dataset.dataset, [dataset.indices[index] for index in indices])
     if isinstance(dataset, ConcatDataset):
-        places = [(bisect_right(dataset.cumulative_sizes, index), index) for index in indices]
         starts = [0, *dataset.cumulative_sizes]
-        pairs = ((dataset.datasets[part], index - starts[part]) for part, index in places)
-        return (row for part, index in pairs for row in rows_without_states(part, [index]))
+        pairs = ((bisect_right(dataset.cumulative_sizes, index), index) for index in indices)
+        return (row for i, index in pairs for row in rows_without_states(dataset.datasets[i], [index - starts[i]]))
     read = dataset.tokens_of if isinstance(dataset, FeatureDataset) else dataset.__getitem__
     return (read(index) for index in indices)
 

@@ -1,8 +1,8 @@
 """The target's features on disk, so that a drafter is trained without running the target, or even having it.
 
 A cache is a folder: `cache.json` says what it was made from, `target/` holds the target's config, tokenizer, token
-embedding and output head, and `shard-*.safetensors` the rows. A shard appears under its name only when it is whole, so
-that a run that is killed goes on from the shards that are there.
+embedding and output head, and `shard-*.safetensors` the rows. A shard appears under its name only when it is complete,
+so that a killed run continues after the shards that exist.
 """
 
 import copy
@@ -43,8 +43,8 @@ class CacheManifest:
         rows_per_shard: Rows in each shard but the last.
         checksum_seed: What the checksums of the rows begin with, so that shards of something else do not match.
         weights_checksum: Of the target's weights that the cache holds; `None` before they are written.
-        target_layer_ids: The target's layers whose states the rows hold, where they are not the last one alone. Those
-            of the last one are in `hidden_states` all the same, those of the others in `layer_states`, side by side.
+        target_layer_ids: The target's layers whose states the rows hold, if not the last one alone. Those of the last
+            one are in `hidden_states`, those of the others side by side in `layer_states`.
     """
 
     fingerprints: dict[str, str]
@@ -68,6 +68,10 @@ class CacheManifest:
         """Shards of a complete cache."""
         return -(-self.num_rows // self.rows_per_shard)
 
+    def rows_of(self, shard: int) -> range:
+        """Returns the rows of a shard."""
+        return range(self.num_rows)[shard * self.rows_per_shard :][: self.rows_per_shard]
+
     @property
     def made_from(self) -> dict[str, str]:
         """What the rows of a cache have in common with those that it can be used with, by name."""
@@ -90,9 +94,9 @@ class CacheManifest:
         """Raises `ValueError` where the cache was not made from what is wanted, some of [`made_from`]."""
         found = self.made_from
         if stale := [name for name, value in wanted.items() if found.get(name) != value]:
-            told = [f"{name} ({found[name]})" if name in ("dtype", "target_layer_ids") else name for name in stale]
+            named = [f"{name} ({found[name]})" if name in ("dtype", "target_layer_ids") else name for name in stale]
             raise ValueError(
-                f"The feature cache {str(folder)!r} was made from another {' and another '.join(told)}. {way_out}"
+                f"The feature cache {str(folder)!r} was made from another {' and another '.join(named)}. {way_out}"
             )
 
 
@@ -102,13 +106,13 @@ class FeatureDataset(torch.utils.data.Dataset):
 
     Args:
         folder: The cache.
-        target: Where given, the cache must have been made from it.
-        tokenizer: Where given, the cache must have been made with it.
+        target: If given, the cache must have been made from it.
+        tokenizer: If given, the cache must have been made with it.
 
     Raises:
         FileNotFoundError: The folder holds no cache.
-        ValueError: The cache is not complete or damaged, or was made from something else. Damage within a shard is
-            found where the row is read.
+        ValueError: The cache is incomplete, was made from something else, or is damaged; damaged rows are found when
+            they are read.
     """
 
     def __init__(
@@ -184,9 +188,9 @@ class CachedFeatures:
         self.embedding = weights["embed_tokens.weight"]
         head = weights["lm_head.weight"]
         self._linear = nn.Linear(head.shape[1], head.shape[0], bias="lm_head.bias" in weights, device="meta")
-        self._linear.weight = nn.Parameter(head, requires_grad=False)
-        if "lm_head.bias" in weights:
-            self._linear.bias = nn.Parameter(weights["lm_head.bias"], requires_grad=False)
+        tensors = {name.removeprefix("lm_head."): tensor for name, tensor in weights.items() if "lm_head." in name}
+        self._linear.load_state_dict(tensors, assign=True)
+        self._linear.requires_grad_(False)
         self.head = scaled_head(self._linear, self.config)
 
     def make_drafter(self, **overrides: Any) -> GumihoModel:
@@ -198,12 +202,7 @@ class CachedFeatures:
         self._linear.to(device)
 
     def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
-        """
-        Returns the cached states of the tokens `(B, L)` among the `inputs`, a batch of rows of a [`FeatureDataset`].
-
-        Raises:
-            ValueError: The rows come from elsewhere and have none.
-        """
+        """Returns the cached states of a batch of rows. Raises `ValueError` for rows that have none."""
         if "hidden_states" not in inputs:
             raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
         last = inputs["hidden_states"]

@@ -41,15 +41,7 @@ def cache_size(
     dtype: torch.dtype,
     target_layer_ids: Sequence[int] | None = None,
 ) -> int:
-    """
-    Returns the bytes that the features of a prepared dataset will take.
-
-    Args:
-        dataset: From [`prepare_dataset`].
-        target_config: The target's.
-        dtype: Of the features.
-        target_layer_ids: The layers, as for [`write_feature_cache`].
-    """
+    """Returns the bytes that the features of a prepared dataset will take; arguments as in [`write_feature_cache`]."""
     config = target_config.get_text_config(decoder=True)
     if target_layer_ids is not None:
         target_layer_ids = resolve_layer_ids(target_config, target_layer_ids)
@@ -69,8 +61,8 @@ def write_feature_cache(
     target_layer_ids: Sequence[int] | None = None,
 ) -> None:
     """
-    Runs the target over a prepared dataset and writes its last hidden states. Called again after it was stopped, it
-    goes on where it was, and writes damaged files anew. Several processes (`accelerate launch`) share the shards.
+    Runs the target over a prepared dataset and writes its last hidden states. Stopped, it continues when it is called
+    again, and rewrites damaged files. Several processes (`accelerate launch`) share the shards.
 
     Args:
         dataset: From [`prepare_dataset`].
@@ -80,15 +72,13 @@ def write_feature_cache(
         dtype: Of the features.
         batch_size: Rows that the target reads at a time.
         shard_bytes: Size of a shard, at most; a shard has at least one row.
-        target_layer_ids: Layers whose states are written next to the last ones, for a drafter that reads them
-            ([`GumihoConfig`]); negative numbers count from the last one down. Drafters without `target_layer_ids` are
-            trained on such a cache, too.
+        target_layer_ids: Layers whose states are written next to the last ones, as in [`GumihoConfig`]. Drafters
+            without `target_layer_ids` can be trained on such a cache, too.
 
     Raises:
         ValueError: The folder holds a cache of something else, the target does not have these layers, or the features
             do not fit into `dtype`.
-        OSError: The disk is too small or full, or another run writes there. What is written stays, and is not written
-            again.
+        OSError: The disk is too small or full, or another run writes there. What is written stays.
     """
     folder, state = Path(folder), PartialState()
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,14 +93,14 @@ def write_feature_cache(
         # Each process has its shards whatever the others have written meanwhile.
         mine = range(state.process_index, manifest.num_shards, state.num_processes)
         columns, seed = [*manifest.columns, *manifest.feature_columns], manifest.checksum_seed
-        missing = [i for i in mine if not is_intact(shard_path(folder, i), columns, seed, len(_rows_of(manifest, i)))]
+        missing = [i for i in mine if not is_intact(shard_path(folder, i), columns, seed, len(manifest.rows_of(i)))]
         lengths = _row_lengths(dataset)
-        total = sum(lengths[row] for index in missing for row in _rows_of(manifest, index))
+        total = sum(lengths[row] for index in missing for row in manifest.rows_of(index))
         quiet = not (missing and state.is_local_main_process)
         with tqdm(desc="extracting features", total=total, unit="token", unit_scale=True, disable=quiet) as progress:
             for index in missing:
-                rows = _extract(dataset, _rows_of(manifest, index), features, manifest, batch_size, progress)
-                save_whole(make_shard(rows, seed), shard_path(folder, index))
+                rows = _extract(dataset, manifest.rows_of(index), features, manifest, batch_size, progress)
+                save_completely(make_shard(rows, seed), shard_path(folder, index))
         state.wait_for_everyone()
 
 
@@ -132,8 +122,8 @@ def _begin(
     if state.is_main_process:
         dtype = getattr(torch, found.dtype)
         _check_space(folder, found, cache_size(dataset, target.config, dtype, found.target_layer_ids))
-        for leftover in folder.glob("*.partial"):
-            leftover.unlink()
+        for path in folder.glob("*.partial"):
+            path.unlink()
         _write_target(target, tokenizer, folder, found)
     state.wait_for_everyone()
     return found
@@ -155,15 +145,10 @@ def _write_target(
         pass
     target.config.save_pretrained(target_folder)
     tokenizer.save_pretrained(target_folder)
-    save_whole(weights, target_folder / WEIGHTS)
+    save_completely(weights, target_folder / WEIGHTS)
     partial = folder / f"{MANIFEST}.partial"
     partial.write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
     os.replace(partial, folder / MANIFEST)
-
-
-def _rows_of(manifest: CacheManifest, shard: int) -> range:
-    start = shard * manifest.rows_per_shard
-    return range(start, min(start + manifest.rows_per_shard, manifest.num_rows))
 
 
 def _columns(dataset: Dataset) -> list[str]:
@@ -231,12 +216,7 @@ def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _extract(
-    dataset: Dataset,
-    rows: range,
-    features: OnlineFeatures,
-    manifest: CacheManifest,
-    batch_size: int,
-    progress: tqdm,
+    dataset: Dataset, rows: range, features: OnlineFeatures, manifest: CacheManifest, batch_size: int, progress: tqdm
 ) -> list[dict[str, torch.Tensor]]:
     """Returns the rows of a shard."""
     collate, extracted = GumihoDataCollator(), []
@@ -256,8 +236,8 @@ def _extract(
     return extracted
 
 
-def save_whole(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes a file that is either whole or not there."""
+def save_completely(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a file completely or not at all."""
     partial = path.with_name(path.name + ".partial")
     try:
         save_file(tensors, partial)

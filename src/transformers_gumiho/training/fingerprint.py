@@ -1,4 +1,4 @@
-"""Fingerprints that tell whether cached features still belong to a tokenizer and a dataset."""
+"""Fingerprints, by which cached features are matched with a tokenizer and a dataset."""
 
 import hashlib
 import json
@@ -13,10 +13,8 @@ def tokenizer_fingerprints(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]
     """Returns fingerprints of the tokenizer and of its chat template."""
     # What the tokenizer was asked to do last is no part of it.
     state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-    return {
-        "tokenizer": _digest(json.dumps(state, sort_keys=True)),
-        "template": _digest(str(tokenizer.chat_template)),
-    }
+    texts = {"tokenizer": json.dumps(state, sort_keys=True), "template": str(tokenizer.chat_template)}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def rows_fingerprint(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> str:
@@ -27,7 +25,3 @@ def rows_fingerprint(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) 
             values = np.asarray(row[name], dtype=np.int64)
             digest.update(values.size.to_bytes(8, "little") + values.tobytes())
     return digest.hexdigest()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,11 +11,10 @@ from ..model.modeling_gumiho import GumihoModel
 from .target_features import why_not_finite
 
 
-# Of the training data, what the guess is fitted on. On SmolLM2-135M-Instruct 48,000 tokens were as good as 750,000:
-# the target's own choice was guessed for 32.1% of unseen tokens, and for 32.5%.
+# Tokens that the guess is fitted on. On SmolLM2-135M-Instruct 48,000 were as good as 750,000: the target's own choice
+# was guessed for 32.1% of unseen tokens, and for 32.5%.
 NUM_TOKENS = 50_000
-# Of what each input has on the diagonal, as embeddings may be hundreds of times smaller than states: enough for inputs
-# that depend on each other.
+# Relative to each input's diagonal entry, as embeddings may be hundreds of times smaller than states.
 RIDGE = 1e-4
 # Next to the mean of the diagonal, for inputs that are always zero.
 _LEAST = 1e-12
@@ -23,14 +22,7 @@ _MAX_ROWS_PER_READING = 8
 
 
 class LinearFit:
-    """
-    The least squares fit of outputs to inputs, from batches of both.
-
-    Args:
-        num_inputs: `D`.
-        num_outputs: `H`.
-        device: Of the sums, which are in float64 where the device has it.
-    """
+    """The least squares fit of `H` outputs to `D` inputs, from batches of both, in float64 where the device has it."""
 
     def __init__(self, num_inputs: int, num_outputs: int, device: torch.device):
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -55,12 +47,9 @@ class LinearFit:
 @torch.no_grad()
 def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
     """
-    Makes the serial head of an untrained drafter the linear map that guesses the target's next state best, from the
+    Makes the serial head of an untrained drafter the linear map that best guesses the target's next state from the
     token before it and the state before that: `fc` is the least squares fit to the first answers of the training data,
-    and what the layers add to it begins at zero. The same in every process.
-
-    A drafter whose weights are random first has to learn how large its inputs and outputs are: embeddings are often
-    much smaller than states, and no norm stands at either end of the serial head.
+    and what the layers add begins at zero. (Random weights first have to learn the scale of embeddings and states.)
 
     Raises:
         ValueError: The first rows have no answers, or the target's states are not finite.

@@ -20,8 +20,7 @@ def measure_acceptance(
     **generate_kwargs: Any,
 ) -> list[list[int]]:
     """
-    Generates from each prompt, greedily by default, with the drafter's own decoding settings, except that the drafter
-    never pauses.
+    Generates from each prompt, greedily by default, with the drafter's own settings, but without pauses.
 
     Args:
         target: The target.
@@ -38,15 +37,13 @@ def measure_acceptance(
     break_even = getattr(own_settings, "break_even", None)
     own_settings.break_even = NEVER_PAUSES
     # What is trained is the drafter, whatever the context would draft.
-    settings = {"do_sample": False, "max_new_tokens": max_new_tokens, "prompt_lookup_num_tokens": 0}
-    settings["return_dict_in_generate"] = True
+    settings = {"do_sample": False, "prompt_lookup_num_tokens": 0, "return_dict_in_generate": True} | generate_kwargs
+    settings |= {"max_new_tokens": max_new_tokens, "assistant_model": drafter}
     lengths = []
     try:
         for prompt in prompts:
             ids = prompt[None].to(drafter_device(target))
-            output = target.generate(
-                ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **settings | generate_kwargs
-            )
+            output = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
             lengths.append(output.accepted_lengths[0])
     finally:
         own_settings.break_even = break_even

@@ -32,14 +32,14 @@ class PreparationReport:
     What became of a dataset.
 
     Attributes:
-        num_texts: Texts kept, a long raw text counting once for each of its windows.
-        problems: How many rows were skipped, by reason.
-        first_rows: The first row that was skipped for each of these reasons, counted from 0.
+        num_texts: Texts kept; each window of a long raw text is one.
+        problems: Number of skipped rows, by reason.
+        first_rows: Index of the first row skipped for each of these reasons.
         num_truncated: Texts that were cut at the maximum length.
         num_tokens_cut: Tokens lost by that.
         num_tokens: Tokens kept.
-        num_loss_tokens: Those among them that the loss counts.
-        num_rows: Rows they were packed into (or the texts, without packing).
+        num_loss_tokens: Tokens kept that the loss counts.
+        num_rows: Rows after packing.
     """
 
     num_texts: int = 0
@@ -98,8 +98,8 @@ def prepare_dataset(
 
     Returns:
         Rows of `input_ids`, `loss_mask` (1 at the states that count as targets: those of assistant tokens that another
-        assistant token follows) and, packed, `position_ids`; and what became of the dataset. A malformed row, and
-        one in which the template does not show which tokens are the assistant's, is skipped and counted.
+        assistant token follows) and, packed, `position_ids`; and what became of the dataset. Malformed rows, and those
+        in which the template hides which tokens are the assistant's, are skipped and counted.
 
     Raises:
         ValueError: The tokenizer does not belong to the target, `max_length` exceeds the target's positions, the

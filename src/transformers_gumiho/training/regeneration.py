@@ -44,9 +44,9 @@ def regenerate_dataset(
     earlier answers, until it ends or the longest text of the batch has `max_length` tokens. A question without an
     answer is answered, too. Of a raw text, the target continues the first `num_prompt_tokens`, or the prompt where
     there is one. A row whose text does not encode back to the tokens that the target wrote holds these, too, and
-    training reads them. A row that cannot be answered stays as a line that says why.
+    training reads them. A row that cannot be answered becomes a line with the reason.
 
-    Called again after it was stopped, it goes on after the last whole batch in the file; the result is the same.
+    Stopped, it continues after the last complete batch in the file when it is called again; the result is the same.
 
     Args:
         dataset: Rows in any of the forms of [`read_row`].
@@ -70,14 +70,10 @@ def regenerate_dataset(
     check_settings(tokenizer, target.config, max_length)
     path = Path(output_file)
     with sole_writer(path):
-        check_begun_with(
-            path,
-            {"target": model_fingerprint(target)}
-            | tokenizer_fingerprints(tokenizer)
-            | {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
-            | {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "max_new_tokens": max_new_tokens}
-            | ({} if sampling is None else {"sampling": repr(sampling)}),
-        )
+        begun_with: dict[str, Any] = {"target": model_fingerprint(target)} | tokenizer_fingerprints(tokenizer)
+        begun_with |= {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
+        begun_with |= {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "max_new_tokens": max_new_tokens}
+        check_begun_with(path, begun_with | ({} if sampling is None else {"sampling": repr(sampling)}))
         done = cut_unfinished_batch(path, batch_size)
         writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, max_new_tokens)
         begin = time.perf_counter()
@@ -164,13 +160,14 @@ class TargetWriter:
                 answer = answer_text(self.tokenizer, new, self._has_ended(new))
                 histories[index].append({"role": "assistant", "content": answer})
                 turns[index].append((prompts[index], new))
-        return [
-            self._row(history, written) if written else {"skipped": problem}
-            for history, written, problem in zip(histories, turns, problems, strict=True)
-        ]
-
-    def _row(self, messages: list[dict[str, str]], turns: list[Turn]) -> dict[str, Any]:
-        return written_row(self.tokenizer, {"messages": messages, "ended": self._has_ended(turns[-1][1])}, turns)
+        rows: list[dict[str, Any]] = []
+        for messages, written, problem in zip(histories, turns, problems, strict=True):
+            if not written:
+                rows.append({"skipped": problem})
+                continue
+            row = {"messages": messages, "ended": self._has_ended(written[-1][1])}
+            rows.append(written_row(self.tokenizer, row, written))
+        return rows
 
     def _next_prompt(self, conversation: Conversation, history: list[dict[str, str]]) -> list[int] | None:
         """Adds the messages up to the next answer to the history; returns the prompt, `None` without a next answer."""

@@ -11,8 +11,7 @@ from ..open_text import count_closing_tokens
 from .conversations import Conversation, Example, MalformedRowError, RawText, WrittenTokens
 
 
-# Templates that drop earlier reasoning do so, those that open the reasoning in the generation prompt, and those that
-# put the system prompt into the last turn.
+# For example templates that drop earlier reasoning, or put the system prompt into the last turn.
 UNCLEAR = (
     "the chat template renders its beginning differently from all of it, so which tokens the assistant says is not "
     "clear. Let the target answer (`regenerate_dataset`), which keeps the tokens, or mark the assistant's turns in "
@@ -25,18 +24,15 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises `ValueError` for a tokenizer that cannot say where in a text its tokens are."""
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{type(tokenizer).__name__} does not tell where in a text its tokens are. Load the fast tokenizer "
+            f"{type(tokenizer).__name__} does not report where in a text its tokens are. Load the fast tokenizer "
             f"(`use_fast=True`)."
         )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[tuple[list[int], list[int]]]:
     """
-    Encodes an example.
-
-    Returns:
-        Texts, one for each of several written turns: token ids, and for each whether it is the assistant's (1), and so
-        may be drafted, or not (0).
+    Returns the texts of an example, one for each of several written turns: token ids, and for each whether it is the
+    assistant's (1), and so may be drafted, or not (0).
 
     Raises:
         MalformedRowError: The chat template refuses the conversation, or does not show which of its tokens are the
@@ -64,20 +60,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[tuple[l
 
 def counting_states(ids: list[int], assistant: list[int], eos_token_id: int | None) -> list[int]:
     """
-    Returns 1 for each state that counts as a target: it is the assistant's and its successor, the token it predicts,
-    is so too. After the end of a text nothing is drafted, whatever the template writes there.
+    Returns 1 for each state that counts as a target: its token and the next one are the assistant's. After the end of
+    a text nothing is drafted, whatever the template writes there.
     """
     pairs = zip(ids, assistant, [*assistant[1:], 0], strict=True)
     return [int(bool(ours and next_is_ours) and token != eos_token_id) for token, ours, next_is_ours in pairs]
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """
-    Returns the token ids of messages that the assistant is to answer.
-
-    Raises:
-        MalformedRowError: The chat template refuses them.
-    """
+    """Returns the token ids of messages to answer. Raises `MalformedRowError` if the chat template refuses them."""
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
     except jinja2.TemplateError as error:
@@ -147,13 +138,13 @@ def _encode_by_prefixes(tokenizer: PreTrainedTokenizerBase, example: Conversatio
 
 def assistant_spans(render: Callable[..., str], example: Conversation) -> list[tuple[int, int]]:
     """Returns where in the rendered conversation the assistant's trained turns begin and end, in characters."""
-    whole, spans = render(example.messages), []
+    text, spans = render(example.messages), []
     for index, message in enumerate(example.messages):
         if message["role"] != "assistant" or index < example.first_trained:
             continue
         before = render(example.messages[:index], add_generation_prompt=True)
         through = render(example.messages[: index + 1])
-        if not (through.startswith(before) and whole.startswith(through)):
+        if not (through.startswith(before) and text.startswith(through)):
             raise MalformedRowError(UNCLEAR)
         spans.append((len(before), len(through)))
     return spans

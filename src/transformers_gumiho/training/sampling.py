@@ -14,12 +14,8 @@ _NUM_CANDIDATES = 256
 @dataclass(frozen=True)
 class Sampling:
     """
-    How text is sampled.
-
-    Attributes:
-        temperature: Divides the logits.
-        top_p: Probability mass of the nucleus, in (0, 1].
-        share: Share of the batches that are sampled; the others are greedy.
+    How text is sampled: at a `temperature`, from the nucleus of probability mass `top_p` in (0, 1]. A `share` of the
+    batches is sampled; the others are greedy.
     """
 
     temperature: float = 1.0
@@ -38,10 +34,7 @@ class Sampling:
 
 
 class Nucleus(LogitsProcessor):
-    """
-    Divides the scores `(B, V)` by a temperature, and keeps the smallest set of most probable tokens that has `top_p`
-    of the mass, as transformers' own top-p does.
-    """
+    """Divides the scores `(B, V)` by a temperature, and keeps the nucleus, as transformers' own top-p does."""
 
     def __init__(self, sampling: Sampling):
         self.temperature, self.top_p = sampling.temperature, sampling.top_p

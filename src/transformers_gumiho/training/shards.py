@@ -1,4 +1,4 @@
-"""The files of a feature cache: rows with checksums, and what is said of a file that is damaged."""
+"""The files of a feature cache: rows with checksums, and the error of a damaged file."""
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,12 +44,7 @@ def open_shard(path: Path) -> Any:
 
 
 def read_shard_row(file: Any, row: int, columns: list[str], seed: int | None = None) -> dict[str, torch.Tensor]:
-    """
-    Reads columns of a row; with the `seed` that its shard was made with, all columns are read and checked.
-
-    Raises:
-        ValueError: They are not what was written.
-    """
+    """Reads columns of a row. With the `seed` of its shard, all columns: raises `ValueError` if they have changed."""
     start, stop = file.get_slice("offsets")[row : row + 2].tolist()
     found = {name: file.get_slice(name)[start:stop] for name in columns}
     if seed is not None and _row_checksum(found, row, seed) != int(file.get_slice("checksums")[row : row + 1]):

@@ -20,12 +20,7 @@ def why_not_finite(dtype: torch.dtype) -> str:
 
 
 def stored_states(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """
-    Returns a target's states in `dtype`, in the computer's memory.
-
-    Raises:
-        ValueError: They do not fit into it, or were not finite before.
-    """
+    """Returns a target's states in `dtype`, on the CPU. Raises `ValueError` if they do not fit or are not finite."""
     kept = states.to(dtype).cpu()
     if torch.isfinite(kept).all():
         return kept
@@ -40,8 +35,7 @@ class OnlineFeatures:
     Runs the frozen target in every step.
 
     Args:
-        target: Any decoder: in any dtype, quantised, split over devices or with adapters. It is set to evaluation mode
-            and its parameters are frozen.
+        target: Any decoder, in any dtype, quantized, split or with adapters; it is frozen in evaluation mode.
         layer_ids: The `target_layer_ids` of a drafter that reads several layers.
 
     Raises:
@@ -70,11 +64,8 @@ class OnlineFeatures:
     @torch.no_grad()
     def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
         """
-        Runs the target on the `input_ids` `(B, L)` among the `inputs`; with `position_ids`, each row holds several
-        texts. Returns its states.
-
-        Raises:
-            ValueError: There are several texts in a row, and the target does not keep them apart.
+        Returns the target's states of the `input_ids` `(B, L)` among the `inputs`. With `position_ids`, each row holds
+        several texts; raises `ValueError` if the target does not keep them apart.
         """
         input_ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
         if position_ids is not None and not self._packing_is_checked:
@@ -86,7 +77,7 @@ class OnlineFeatures:
         return lambda features: self.head(features.to(like.dtype)).to(like.device)
 
     def restricted_to(self, token_ids: torch.Tensor) -> "OnlineFeatures":
-        """Returns the same features with the logits of `token_ids` `(K,)` alone: see [`output_head`]."""
+        """Returns the same features with the logits of `token_ids` `(K,)` alone."""
         restricted = copy.copy(self)
         restricted.head = output_head(self.target, token_ids)
         return restricted

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from transformers import EvalPrediction, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..internals import drive_one_device
@@ -51,7 +51,7 @@ class GumihoTrainer(Trainer):
         target (`PreTrainedModel` or `CachedFeatures`): The target, which runs in every step, or its cached features.
             It is no part of what is trained or saved.
         acceptance_prompts (`list[torch.Tensor]`, *optional*): Held-out prompts `(T,)` on which evaluations measure
-            tau, the mean of the tokens committed per cycle. Processes share them. Needs the target itself.
+            tau, the mean number of tokens per cycle. Processes share them. Needs the target itself.
         processing_class: The target's tokenizer, which is saved with the drafter.
         **kwargs: As in `Trainer`. A dataset holds the rows that [`GumihoDataCollator`] describes.
 
@@ -119,15 +119,14 @@ class GumihoTrainer(Trainer):
         drive_one_device(args)
         vocab_size = self.drafter.config.get_text_config().vocab_size
         kwargs.setdefault("data_collator", GumihoDataCollator(vocab_size, self._num_positions()))
-        kwargs.setdefault("compute_metrics", self._compute_metrics)
+        kwargs.setdefault("compute_metrics", lambda scored: agreement_metrics(scored.predictions, self._predictors()))
         if isinstance(kwargs.get("train_dataset"), torch.utils.data.IterableDataset):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
             args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, **kwargs)
         if self.processing_class is not None:
             self.drafter.tokenizer = self.processing_class
-        # The loss is an average over all positions of a step, however many batches and processes they come in. Older
-        # versions of transformers know only the first of these.
+        # The loss is an average over all positions of a step. Older transformers know only the first of these.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.target_features.to(args.device)
@@ -150,7 +149,7 @@ class GumihoTrainer(Trainer):
             )
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """As `Trainer.get_train_dataloader`; evaluations count the answers alone, whatever is trained on."""
+        # Evaluations count the answers alone, whatever is trained on.
         collator, self.data_collator = self.data_collator, self._training_collator()
         try:
             return super().get_train_dataloader()
@@ -170,7 +169,7 @@ class GumihoTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """Returns the loss of a batch; `num_items_in_batch` `(Q,)` holds the positions of the whole step."""
+        """Returns the loss of a batch; `num_items_in_batch` `(Q,)` holds the positions of all of its step."""
         states = self.target_features.states(inputs)
         drafter_input = self.drafter_input(states)
         if model.training:
@@ -206,10 +205,7 @@ class GumihoTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """
-        Scores a batch: see [`score_predictions`], and within `calibrate` [`score_choices`]. `compute_metrics` receives
-        the scores of each row.
-        """
+        """Scores each row of a batch: see [`score_predictions`], and within `calibrate` [`score_choices`]."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
@@ -247,12 +243,12 @@ class GumihoTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """
-        As `Trainer.train`. `resume_from_checkpoint=True` takes the newest checkpoint of `output_dir` that is whole: a
-        run that is killed while it writes one leaves a broken one behind. The setting `break_even`, which was
-        measured with the earlier weights, is removed.
+        As `Trainer.train`. `resume_from_checkpoint=True` takes the newest complete checkpoint of `output_dir`: a run
+        that is killed while it writes one leaves a broken one. The setting `break_even`, measured with the earlier
+        weights, is removed.
 
         Raises:
-            ValueError: There is no whole checkpoint to go on from.
+            ValueError: There is no complete checkpoint to continue from.
             FloatingPointError: Training diverged, or the target's states are not finite.
         """
         if resume_from_checkpoint is True:
@@ -277,9 +273,8 @@ class GumihoTrainer(Trainer):
 
     def calibrate(self, dataset: Any = None) -> list[float] | None:
         """
-        Fits the `draft_temperature` of each depth on texts that were not trained on, and puts it into the drafter's
-        `generation_config`: that under which the target's own choices are most likely. A drafter with other
-        temperatures has other trees, so a `break_even` that was measured before is removed.
+        Fits the `draft_temperature` of each depth on texts that were not trained on: under it the target's own choices
+        are most likely. Other temperatures make other trees, so a `break_even` that was measured before is removed.
 
         Args:
             dataset: Rows; by default those of evaluation.
@@ -311,9 +306,8 @@ class GumihoTrainer(Trainer):
         """
         if "loss" in logs and self._terms:
             sums = self.accelerator.reduce(torch.stack(list(self._terms.values())), "sum").tolist()
-            averages = {
-                name: total / len(self._steps_of_terms[name]) for name, total in zip(self._terms, sums, strict=True)
-            }
+            totals = zip(self._terms, sums, strict=True)
+            averages = {name: total / len(self._steps_of_terms[name]) for name, total in totals}
             self._forget_terms()
             logs = logs | averages
             if not all(map(math.isfinite, sums)):
@@ -353,13 +347,11 @@ class GumihoTrainer(Trainer):
     def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
         """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""
         width = self.args.feature_noise * 512 / states.shape[1]
-        # In float32, in which the states of a target in half precision do not swallow it; and next to states of one
-        # size, whatever that of their layer is.
+        # In float32, as half precision would round it away, and next to states of one size in all layers.
         states = normalise_lower(states.float(), self.drafter.config.get_text_config().hidden_size)
         return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
     def _predictors(self, in_training: bool = False) -> list[Predictor]:
-        """Returns the predictors of drafting, or those that are trained."""
         config, args = self.drafter.config, self.args
         num_heads, num_unrolled = config.num_parallel_heads, config.num_serial_tokens - 1
         if in_training:
@@ -369,9 +361,6 @@ class GumihoTrainer(Trainer):
 
     def _shifts(self) -> list[int]:
         return [predictor.shift for predictor in self._predictors(in_training=True)]
-
-    def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
-        return agreement_metrics(prediction.predictions, self._predictors())
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """Returns `(Q,)`: the positions of a step, over its batches and processes, that each term is averaged over."""
@@ -394,10 +383,9 @@ class GumihoTrainer(Trainer):
     def _divergence(self, finding: str) -> str:
         if self.accelerator.reduce(self._broken_states, "sum"):
             return why_not_finite(self.target_features.embedding.dtype)
-        checkpoint = last_complete_checkpoint(self.args.output_dir)
-        kept = (
-            f"The newest checkpoint, {checkpoint}, is from before that." if checkpoint else "There is no checkpoint."
-        )
+        kept = "There is no checkpoint."
+        if checkpoint := last_complete_checkpoint(self.args.output_dir):
+            kept = f"The newest checkpoint, {checkpoint}, is from before that."
         return (
             f"Training diverged at or before step {self.state.global_step}: {finding}. {kept} Lower the learning rate "
             f"or `max_grad_norm`, or train in bf16 instead of fp16."

@@ -1,7 +1,8 @@
 """The options of `gumiho tune`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ..options import option
 from ..pairs import PairArguments, prompts_field
 
 
@@ -9,16 +10,10 @@ from ..pairs import PairArguments, prompts_field
 class TuningArguments(PairArguments):
     """The options of `gumiho tune`; [`tune`] takes them, too. They need a pair, or target and assistant."""
 
-    prompts: str | None = prompts_field(default=None)
-    output_dir: str | None = field(
-        default=None, metadata={"help": "Receives `generation_config.json` (default: the drafter's folder)."}
-    )
-    num_prompts: int = field(
-        default=18, metadata={"help": "Number of prompts: two thirds choose the tree, one third times the winner."}
-    )
-    max_new_tokens: int = field(default=64, metadata={"help": "Maximum number of tokens per prompt."})
-    batch_sizes: list[int] = field(
-        default_factory=lambda: [1, 4, 8], metadata={"help": "Rows to choose a tree size for."}
-    )
-    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature to tune for; 0 is greedy."})
-    tune_vocabulary: bool = field(default=True, metadata={"help": "Also choose the tokens that may be drafted."})
+    prompts: str | None = prompts_field()
+    output_dir: str | None = option("Receives `generation_config.json` (default: the drafter's folder).")
+    num_prompts: int = option("Number of prompts: two thirds choose the tree, one third times the winner.", 18)
+    max_new_tokens: int = option("Maximum number of tokens per prompt.", 64)
+    batch_sizes: list[int] = option("Rows to choose a tree size for.", [1, 4, 8])
+    temperature: float = option("Sampling temperature to tune for; 0 is greedy.", 0.0)
+    tune_vocabulary: bool = option("Also choose the tokens that may be drafted.", True)

@@ -86,9 +86,9 @@ def _choose_vocabulary(
     winner: Tree, vocab_size: int, contest: Contest, recorded: Callable[[Contest], Measure]
 ) -> tuple[dict[Tree, Standing], list[int]]:
     """
-    Lets vocabularies compete; returns how they did, and the list that was counted. What a list loses does not show on
-    the texts that it was counted on: it is counted on the first half of the prompts, and competes on the second. The
-    one that is kept is counted on both.
+    Lets vocabularies compete; returns how they did, and the list that was counted. A list is counted on the first half
+    of the prompts and competes on the second, as its losses do not show on the texts that it was counted on. The list
+    that is kept is counted on both.
     """
     texts: dict[int, Sequence[int]] = {}
     for turn in range(ROUNDS[-1]):

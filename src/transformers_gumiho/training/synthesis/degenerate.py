@@ -1,4 +1,4 @@
-"""Telling prompts that nobody would write: empty, endless, repeating themselves or garbled."""
+"""Finding prompts that nobody would write: empty, endless, repetitive or garbled."""
 
 import re
 import zlib
@@ -13,14 +13,7 @@ _RUN = re.compile(r"(.{1,20}?)\1{7,}", re.DOTALL)
 
 
 def why_degenerate(text: str, ended: bool, special_tokens: list[str]) -> str | None:
-    """
-    Returns why a self-written prompt is of no use, `None` if it is.
-
-    Args:
-        text: The prompt.
-        ended: Whether the target ended it by itself.
-        special_tokens: Texts that only templates write.
-    """
+    """Returns why a self-written prompt is useless, or `None`. Only templates write the `special_tokens`."""
     if not ended:
         return "does not end"
     if len(text) < MIN_CHARACTERS:

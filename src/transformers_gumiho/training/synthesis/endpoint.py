@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..sampling import Sampling
+from .settings import SynthesisSettings
 from .user_turn import UserTurn, find_user_turn
 from .writing import Text
 
@@ -32,17 +32,17 @@ class EndpointError(ConnectionError):
 @dataclass(frozen=True)
 class Endpoint:
     """
-    A server, and how to be patient with it.
+    A server.
 
     Attributes:
         url: Up to before `/v1`, such as `http://localhost:8000`.
-        model: The name that the server has for the target.
+        model: The server's name for the target.
         concurrency: Requests at a time.
-        api_key: For servers that want one.
-        timeout: Seconds until a request is given up and sent again.
-        num_tries: How often a request is sent, at most.
-        first_wait: Seconds until it is sent again; twice as many after every failure.
-        longest_wait: Seconds that it waits, at most.
+        api_key: For servers that require one.
+        timeout: Seconds until a request is sent again.
+        num_tries: Maximum number of tries of a request.
+        first_wait: Seconds before the second try; doubled after every failure.
+        longest_wait: Maximum seconds between two tries.
     """
 
     url: str
@@ -64,11 +64,11 @@ class Endpoint:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """
-        Returns the answer to a request with this JSON `body`, to `path` below `/v1/`; it is sent as often as it takes.
+        Returns the response to a request with this JSON `body`, to `path` below `/v1/`.
 
         Raises:
             EndpointError: The server refuses, or does not answer after the last try.
-            ValueError: The answer is no JSON.
+            ValueError: The response is no JSON.
         """
         # Never the user's token for the Hub.
         headers = {"content-type": "application/json", "authorization": f"Bearer {self.api_key or 'none'}"}
@@ -92,33 +92,16 @@ class Endpoint:
                 time.sleep(min(wait, self.longest_wait))
                 wait *= 2
         raise EndpointError(
-            f"{self.url} did not answer in {self.num_tries} tries: {reason}. What was written before stays. See that "
-            f"the server runs, and run this again: it goes on there."
+            f"{self.url} did not answer in {self.num_tries} tries: {reason}. What was written before stays. Check "
+            f"that the server runs, and run this again to continue."
         )
 
 
 class EndpointWriter:
-    """
-    A target behind a server.
+    """A target behind a server, with the `tokenizer`'s chat template; texts are written as the `settings` say."""
 
-    Args:
-        endpoint: The server.
-        tokenizer: The target's, with the chat template that the server has.
-        max_prompt_tokens: Tokens of a prompt that it writes, at most.
-        max_new_tokens: Tokens of an answer, at most.
-        sampling: How prompts and sampled answers are sampled.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        tokenizer: PreTrainedTokenizerBase,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        sampling: Sampling,
-    ):
-        self.endpoint, self.tokenizer, self.sampling = endpoint, tokenizer, sampling
-        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
+    def __init__(self, endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, settings: SynthesisSettings):
+        self.endpoint, self.tokenizer, self.settings = endpoint, tokenizer, settings
         self._first: dict[str, str] = {}  # what was written first after each opening
 
     def write_user_turns(self, openings: Sequence[str], seed: int) -> list[Text]:
@@ -151,9 +134,9 @@ class EndpointWriter:
         closing = turn.closing.strip()
         body = {
             "prompt": self._without_bos(turn.opening) + opening,
-            "max_tokens": self.max_prompt_tokens,
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
+            "max_tokens": self.settings.max_prompt_tokens,
+            "temperature": self.settings.temperature,
+            "top_p": self.settings.top_p,
             "seed": seed,
         } | ({"stop": [closing]} if closing else {})
         choice = self.endpoint.post("completions", body)["choices"][0]
@@ -162,9 +145,9 @@ class EndpointWriter:
         return Text(cut, choice["finish_reason"] == "stop" or cut != text.strip())
 
     def _chat(self, messages: list[dict[str, str]], is_sampled: bool, seed: int) -> Text:
-        sampling = self.sampling
-        how = {"temperature": sampling.temperature, "top_p": sampling.top_p} if is_sampled else {"temperature": 0}
-        body = {"messages": messages, "max_tokens": self.max_new_tokens, "seed": seed, **how}
+        settings = self.settings
+        how = {"temperature": settings.temperature, "top_p": settings.top_p} if is_sampled else {"temperature": 0}
+        body = {"messages": messages, "max_tokens": settings.max_new_tokens, "seed": seed, **how}
         choice = self.endpoint.post("chat/completions", body)["choices"][0]
         message = choice["message"]
         problem = None if message["content"].strip() else "the target says nothing"

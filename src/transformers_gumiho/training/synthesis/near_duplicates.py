@@ -16,7 +16,7 @@ _WORD = re.compile(r"\w+")
 
 
 class NearDuplicates:
-    """Remembers texts, and tells which new ones are nearly the same as one of them."""
+    """Remembers texts, and finds new ones that are nearly the same as one of them."""
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
@@ -31,8 +31,9 @@ class NearDuplicates:
         pairs = _pairs_of_words(text)
         bands = self._bands_of(pairs)
         candidates = {index for band in bands for index in self._bands.get(band, ())}
-        if any(_similarity(pairs, self._kept[index]) >= SIMILARITY for index in candidates):
-            return False
+        for kept in map(self._kept.__getitem__, candidates):
+            if len(pairs & kept) >= SIMILARITY * len(pairs | kept):
+                return False
         for band in bands:
             self._bands[band].append(len(self._kept))
         self._kept.append(pairs)
@@ -49,7 +50,3 @@ def _pairs_of_words(text: str) -> frozenset[int]:
     words = _WORD.findall(text.lower()) or [text]
     pairs = zip(words, words[1:] or [""], strict=False)
     return frozenset(zlib.crc32(" ".join(pair).encode()) for pair in pairs)
-
-
-def _similarity(first: frozenset[int], second: frozenset[int]) -> float:
-    return len(first & second) / len(first | second)

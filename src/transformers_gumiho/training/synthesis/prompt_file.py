@@ -3,59 +3,51 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from ...resumable_file import append_rows, cut_unfinished_batch, whole_lines
+from ...resumable_file import append_rows, complete_lines, cut_unfinished_batch
 from .degenerate import why_degenerate
 from .near_duplicates import NearDuplicates
 from .writing import Text
 
 
+@dataclass
 class PromptFile:
     """
     The prompts in a file; it grows in batches, and each batch is the same whenever it is written.
 
-    Args:
+    Attributes:
         path: The file: JSONL, also of the prompts that were dropped.
         write: Writes what users might say, for their first words and a seed.
         openings: First words, which take turns.
         special_tokens: Texts that only templates write.
         batch_size: Prompts that are written at a time.
         seed: For sampling.
-
-    Attributes:
-        rows: `messages` of each prompt of use.
-        dropped: How many others there are, by reason.
+        rows: `messages` of each useful prompt.
+        dropped: Number of the others, by reason.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        write: Callable[[Sequence[str], int], list[Text]],
-        openings: Sequence[str],
-        special_tokens: list[str],
-        batch_size: int,
-        seed: int,
-    ):
-        self.path, self.write, self.openings, self.special_tokens = path, write, openings, special_tokens
-        self.batch_size, self.seed = batch_size, seed
-        self.rows: list[dict[str, Any]] = []
-        self.dropped: Counter[str] = Counter()
+    path: Path
+    write: Callable[[Sequence[str], int], list[Text]]
+    openings: Sequence[str]
+    special_tokens: list[str]
+    batch_size: int
+    seed: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
         self._seen = NearDuplicates()
-        self._num_written = cut_unfinished_batch(path, batch_size)
-        for line in whole_lines(path):
+        self._num_written = cut_unfinished_batch(self.path, self.batch_size)
+        for line in complete_lines(self.path):
             self._count(json.loads(line))
 
     def grow(self, num_prompts: int) -> None:
-        """
-        Writes until there are `num_prompts`.
-
-        Raises:
-            ValueError: Hardly any prompt that is written is of use.
-        """
+        """Writes until there are `num_prompts`. Raises `ValueError` if hardly any prompt is useful."""
         done = min(len(self.rows), num_prompts)
         with tqdm(desc="target asks", total=num_prompts, initial=done, unit="prompt") as progress:
             while len(self.rows) < num_prompts:

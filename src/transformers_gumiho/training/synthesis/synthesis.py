@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,59 +19,15 @@ from ..conversations import Conversation, MalformedRowError, read_text
 from ..fingerprint import tokenizer_fingerprints
 from ..preparation import check_settings
 from ..regeneration import regenerate_dataset
-from ..sampling import Sampling
 from .endpoint import Endpoint, EndpointWriter
 from .prompt_file import PromptFile, count_in_words
+from .settings import SynthesisSettings
 from .user_turn import find_user_turn
 from .writing import Text, write_user_turns
 
 
-# Rows of so many batches are sorted by length: a batch has little padding, and every part of the file all lengths.
+# Batches whose rows are sorted by length: a batch has little padding, and every part of the file has all lengths.
 _SORTED_BATCHES = 8
-
-
-@dataclass(frozen=True)
-class SynthesisSettings:
-    """
-    What is written, and how.
-
-    Attributes:
-        num_prompts: Prompts that the target writes.
-        batch_size: Prompts or answers that are written at a time.
-        max_prompt_tokens: Tokens of a self-written prompt after its opening, at most; a longer one is dropped.
-        max_new_tokens: Tokens of an answer, at most; a longer one is cut.
-        sampled_share: Share of the answers that are sampled; the others are greedy.
-        temperature: For prompts and sampled answers.
-        top_p: Probability mass of the nucleus.
-        seed: For sampling.
-    """
-
-    num_prompts: int
-    batch_size: int = 32
-    max_prompt_tokens: int = 256
-    max_new_tokens: int = 512
-    sampled_share: float = 0.25
-    temperature: float = 1.0
-    top_p: float = 0.95
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "max_prompt_tokens", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.num_prompts < 0:
-            raise ValueError(f"`num_prompts` must be at least 0, got {self.num_prompts}.")
-        if not 0 <= self.sampled_share <= 1:
-            raise ValueError(f"`sampled_share` must be between 0 and 1, got {self.sampled_share}.")
-        if self.temperature <= 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"`temperature` must be above 0 and `top_p` in (0, 1], got {self.temperature} and {self.top_p}."
-            )
-
-    @property
-    def sampling(self) -> Sampling:
-        """How prompts are sampled, and the sampled share of the answers."""
-        return Sampling(self.temperature, self.top_p, self.sampled_share)
 
 
 def synthesize_dataset(
@@ -87,7 +43,7 @@ def synthesize_dataset(
     turn (Magpie), and then answers them. Useless and near-duplicate prompts are dropped; the file beside it,
     `*.prompts.jsonl`, says which and why.
 
-    Called again after it was stopped, it continues after the last whole batch in the files; the result is the same.
+    Stopped, it continues after the last complete batch in the files when it is called again; the result is the same.
 
     Args:
         target: The target.
@@ -134,14 +90,14 @@ def synthesize_from_endpoint(
     questions: Dataset | None = None,
 ) -> None:
     """
-    Does what [`synthesize_dataset`] does with a target behind a server. Answers that the server gets wrong are counted
-    and left out. Called again after it was stopped, or the server was, it continues after the last whole batch.
+    Does what [`synthesize_dataset`] does with a target behind a server. Invalid responses are counted and left out.
+    Called again after it or the server was stopped, it continues after the last complete batch.
 
     Args:
         endpoint: The server.
         tokenizer: The target's, with a chat template.
         output_file: The new dataset.
-        settings: What is written. A batch is waited for as a whole, so let it be several times the concurrency.
+        settings: What is written. The batch size should be several times the concurrency.
         openings: First words of users, which take turns.
         questions: Rows in any of the forms of [`read_text`]; their first questions are answered.
 
@@ -154,14 +110,11 @@ def synthesize_from_endpoint(
     if not settings.num_prompts and questions is None:
         raise ValueError("There is nothing to answer. Give `num_prompts` above 0, or `questions`.")
     path = Path(output_file)
-    writer = EndpointWriter(
-        endpoint, tokenizer, settings.max_prompt_tokens, settings.max_new_tokens, settings.sampling
-    )
+    writer = EndpointWriter(endpoint, tokenizer, settings)
     fingerprints = {"target": endpoint.model} | tokenizer_fingerprints(tokenizer)
     rows: list[Mapping[str, Any]] = [*questions] if questions is not None else []
     if settings.num_prompts:
-        write = writer.write_user_turns
-        rows += _write_prompts(write, tokenizer, path, settings, openings, fingerprints)
+        rows += _write_prompts(writer.write_user_turns, tokenizer, path, settings, openings, fingerprints)
     asked = {"rows": dataset_fingerprint(Dataset.from_list([dict(row) for row in rows]))}
     with sole_writer(path):
         check_begun_with(path, fingerprints | asked | asdict(settings))
@@ -196,11 +149,8 @@ def _write_prompts(
         file = PromptFile(path, write, openings or [""], special, settings.batch_size, settings.seed)
         file.grow(settings.num_prompts)
     tqdm.write(f"{settings.num_prompts} prompts. Dropped: {count_in_words(file.dropped)}.")
-    return _by_length(file.rows[: settings.num_prompts], _SORTED_BATCHES * settings.batch_size)
-
-
-def _by_length(rows: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]:
-    parts = (rows[start : start + num_rows] for start in range(0, len(rows), num_rows))
+    rows, size = file.rows[: settings.num_prompts], _SORTED_BATCHES * settings.batch_size
+    parts = (rows[start : start + size] for start in range(0, len(rows), size))
     return [row for part in parts for row in sorted(part, key=lambda row: len(row["messages"][-1]["content"]))]
 
 

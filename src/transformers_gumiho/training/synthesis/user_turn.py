@@ -16,20 +16,10 @@ class UserTurnNotFoundError(ValueError):
 
 @dataclass(frozen=True)
 class UserTurn:
-    """
-    What a chat template writes around what the user says in the first turn.
-
-    Attributes:
-        opening: Text before it.
-        closing: Text after it, without the assistant's opening.
-    """
+    """What a chat template writes before (`opening`) and after (`closing`) what the user says in the first turn."""
 
     opening: str
     closing: str
-
-    def opening_ids(self, tokenizer: PreTrainedTokenizerBase, words: str = "") -> list[int]:
-        """Returns the token ids of the opening, and of the user's first words after it."""
-        return list(tokenizer(self.opening + words, add_special_tokens=False)["input_ids"])
 
     def ends(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
         """Returns the tokens that end a user's turn: the tokenizer's end, and special ones that begin the closing."""
@@ -44,30 +34,20 @@ class UserTurn:
 
 
 def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
-    """
-    Finds what the tokenizer's chat template writes around a first user turn.
-
-    Raises:
-        UserTurnNotFoundError: There is no template, it refuses the message, or it does not show where users speak.
-    """
+    """Finds what the tokenizer's chat template writes around a first user turn, or raises `UserTurnNotFoundError`."""
     name = tokenizer.name_or_path
+    way_out = "template with a user opening (`--chat_template FILE`), or questions (`--data FILE`)."
     if not tokenizer.chat_template:
-        raise UserTurnNotFoundError(
-            f"The tokenizer {name!r} has no chat template, so the target cannot be asked for a user's turn. Give a "
-            f"template (`--chat_template FILE`), or questions (`--data FILE`)."
-        )
+        raise UserTurnNotFoundError(f"The tokenizer {name!r} has no chat template. Give a {way_out}")
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
     except jinja2.TemplateError as error:
-        raise UserTurnNotFoundError(
-            f"The chat template of {name!r} refuses a user's turn: {error}. Give another template (`--chat_template "
-            f"FILE`), or questions (`--data FILE`)."
-        ) from error
+        message = f"The chat template of {name!r} refuses a user's turn: {error}. Give another {way_out}"
+        raise UserTurnNotFoundError(message) from error
     opening, *rest = text.split(_MARK)
     if len(rest) != 1 or not opening.strip():
         how = "writes nothing before it" if len(rest) == 1 else f"shows it {len(rest)} times"
         raise UserTurnNotFoundError(
-            f"The chat template of {name!r} does not show where the user speaks: it {how}. Give a template with "
-            f"a user opening (`--chat_template FILE`), or questions (`--data FILE`)."
+            f"The chat template of {name!r} does not show where the user speaks: it {how}. Give a {way_out}"
         )
     return UserTurn(opening, rest[0])

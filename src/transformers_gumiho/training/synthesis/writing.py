@@ -13,14 +13,7 @@ from .user_turn import find_user_turn
 
 @dataclass(frozen=True)
 class Text:
-    """
-    What was written.
-
-    Attributes:
-        text: Without its end; where a server wrote it, without special tokens.
-        ended: Whether the target ended it, rather than a limit.
-        problem: Why it is of no use, if it is not.
-    """
+    """What was written, whether the target `ended` it rather than a limit, and the `problem` of a useless one."""
 
     text: str
     ended: bool
@@ -43,13 +36,13 @@ def write_user_turns(
         tokenizer: The target's, with a chat template.
         max_tokens: Tokens of a prompt after its first words, at most.
         sampling: How prompts are sampled.
-        openings: The first words; empty ones let the target find these, too.
+        openings: First words; empty ones leave these to the target.
         seed: For sampling.
     """
     torch.manual_seed(seed)
     turn, end = find_user_turn(tokenizer), target.generation_config.eos_token_id
     ends = turn.ends(tokenizer) | {*(end if isinstance(end, list) else [end])} - {None}
-    prompts = [turn.opening_ids(tokenizer, opening) for opening in openings]
+    prompts = [tokenizer(turn.opening + words, add_special_tokens=False)["input_ids"] for words in openings]
     written = continue_rows(target, prompts, max_tokens, ends, sampling)
     texts = []
     for opening, prompt, tokens in zip(openings, prompts, written, strict=True):

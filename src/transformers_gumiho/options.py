@@ -1,6 +1,18 @@
-"""How `gumiho COMMAND --help` shows options."""
+"""Options of commands: the fields of their dataclasses, and how `gumiho COMMAND --help` shows them."""
 
 from argparse import Action, ArgumentDefaultsHelpFormatter
+from dataclasses import MISSING, field
+from typing import Any
+
+
+REQUIRED = MISSING
+
+
+def option(text: str, default: Any = None) -> Any:
+    """Returns a field with this help text. A list is copied; an option whose default is `REQUIRED` must be given."""
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter):
