@@ -1,9 +1,10 @@
 """Steps without drafts, which the drafter reads later, several in one pass: it then drafts what it would have."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm_engine import (
     DEMO_DRAFTER,
@@ -22,8 +23,7 @@ from transformers_gumiho.vllm.unread_steps import MOST_STEPS, UnreadSteps
 
 # One or two requests draft, more do not.
 SCHEDULE = [[1, 2, 7], [3, 8, 0]]
-PROMPTS = demo_prompts()[:8]
-Chains = list[list[list[int]]]
+PROMPTS = [prompt[:24] for prompt in demo_prompts()[:8]]
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,14 @@ def llm() -> Iterator[Any]:
 
 
 def write_until_few_are_left(llm: Any) -> None:
-    write_texts(llm, PROMPTS[:4], [9, 20, 31, 60])
+    write_texts(llm, PROMPTS[:4], [6, 16, 27, 40])
 
 
 def write_while_others_come(llm: Any) -> None:
     """In between a prompt comes that is read in pieces, and a request is aborted."""
     engine, long_prompt = llm.llm_engine, "".join(demo_prompts()[24:28])[:400]
     for name, prompt in zip("abcd", PROMPTS, strict=False):
-        engine.add_request(f"early-{name}", prompt[:40], SamplingParams(temperature=0.0, max_tokens=50))
+        engine.add_request(f"early-{name}", prompt, SamplingParams(temperature=0.0, max_tokens=40))
     for step in range(200):
         if step == 12:
             engine.add_request("late", long_prompt, SamplingParams(temperature=0.0, max_tokens=30))
@@ -56,50 +56,59 @@ def write_while_others_come(llm: Any) -> None:
 
 def write_more_than_fits(llm: Any) -> None:
     before = metric(llm, "num_preemptions")
-    write_texts(llm, [prompt[:24] for prompt in PROMPTS], [40, 42, 44, 46, 48, 50, 60, 70])
+    # Those that came last are put off.
+    write_texts(llm, PROMPTS, [60, *range(36, 50, 2)])
     assert metric(llm, "num_preemptions") > before
 
 
-def go_on_after_cached_texts(llm: Any) -> None:
-    """The cached blocks hold tokens that had not been read when their request ended."""
-    outputs = llm.generate(PROMPTS[:3], SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True), use_tqdm=False)
-    tokens = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids]
-    settings = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    (output,) = llm.generate([{"prompt_token_ids": tokens}], settings, use_tqdm=False)
-    assert output.num_cached_tokens > len(outputs[0].prompt_token_ids) + MOST_STEPS
+def go_on_after_a_cached_text(llm: Any) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    (first, *_) = llm.generate(PROMPTS[:3], sampling, use_tqdm=False)
+    prompt = {"prompt_token_ids": [*first.prompt_token_ids, *first.outputs[0].token_ids]}
+    (second,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)
+    assert second.num_cached_tokens > len(first.prompt_token_ids) + MOST_STEPS
 
 
-WAYS = [write_until_few_are_left, write_while_others_come, write_more_than_fits, go_on_after_cached_texts]
+WAYS = [write_until_few_are_left, write_while_others_come, write_more_than_fits, go_on_after_a_cached_text]
+
+
+def draft(llm: Any, write: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, torch.Tensor, int]:
+    """Returns the chains of all steps, the features of their serial tokens, and the number of the drafter's passes."""
+    llm.reset_prefix_cache()
+    model, passes, features = drafter_of(llm).model, [], []
+    draft_in_parallel = model.draft_in_parallel
+
+    def recording(tokens: torch.Tensor, serial_features: torch.Tensor) -> torch.Tensor:
+        features.append(serial_features.flatten(0, 1).clone())
+        return draft_in_parallel(tokens, serial_features)
+
+    hook = model.register_forward_pre_hook(lambda *_: passes.append(None))
+    with monkeypatch.context() as patch, recorded_chains(llm) as steps:
+        patch.setattr(model, "draft_in_parallel", recording)
+        write(llm)
+    hook.remove()
+    return steps, torch.cat(features), len(passes)
 
 
 @pytest.mark.parametrize("write", WAYS, ids=lambda write: write.__name__)
 def test_drafts_are_those_of_a_drafter_that_reads_every_step(
-    write: Any, llm: Any, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Any], None], llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = drafter_of(llm)
-
-    def draft() -> tuple[Chains, int]:
-        """Returns the chains of all steps, and the number of the drafter's passes."""
-        llm.reset_prefix_cache()
-        passes: list[None] = []
-        hook = drafter.model.register_forward_pre_hook(lambda *_: passes.append(None))
-        with recorded_chains(llm) as steps:
-            write(llm)
-        hook.remove()
-        return steps, len(passes)
-
-    chains, num_passes = draft()
+    chains, features, num_passes = draft(llm, write, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(drafter, "_may_read_later", False)
-        expected, num_passes_of_every_step = draft()
+        patch.setattr(drafter_of(llm), "_may_read_later", False)
+        expected, expected_features, num_passes_of_every_step = draft(llm, write, monkeypatch)
     assert chains == expected
+    torch.testing.assert_close(features, expected_features, rtol=1e-3, atol=1e-3)
     assert {len(drafted[0]) for drafted in chains} == {0, 7}
     without_drafts = sum(not drafted[0] for drafted in chains)
     assert num_passes_of_every_step - num_passes > without_drafts / 2
-    # And it needs what it has read.
+    # And the drafter depends on what it has read.
     with monkeypatch.context() as patch:
         patch.setattr(UnreadSteps, "add", lambda *_: None)
-        assert draft()[0] != expected
+        _, features, _ = draft(llm, write, monkeypatch)
+    length = min(len(features), len(expected_features))
+    assert not torch.allclose(features[:length], expected_features[:length], rtol=0.01, atol=0.01)
 
 
 def test_passes_hold_no_more_steps_and_tokens_than_they_may(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +123,7 @@ def test_passes_hold_no_more_steps_and_tokens_than_they_may(llm: Any, monkeypatc
 
     monkeypatch.setattr(UnreadSteps, "take", recording)
     for most_tokens, num_steps in ((64, MOST_STEPS), (20, 5)):
-        drafter_of(llm)._unread = UnreadSteps(most_tokens)
+        monkeypatch.setattr(drafter_of(llm), "_unread", UnreadSteps(most_tokens))
         sizes.clear()
-        write_texts(llm, PROMPTS[:4], 30)
+        write_texts(llm, PROMPTS[:4], 20)
         assert max(sizes) == (num_steps, 4 * num_steps)
