@@ -109,21 +109,3 @@ def test_drafts_are_those_of_a_drafter_that_reads_every_step(
         _, features, _ = draft(llm, write, monkeypatch)
     length = min(len(features), len(expected_features))
     assert not torch.allclose(features[:length], expected_features[:length], rtol=0.01, atol=0.01)
-
-
-def test_passes_hold_no_more_steps_and_tokens_than_they_may(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[tuple[int, int]] = []
-    take = UnreadSteps.take
-
-    def recording(self: UnreadSteps) -> dict[str, Any]:
-        arguments = take(self)
-        metadata = arguments["common_attn_metadata"]
-        sizes.append((metadata.max_query_len, metadata.num_actual_tokens))
-        return arguments
-
-    monkeypatch.setattr(UnreadSteps, "take", recording)
-    for most_tokens, num_steps in ((64, MOST_STEPS), (20, 5)):
-        monkeypatch.setattr(drafter_of(llm), "_unread", UnreadSteps(most_tokens))
-        sizes.clear()
-        write_texts(llm, PROMPTS[:4], 20)
-        assert max(sizes) == (num_steps, 4 * num_steps)
