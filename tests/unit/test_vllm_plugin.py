@@ -17,6 +17,7 @@ import torch
 from checkpoints import LLAMA_FIELDS, VLLM_FIELDS
 from hub_cache import write_to_hub_cache
 from targets import make_drafter, make_target
+from vllm_metadata import Metadata
 from vllm_reader import expected_shapes, read_config, read_names
 from vllm_sources import write_sources
 
@@ -32,6 +33,7 @@ from transformers_gumiho.vllm.checkpoint import (
     is_readable,
     plain_name,
 )
+from transformers_gumiho.vllm.unread_steps import UnreadSteps
 
 
 ROOT = Path(__file__).parents[2]
@@ -359,6 +361,19 @@ def test_a_checkpoint_holds_what_its_config_has_a_place_for() -> None:
         assert not is_readable(config, name)
 
 
+def make_proposer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a proposer without vLLM, after the fixture `vllm`, with the config of the released drafters."""
+    ours = load("proposer", monkeypatch, {
+        "vllm.config": {"VllmConfig": object},
+        "vllm.v1.sample": {},
+        "vllm.v1.sample.metadata": {"SamplingMetadata": object},
+    }).GumihoProposer  # fmt: skip
+    proposer = object.__new__(ours)
+    config = SimpleNamespace(num_serial_tokens=2, num_parallel_heads=5)
+    proposer.draft_model_config = SimpleNamespace(hf_config=config)
+    return proposer
+
+
 def test_a_rank_without_requests_runs_the_passes_of_a_draft(
     vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,14 +385,7 @@ def test_a_rank_without_requests_runs_the_passes_of_a_draft(
             raise RuntimeError
 
     vllm.eagle.dummy_run = dummy_run
-    ours = load("proposer", monkeypatch, {
-        "vllm.config": {"VllmConfig": object},
-        "vllm.v1.sample": {},
-        "vllm.v1.sample.metadata": {"SamplingMetadata": object},
-    }).GumihoProposer  # fmt: skip
-    proposer = object.__new__(ours)
-    config = SimpleNamespace(num_serial_tokens=2, num_parallel_heads=5)
-    proposer.draft_model_config = SimpleNamespace(hf_config=config)
+    proposer = make_proposer(monkeypatch)
     for num_tokens in (1, 2, 7):
         proposer.num_speculative_tokens = num_tokens
         proposer.dummy_run(3)
@@ -385,6 +393,43 @@ def test_a_rank_without_requests_runs_the_passes_of_a_draft(
             proposer.dummy_run(3, fails=True)
         assert proposer.num_speculative_tokens == num_tokens
     assert passes == [1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("reason", [None, "drafts", "prompts", "images", "ranks", "several caches"])
+def test_a_step_is_read_at_once_where_it_cannot_wait(
+    reason: str | None, vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    vllm.eagle.propose = lambda self, num_tokens, **step: passes.append(num_tokens) or torch.zeros(2, num_tokens)
+    proposer = make_proposer(monkeypatch)
+    groups = ["full", "sliding"] if reason == "several caches" else ["full"]
+    vars(proposer).update(
+        _runner=SimpleNamespace(
+            input_batch=SimpleNamespace(req_ids=["a", "b"]), kv_cache_config=SimpleNamespace(kv_cache_groups=groups)
+        ),
+        _unread=UnreadSteps(100), _may_read_later=reason != "ranks",
+    )  # fmt: skip
+    starts = torch.arange(3, dtype=torch.int32)
+
+    def propose(num_tokens: int, max_query_len: int = 1, images: Any = None) -> None:
+        step = dict.fromkeys(("target_token_ids", "target_positions", "target_hidden_states"), starts[:2])
+        metadata = Metadata(starts, starts, 2, max_query_len, starts[:2], starts[1:])
+        chains = proposer.propose(
+            num_tokens, **step, next_token_ids=starts[:2], common_attn_metadata=metadata, mm_embed_inputs=images
+        )
+        assert chains.shape == (2, num_tokens)
+
+    propose(0)
+    waiting = 0 if reason in ("ranks", "several caches") else 1
+    assert passes == [0] * (1 - waiting)
+    passes.clear()
+    propose(
+        1 if reason == "drafts" else 0,
+        max_query_len=5 if reason == "prompts" else 1,
+        images=[] if reason == "images" else None,
+    )
+    # What waits is read first.
+    assert passes == {None: [], "drafts": [0, 1], "prompts": [0, 0], "images": [0, 0]}.get(reason, [0])
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.model.", "mlp."])

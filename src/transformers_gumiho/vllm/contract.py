@@ -26,7 +26,9 @@ TESTED_RELEASES = ("0.31", "0.32", "0.33")
 # the parameters of a function whose remaining ones are passed on as they come; elsewhere these need defaults.
 # A name alone, with "", is used itself. Names may be imported by the module, and methods be inherited.
 HOOKS: dict[tuple[str, str], dict[str, str]] = {
-    ("vllm.config", "VllmConfig"): {"": ""},
+    ("vllm.config", "VllmConfig"): {
+        "": "", "kv_transfer_config": "", "parallel_config": "", "scheduler_config": "",
+    },
     ("vllm.config.model", "get_config"): {"": "model trust_remote_code revision ..."},
     ("vllm.config.speculative", "SpeculativeConfig"): {
         "method": "", "num_speculative_tokens": "", "draft_model_config": "",
@@ -53,14 +55,23 @@ HOOKS: dict[tuple[str, str], dict[str, str]] = {
     ("vllm.model_executor.models.utils", "maybe_prefix"): {"": "prefix name"},
     ("vllm.model_executor.models.utils", "process_eagle_weight"): {"": "model name"},
     ("vllm.transformers_utils.configs.eagle", "EAGLEConfig"): {"__init__": "self model method"},
+    ("vllm.v1.attention.backend", "CommonAttentionMetadata"): {
+        "max_query_len": "", "num_actual_tokens": "", "query_start_loc": "", "query_start_loc_cpu": "",
+        "slot_mapping": "",
+    },
     ("vllm.v1.sample.metadata", "SamplingMetadata"): {"": ""},
     ("vllm.v1.spec_decode.eagle", "EagleProposer"): {
         "__init__": "self vllm_config device runner", "load_model": "self target_model",
-        "propose": "self num_speculative_tokens ...", "set_inputs_first_pass": "self target_hidden_states ...",
+        "propose":
+            "self num_speculative_tokens target_token_ids target_positions target_hidden_states next_token_ids "
+            "token_indices_to_sample common_attn_metadata mm_embed_inputs num_rejected_tokens_gpu ...",
+        "set_inputs_first_pass": "self target_hidden_states ...",
         "dummy_run": "self ...", "_sample_draft_tokens": "self hidden_states sampling_metadata",
         "_greedy_sample": "self hidden_states", "_last_draft_probs": "", "draft_model_config": "", "method": "",
         "model": "", "num_speculative_tokens": "",
     },
+    ("vllm.v1.worker.gpu_input_batch", "InputBatch"): {"req_ids": ""},
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"): {"input_batch": "", "kv_cache_config": ""},
     ("vllm.v1.worker.gpu.spec_decode.eagle.speculator", "EagleSpeculator"): {
         "__init__": "self vllm_config device", "load_model": "self target_model", "propose": "self input_batch ...",
         "capture": "self", "_generate_fused_drafts": "self ...", "_multi_step_decode": "self ...",
