@@ -37,16 +37,16 @@ def test_what_is_missing_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("now", "fault"),
     [
-        ("def propose(self, num_tokens, *others): ...", "has no parameter `num_speculative_tokens`"),
-        ("def propose(self, num_speculative_tokens, another): ...", None),
-        ("propose = 1", "is no function"),
-        ("@property\n    def propose(\n        self, num_speculative_tokens\n    ) -> int:\n        ...", None),
+        ("def set_inputs_first_pass(self, num_tokens, *others): ...", "has no parameter `target_hidden_states`"),
+        ("def set_inputs_first_pass(self, target_hidden_states, another): ...", None),
+        ("set_inputs_first_pass = 1", "is no function"),
+        ("@property\n    def set_inputs_first_pass(\n        self, target_hidden_states\n    ) -> int:\n        ...", None),
     ],
 )
 def test_parameters_that_are_passed_on(now: str, fault: str | None, tmp_path: Path) -> None:
     file = write_sources(tmp_path) / EAGLE
-    file.write_text(file.read_text().replace("def propose(self, num_speculative_tokens, *others): ...", now))
-    assert faults(tmp_path).get("EagleProposer.propose") == fault
+    file.write_text(file.read_text().replace("def set_inputs_first_pass(self, target_hidden_states, *others): ...", now))
+    assert faults(tmp_path).get("EagleProposer.set_inputs_first_pass") == fault
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_bases_and_imports_are_followed(tmp_path: Path) -> None:
 def test_a_changed_body_is_named_and_a_release_that_was_not_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = "def propose(self, num_speculative_tokens, *others): ..."
-    monkeypatch.setattr(contract, "DIGESTS", {"EagleProposer.propose": f"00000000 {digest(body)}"})
+    body = "def set_inputs_first_pass(self, target_hidden_states, *others): ..."
+    monkeypatch.setattr(contract, "DIGESTS", {"EagleProposer.set_inputs_first_pass": f"00000000 {digest(body)}"})
     root = write_sources(tmp_path, "0.320.1")
     hooks = list(read_hooks(root))
     assert [hook for hook in hooks if hook.is_changed] == []
@@ -88,8 +88,8 @@ def test_a_changed_body_is_named_and_a_release_that_was_not_tested(
     assert "has not been tested with vLLM 0.320.1, but with 0.31, 0.32" in caution(hooks, read_version(root))
     (root / EAGLE).write_text((root / EAGLE).read_text().replace(body, f"{body[:-3]}return 1"))
     hooks = list(read_hooks(root))
-    assert [hook.name for hook in hooks if hook.is_changed] == ["EagleProposer.propose"]
-    assert "vLLM has changed EagleProposer.propose" in caution(hooks, "0.32.1")
+    assert [hook.name for hook in hooks if hook.is_changed] == ["EagleProposer.set_inputs_first_pass"]
+    assert "vLLM has changed EagleProposer.set_inputs_first_pass" in caution(hooks, "0.32.1")
 
 
 def test_the_check_needs_the_standard_library_alone() -> None:

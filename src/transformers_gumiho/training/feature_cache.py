@@ -202,7 +202,15 @@ class CachedFeatures:
         self._linear.to(device)
 
     def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
-        """Returns the cached states of a batch of rows. Raises `ValueError` for rows that have none."""
+        """
+        Returns the cached states of a batch of rows.
+
+        Args:
+            inputs: The batch; `target_hidden_states` `(B, L, H)` holds what the cache has for its rows.
+
+        Raises:
+            ValueError: The rows have no cached states.
+        """
         if "hidden_states" not in inputs:
             raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
         last = inputs["hidden_states"]
