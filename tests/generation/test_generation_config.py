@@ -129,5 +129,5 @@ def test_field_is_applied(pair: tuple[PreTrainedModel, GumihoModel], name: str) 
 @pytest.mark.parametrize("name", known(REFUSED))
 def test_field_is_refused(pair: tuple[PreTrainedModel, GumihoModel], name: str) -> None:
     target, drafter = pair
-    with pytest.raises(ValueError, match="Gumiho assistant|another way of decoding"):
+    with pytest.raises(ValueError, match=r"Gumiho assistant|another way of decoding"):
         decode(target, REFUSED[name] | {"assistant_model": drafter, "trust_remote_code": True})

@@ -40,12 +40,14 @@ def test_what_is_missing_is_named(name: str, tmp_path: Path) -> None:
         ("def set_inputs_first_pass(self, num_tokens, *others): ...", "has no parameter `target_hidden_states`"),
         ("def set_inputs_first_pass(self, target_hidden_states, another): ...", None),
         ("set_inputs_first_pass = 1", "is no function"),
-        ("@property\n    def set_inputs_first_pass(\n        self, target_hidden_states\n    ) -> int:\n        ...", None),
+        ("@property\n    def set_inputs_first_pass(\n        self, target_hidden_states\n    ):\n        ...", None),
     ],
 )
 def test_parameters_that_are_passed_on(now: str, fault: str | None, tmp_path: Path) -> None:
     file = write_sources(tmp_path) / EAGLE
-    file.write_text(file.read_text().replace("def set_inputs_first_pass(self, target_hidden_states, *others): ...", now))
+    file.write_text(
+        file.read_text().replace("def set_inputs_first_pass(self, target_hidden_states, *others): ...", now)
+    )
     assert faults(tmp_path).get("EagleProposer.set_inputs_first_pass") == fault
 
 

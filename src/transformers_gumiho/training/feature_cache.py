@@ -206,10 +206,10 @@ class CachedFeatures:
         Returns the cached states of a batch of rows.
 
         Args:
-            inputs: The batch; `target_hidden_states` `(B, L, H)` holds what the cache has for its rows.
+            inputs: The batch; `hidden_states` `(B, L, k * H)` holds the states of the k layers that are cached.
 
         Raises:
-            ValueError: The rows have no cached states.
+            ValueError: The rows hold no `hidden_states`.
         """
         if "hidden_states" not in inputs:
             raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
