@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfi
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.target import chain_cache
-from transformers_gumiho.target.chain_cache import StateSnapshot
+from transformers_gumiho.verification import chain_cache
+from transformers_gumiho.verification.chain_cache import StateSnapshot
 
 
 @dataclass

@@ -27,7 +27,7 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.measuring.timing import time_drafted, time_plain
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.target.attention import AVOID_CUDNN
+from transformers_gumiho.verification.attention import AVOID_CUDNN
 
 
 @dataclass
@@ -84,7 +84,7 @@ def bytes_read(target: PreTrainedModel, gumiho: GumihoModel) -> tuple[int, int]:
 # How passes of this package attend on a GPU. On a CPU the last one is the first.
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "in place": nullcontext,
-    "copied": lambda: patch("transformers_gumiho.target.attention._would_copy", lambda *args: False),
+    "copied": lambda: patch("transformers_gumiho.verification.attention._would_copy", lambda *args: False),
     "without cuDNN": lambda: patch.dict(os.environ, {AVOID_CUDNN: "1"}),
 }
 

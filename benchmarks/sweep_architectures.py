@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.target.traits import TargetTraits
+from transformers_gumiho.verification.traits import TargetTraits
 
 
 # In the order of the table.

@@ -33,9 +33,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from transformers_gumiho.internals import CACHE_NAME, cache_argument
-from transformers_gumiho.target import continuation
-from transformers_gumiho.target.chain_session import PENDING_PER_DRAFT
-from transformers_gumiho.target.traits import TargetTraits
+from transformers_gumiho.verification import continuation
+from transformers_gumiho.verification.chain_session import PENDING_PER_DRAFT
+from transformers_gumiho.verification.traits import TargetTraits
 
 
 BATCH = [4, 17, 9]

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding import sampled_walk
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.target.continuation import _measured
 from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.training.sampling import Nucleus, Sampling
 from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.tree.verification import AcceptedPath
+from transformers_gumiho.tree.walk import AcceptedPath
+from transformers_gumiho.verification.continuation import _measured
 
 
 GREEDY = {"do_sample": False}

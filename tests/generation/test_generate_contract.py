@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel
 from transformers_gumiho.internals import CACHE_NAME, num_hooks
-from transformers_gumiho.target.tree_cache import TreeCache
+from transformers_gumiho.verification.tree_cache import TreeCache
 
 
 @pytest.fixture(scope="module")

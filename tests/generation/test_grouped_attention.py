@@ -22,8 +22,8 @@ from transformers_gumiho.internals import (
     can_attend_efficiently,
     memory_efficient_attention,
 )
-from transformers_gumiho.target import attention
-from transformers_gumiho.target.attention import attend_folded, groups_in_place, install
+from transformers_gumiho.verification import attention
+from transformers_gumiho.verification.attention import attend_folded, groups_in_place, install
 
 
 class Layer(nn.Module):
@@ -111,7 +111,7 @@ def test_other_attention_is_left_to_the_function_it_has(options: dict[str, Any])
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "transformers_gumiho.target.attention.scaled_dot_product_attention",
+            "transformers_gumiho.verification.attention.scaled_dot_product_attention",
             lambda *_, **__: calls.append(1),
         )
         with groups_in_place():
@@ -212,7 +212,7 @@ def test_states_of_a_tree_are_bit_identical_with_and_without(static: bool) -> No
     drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
     drafter.generation_config.update(num_assistant_tokens=12, branching_factor=3)
     outputs = []
-    copying = patch("transformers_gumiho.target.attention._would_copy", lambda *args: False)
+    copying = patch("transformers_gumiho.verification.attention._would_copy", lambda *args: False)
     for way in (nullcontext(), copying):
         torch.manual_seed(1)
         with way:

@@ -17,7 +17,7 @@ from transformers_gumiho.decoding.observers import GenerationEvents, GenerationO
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.measuring.timing import stage_timer
 from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.tree.verification import AcceptedPath
+from transformers_gumiho.tree.walk import AcceptedPath
 
 
 STATIC = {"cache_implementation": "static", "disable_compile": True}

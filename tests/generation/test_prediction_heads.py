@@ -13,10 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
-from transformers_gumiho.target.feature_reader import FeatureReader
-from transformers_gumiho.target.output_head import output_head
 from transformers_gumiho.training import GumihoTrainer, OnlineFeatures
 from transformers_gumiho.training.row_leaving import continue_rows
+from transformers_gumiho.verification.feature_reader import FeatureReader
+from transformers_gumiho.verification.output_head import output_head
 
 
 # A dense layer with a norm in the head, or beside it; and states that are divided before a plain head.

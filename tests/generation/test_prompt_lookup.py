@@ -18,7 +18,7 @@ from transformers_gumiho.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
 from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.tree.verification import AcceptedPath
+from transformers_gumiho.tree.walk import AcceptedPath
 
 
 LOOKUP = {"prompt_lookup_num_tokens": 12, "max_matching_ngram_size": 3}

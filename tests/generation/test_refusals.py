@@ -30,7 +30,7 @@ from transformers import (
 
 from transformers_gumiho import GumihoConfig, GumihoModel, internals
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
-from transformers_gumiho.target.traits import TargetTraits
+from transformers_gumiho.verification.traits import TargetTraits
 
 
 @pytest.fixture(scope="module")

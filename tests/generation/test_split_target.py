@@ -11,7 +11,7 @@ import torch
 from targets import make_drafter, make_prompts, make_target
 from transformers import AutoModelForCausalLM
 
-from transformers_gumiho.target.placement import drafter_device
+from transformers_gumiho.verification.placement import drafter_device
 
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "split_generation.py"

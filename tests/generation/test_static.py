@@ -11,7 +11,7 @@ from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
-from transformers_gumiho.target.cycle_shapes import CycleShapes
+from transformers_gumiho.verification.cycle_shapes import CycleShapes
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -130,7 +130,8 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
     marked: list[int] = []
     for module in ("static_memory", "tree_cache"):
         monkeypatch.setattr(
-            f"transformers_gumiho.target.{module}.mark_static_address", lambda tensor: marked.append(tensor.data_ptr())
+            f"transformers_gumiho.verification.{module}.mark_static_address",
+            lambda tensor: marked.append(tensor.data_ptr()),
         )
     target, drafter = make_pair(transition_rank=3, draft_vocabulary=[6, 1, 5, 2], num_assistant_tokens=12)
     kwargs = {"do_sample": False, "cache_implementation": "static", "assistant_model": drafter}

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.measuring.timing import DecodingTime, StageSeconds
-from transformers_gumiho.target import session
+from transformers_gumiho.verification import session
 
 
 ROOT = Path(__file__).parents[2]

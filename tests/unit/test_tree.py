@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from transformers_gumiho.tree.attention_masks import block_attention_mask
 from transformers_gumiho.tree.draft_tree import DraftTree, build_tree, extend_level, first_level
-from transformers_gumiho.tree.verification import ChildFinder, walk_tree
+from transformers_gumiho.tree.walk import ChildFinder, walk_tree
 
 
 def grow(level_tokens: torch.Tensor, level_log_probs: torch.Tensor, root: torch.Tensor, num_nodes: int) -> DraftTree:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from transformers import DynamicCache
 
-from transformers_gumiho.target.tree_cache import FixedTreeCache, TreeCache
-from transformers_gumiho.tree.verification import AcceptedPath
+from transformers_gumiho.tree.walk import AcceptedPath
+from transformers_gumiho.verification.tree_cache import FixedTreeCache, TreeCache
 
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 3, 4

@@ -10,7 +10,7 @@ from ..measuring.journal import Journal
 from ..measuring.prompts import read_questions
 from ..options import REQUIRED, option
 from ..pairs import DraftingArguments, load_pair, prompts_field
-from ..target.placement import drafter_device
+from ..verification.placement import drafter_device
 from .modes import choose_modes, decoding_modes
 from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark

@@ -18,7 +18,7 @@ from ..internals import num_compiled_graphs
 from ..measuring.journal import Journal
 from ..measuring.prompts import Question, encode_turn, pad_left
 from ..measuring.timing import stage_timer, synchronize
-from ..target.placement import drafter_device
+from ..verification.placement import drafter_device
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
 from .sample import Sample

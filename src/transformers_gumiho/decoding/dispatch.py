@@ -22,18 +22,18 @@ from ..internals import (
 )
 from ..model.attaching import ATTACHMENT_CHECKS, attached_drafter
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
-from ..target import attention
-from ..target.continuation import check_multi_token_decode
-from ..target.prompt import check_prompt_pass
-from ..target.requirements import (
+from ..verification import attention
+from ..verification.continuation import check_multi_token_decode
+from ..verification.prompt import check_prompt_pass
+from ..verification.requirements import (
     Unsupported,
     check_pair,
     check_request,
     check_target,
     reason_against,
 )
-from ..target.traits import TargetTraits
-from ..target.without_graphs import without_graphs
+from ..verification.traits import TargetTraits
+from ..verification.without_graphs import without_graphs
 from .loop import check_inputs, decode_with_tree
 from .named_drafters import named_drafter
 

@@ -8,11 +8,11 @@ from ..drafting.committed_tokens import CommittedTokens
 from ..drafting.context_drafts import ContextDrafts
 from ..drafting.settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
-from ..target.feature_reader import TargetStates
-from ..target.output_head import head_for_drafting
-from ..target.session import TargetOutput, TargetSession
-from ..target.tree_cache import TreeCache
-from ..tree.verification import AcceptedPath, pick
+from ..tree.walk import AcceptedPath, pick
+from ..verification.feature_reader import TargetStates
+from ..verification.output_head import head_for_drafting
+from ..verification.session import TargetOutput, TargetSession
+from ..verification.tree_cache import TreeCache
 from .observers import GenerationEvents
 from .sequences import CommittedSequences
 from .token_choice import TokenChooser

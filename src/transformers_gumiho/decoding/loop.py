@@ -17,12 +17,12 @@ from transformers.utils import logging
 from ..drafting.settings import DraftingSettings
 from ..internals import CACHE_NAME
 from ..model.modeling_gumiho import GumihoModel
-from ..target.continuation import check_multi_token_decode
-from ..target.cycle_shapes import CycleShapes, cycle_shapes
-from ..target.prompt import prompt_positions, read_prompt
-from ..target.requirements import check_cache, check_padding, check_positions, check_text_is_kept
-from ..target.traits import TargetTraits
 from ..tree.draft_tree import bare_root
+from ..verification.continuation import check_multi_token_decode
+from ..verification.cycle_shapes import CycleShapes, cycle_shapes
+from ..verification.prompt import prompt_positions, read_prompt
+from ..verification.requirements import check_cache, check_padding, check_positions, check_text_is_kept
+from ..verification.traits import TargetTraits
 from .drafts import committed_path, committed_prompt, make_generator
 from .observers import GenerationEvents
 from .sequences import CommittedSequences, max_length_of

@@ -10,7 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
 from ..model.released_configs import find_packaged_folder
-from ..target.placement import drafter_device
+from ..verification.placement import drafter_device
 
 
 # The drafters of each target, by their source and revision.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..drafting.pause import DraftOrigin
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath
+from ..tree.walk import AcceptedPath
 
 
 # "prompt": the target runs the prefill. "draft": a tree is drafted. "drafter_pass": within "draft", a module of the

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath, pick
+from ..tree.walk import AcceptedPath, pick
 
 
 class StepRecord:

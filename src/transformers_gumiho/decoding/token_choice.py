@@ -34,9 +34,9 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
-from ..target.cycle_shapes import CycleShapes
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath, ChildFinder, Walk, longest_path, pick, walk_tree
+from ..tree.walk import AcceptedPath, ChildFinder, Walk, longest_path, pick, walk_tree
+from ..verification.cycle_shapes import CycleShapes
 from .sampled_walk import can_sample_at_once, draw_at_nodes, fits_memory
 from .sampling_noise import NO_TOKEN
 from .sequences import CommittedSequences

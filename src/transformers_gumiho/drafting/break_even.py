@@ -4,7 +4,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.modeling_gumiho import GumihoModel
-from ..target.feature_reader import find_decoder
+from ..verification.feature_reader import find_decoder
 from .settings import DraftingSettings
 
 

@@ -12,13 +12,13 @@ from transformers.generation import CandidateGenerator
 from transformers.utils import ModelOutput
 
 from ..model.modeling_gumiho import GumihoModel
-from ..target.output_head import head_for_drafting
-from ..target.placement import drafter_device
-from ..target.prediction_head import projected_states
-from ..target.requirements import check_pair
-from ..target.tree_cache import GROWTH, TreeCache
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
+from ..verification.output_head import head_for_drafting
+from ..verification.placement import drafter_device
+from ..verification.prediction_head import projected_states
+from ..verification.requirements import check_pair
+from ..verification.tree_cache import GROWTH, TreeCache
 from .committed_tokens import CommittedTokens
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GumihoDrafter, last_of_rows

@@ -9,12 +9,12 @@ from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..model.transition import NUM_CANDIDATES
-from ..target.attention import groups_in_place
-from ..target.cycle_shapes import CycleShapes
-from ..target.tree_cache import FixedTreeCache, TreeCache
 from ..tree.conditional import extend_paths
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..uploads import upload
+from ..verification.attention import groups_in_place
+from ..verification.cycle_shapes import CycleShapes
+from ..verification.tree_cache import FixedTreeCache, TreeCache
 from .committed_tokens import CommittedTokens
 from .settings import DraftingSettings
 from .transitions import DraftTransitions

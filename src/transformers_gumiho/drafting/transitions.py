@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import linear
 
 from ..model.modeling_gumiho import GumihoModel
-from ..target.static_memory import StaticMemory
 from ..tree.conditional import condition
+from ..verification.static_memory import StaticMemory
 
 
 # The output head gets a small multiple of each direction, because it may cap its logits.

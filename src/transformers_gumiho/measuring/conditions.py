@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from ..model.modeling_gumiho import GumihoModel
-from ..target.fingerprint import model_fingerprint
-from ..target.placement import drafter_device
+from ..verification.fingerprint import model_fingerprint
+from ..verification.placement import drafter_device
 from .machine import machine_name
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
 from ..model.modeling_gumiho import GumihoModel
-from ..target.placement import drafter_device
+from ..verification.placement import drafter_device
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..drafting.settings import DraftingSettings
 from ..model.decoding_settings import override_settings
 from ..model.modeling_gumiho import GumihoModel
-from ..target.placement import drafter_device
-from ..target.requirements import check_pair
+from ..verification.placement import drafter_device
+from ..verification.requirements import check_pair
 from .arguments import DraftingArguments, PairArguments, TargetArguments
 
 

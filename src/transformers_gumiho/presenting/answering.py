@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
-from ..target.placement import drafter_device
+from ..verification.placement import drafter_device
 from .cycles import Cycle, watch_cycles
 from .streaming import CycleStreamer, colored
 

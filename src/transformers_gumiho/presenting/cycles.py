@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..decoding.observers import GenerationObserver, observing
 from ..drafting.pause import DraftOrigin
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath, ChildFinder
+from ..tree.walk import AcceptedPath, ChildFinder
 
 
 @dataclass(frozen=True)

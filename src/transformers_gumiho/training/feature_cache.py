@@ -17,9 +17,9 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
-from ..target.feature_reader import TargetStates
-from ..target.fingerprint import model_fingerprint
-from ..target.output_head import cut_head, scaled_head
+from ..verification.feature_reader import TargetStates
+from ..verification.fingerprint import model_fingerprint
+from ..verification.output_head import cut_head, scaled_head
 from .fingerprint import tokenizer_fingerprints
 from .shards import damaged, load_weights, open_shard, read_shard_row, shard_path
 from .target_features import OnlineFeatures

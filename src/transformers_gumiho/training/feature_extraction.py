@@ -23,8 +23,8 @@ from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_widths import state_width
 from ..model.token_embedding import fitting_rows
 from ..resumable_file import sole_writer, way_out
-from ..target.fingerprint import model_fingerprint
-from ..target.placement import drafter_device
+from ..verification.fingerprint import model_fingerprint
+from ..verification.placement import drafter_device
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
 from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, kept_layers
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
-from ..target.placement import drafter_device
+from ..verification.placement import drafter_device
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..internals import CACHE_NAME
-from ..target.placement import drafter_device
+from ..verification.placement import drafter_device
 from .sampling import Sampling
 from .target_features import why_not_finite
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
-from ..target.feature_reader import FeatureReader, TargetStates
-from ..target.output_head import output_head
+from ..verification.feature_reader import FeatureReader, TargetStates
+from ..verification.output_head import output_head
 
 
 def why_not_finite(dtype: torch.dtype) -> str:

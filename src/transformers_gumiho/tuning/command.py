@@ -12,8 +12,8 @@ from ..measuring.journal import Journal
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
-from ..target.placement import drafter_device
-from ..target.traits import TargetTraits
+from ..verification.placement import drafter_device
+from ..verification.traits import TargetTraits
 from .arguments import TuningArguments
 from .finding import find_settings
 from .result import TuningResult

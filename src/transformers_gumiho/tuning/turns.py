@@ -11,7 +11,7 @@ from ..measuring.prompts import pad_left
 from ..measuring.timing import DecodingTime, time_drafted, time_plain
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
-from ..target.placement import drafter_device
+from ..verification.placement import drafter_device
 from .contest import PLAIN
 from .trees import Tree
 

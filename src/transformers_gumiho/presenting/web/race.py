@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ...measuring.prompts import encode_turn
 from ...model.modeling_gumiho import GumihoModel
 from ...pairs import use_options
-from ...target.placement import drafter_device
+from ...verification.placement import drafter_device
 from ..answering import Answer, stream_answer
 from ..arguments import GenerateArguments
 from .lock import ModelLock

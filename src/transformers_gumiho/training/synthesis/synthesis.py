@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...internals import dataset_fingerprint
 from ...resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
-from ...target.fingerprint import model_fingerprint
+from ...verification.fingerprint import model_fingerprint
 from ..conversations import Conversation, MalformedRowError, read_text
 from ..fingerprint import tokenizer_fingerprints
 from ..preparation import check_settings

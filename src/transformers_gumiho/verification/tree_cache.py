@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ..internals import mark_static_address
 from ..tree.attention_masks import block_attention_mask, slot_attention_mask
-from ..tree.verification import AcceptedPath
+from ..tree.walk import AcceptedPath
 from ..uploads import upload
 from .static_memory import StaticMemory
 

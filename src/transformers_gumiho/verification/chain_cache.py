@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..tree.verification import AcceptedPath
+from ..tree.walk import AcceptedPath
 from .tree_cache import CONVERTIBLE_LAYERS
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath
+from ..tree.walk import AcceptedPath
 from ..uploads import upload
 from .chain_cache import ChainCache
 from .session import TargetOutput, TargetSession, text_positions

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..internals import computing_in_float32
-from ..tree.verification import AcceptedPath
+from ..tree.walk import AcceptedPath
 from .chain_cache import ChainCache, held_tensors
 from .requirements import Unsupported
 from .traits import TargetTraits

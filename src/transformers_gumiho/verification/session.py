@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..tree.draft_tree import DraftTree
-from ..tree.verification import AcceptedPath
+from ..tree.walk import AcceptedPath
 from .attention import groups_in_place, tree_attention
 from .cycle_shapes import CycleShapes
 from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
