@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding import sampled_walk
+from transformers_gumiho.decoding.named_drafters import load_drafter
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.training.sampling import Nucleus, Sampling
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.walk import AcceptedPath
 from transformers_gumiho.verification.continuation import _measured
+from transformers_gumiho.verification.placement import accelerators_of, drafter_device, input_device
 
 
 GREEDY = {"do_sample": False}
@@ -84,6 +86,20 @@ def test_generation_mixes_no_devices(placement: tuple[Any, str], way: tuple[dict
         device = move(target, placement[0])
         drafter.to(placement[1])
         assert torch.equal(generate(target, drafter, make_prompts(lengths), device, **kwargs), expected)
+
+
+def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    drafter = make_drafter(target)
+    # Loading asks a real driver for its memory.
+    monkeypatch.setattr(GumihoModel, "from_pretrained", lambda name, device_map, **kwargs: drafter.to(device_map))
+    with pretending():
+        move(target, SPLIT)
+        devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+        assert [input_device(target), drafter_device(target)] == devices
+        assert accelerators_of(target) == devices
+        assert load_drafter(target, "drafter").device == devices[1]
+    assert accelerators_of(make_target()) == []
 
 
 @pytest.mark.parametrize("placement", [place for place in PLACEMENTS.values() if isinstance(place[0], str)], ids=str)

@@ -10,7 +10,7 @@ from ..measuring.journal import Journal
 from ..measuring.prompts import read_questions
 from ..options import REQUIRED, option
 from ..pairs import DraftingArguments, load_pair, prompts_field
-from ..verification.placement import drafter_device
+from ..verification.placement import input_device
 from .modes import choose_modes, decoding_modes
 from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
@@ -66,7 +66,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     draft_model = None
     if args.draft_model is not None:
         draft_model = AutoModelForCausalLM.from_pretrained(
-            args.draft_model, dtype=target.dtype, device_map=drafter_device(target)
+            args.draft_model, dtype=target.dtype, device_map=input_device(target)
         )
     modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled)
     if args.modes:

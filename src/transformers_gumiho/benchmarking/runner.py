@@ -18,7 +18,7 @@ from ..internals import num_compiled_graphs
 from ..measuring.journal import Journal
 from ..measuring.prompts import Question, encode_turn, pad_left
 from ..measuring.timing import stage_timer, synchronize
-from ..verification.placement import drafter_device
+from ..verification.placement import accelerators_of, input_device
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
 from .sample import Sample
@@ -173,18 +173,19 @@ class _Runner:
 
     def _measure(self, mode: DecodingMode, batch: _Batch) -> tuple[Any, Sample]:
         """Decodes a batch; returns what `generate()` returned, and the sample."""
-        device, num_graphs = drafter_device(self.target), num_compiled_graphs()
+        device, num_graphs = input_device(self.target), num_compiled_graphs()
+        devices = accelerators_of(self.target, *([mode.drafter] if mode.drafter is not None else []))
         # A CPU's stages can be timed without holding it up; other devices decode once more for them.
-        has_stages, is_cpu = mode.drafter is not None, device.type == "cpu"
-        with peak_memory(device) as peak, stage_timer(device, has_stages and is_cpu) as stages:
-            synchronize(device)
+        has_stages, is_cpu = mode.drafter is not None, not devices
+        with peak_memory(device) as peak, stage_timer(*devices, stages=has_stages and is_cpu) as stages:
+            synchronize(*devices)
             begin = time.perf_counter()
             output = self._decode(mode, batch)
-            synchronize(device)
+            synchronize(*devices)
             seconds = time.perf_counter() - begin
         num_compiled = num_compiled_graphs() - num_graphs
         if has_stages and not is_cpu:
-            with stage_timer(device) as stages:
+            with stage_timer(*devices) as stages:
                 self._decode(mode, batch)
         sample = Sample(
             mode=mode.name,
@@ -221,7 +222,7 @@ class _Runner:
         return [mode for mode in self.modes if mode.max_batch_size is None or batch_size <= mode.max_batch_size]
 
     def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-        return pad_left(prompts, self.tokenizer.pad_token_id, drafter_device(self.target))
+        return pad_left(prompts, self.tokenizer.pad_token_id, input_device(self.target))
 
     def _answers(self, output: Any, batch: _Batch) -> list[list[int]]:
         """Returns the new tokens of each row, up to its end."""

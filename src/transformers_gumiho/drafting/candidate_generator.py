@@ -15,7 +15,7 @@ from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
 from ..verification.output_head import head_for_drafting
-from ..verification.placement import drafter_device
+from ..verification.placement import input_device
 from ..verification.prediction_head import projected_states
 from ..verification.requirements import check_pair
 from ..verification.tree_cache import GROWTH, TreeCache
@@ -119,7 +119,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         )
         settings = replace(settings, branching_factor=1)
         head, token_ids = head_for_drafting(
-            target, settings.draft_vocabulary, device=drafter_device(target), dtype=target.dtype
+            target, settings.draft_vocabulary, device=input_device(target), dtype=target.dtype
         )
         eos_token_id = generation_config.eos_token_id
         return cls(

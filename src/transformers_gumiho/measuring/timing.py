@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
 from ..model.modeling_gumiho import GumihoModel
-from ..verification.placement import drafter_device
+from ..verification.placement import accelerators_of
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,11 @@ class StageSeconds:
         return self.total - self.prompt - self.verify - self.draft
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def synchronize(*devices: torch.device) -> None:
+    """Waits until the devices have done what they were given."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
 
 @contextmanager
@@ -86,18 +87,18 @@ def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Ite
 
 
 @contextmanager
-def stage_timer(device: torch.device, stages: bool = True) -> Iterator[StageSeconds]:
+def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageSeconds]:
     """
     Times this thread's generation with a drafter within it.
 
     Args:
-        device: That of the target.
-        stages: Time `verify` and `draft`, too. This waits for the device at the ends of each stage, so everything
+        *devices: Those of the target and the drafter.
+        stages: Time `verify` and `draft`, too. This waits for the devices at the ends of each stage, so everything
             takes longer; the shares are what it is for.
     """
     taken = StageSeconds()
-    synchronize(device)
-    timer = _StageTimer(device, stages)
+    synchronize(*devices)
+    timer = _StageTimer(devices, stages)
     with observing(timer):
         yield taken
     end = timer.now()
@@ -113,8 +114,8 @@ def stage_timer(device: torch.device, stages: bool = True) -> Iterator[StageSeco
 class _StageTimer(GenerationObserver):
     """Adds up the seconds of each stage from the first pass over a tree on."""
 
-    def __init__(self, device: torch.device, stages: bool):
-        self.device = device
+    def __init__(self, devices: Sequence[torch.device], stages: bool):
+        self.devices = devices
         self.stages = stages
         self.num_cycles = 0
         self.seconds = defaultdict[Stage, float](float)
@@ -139,7 +140,7 @@ class _StageTimer(GenerationObserver):
             self.seconds[stage] += self.now() - self._begins.pop()
 
     def now(self) -> float:
-        synchronize(self.device)
+        synchronize(*self.devices)
         return time.perf_counter()
 
 
@@ -160,7 +161,8 @@ def time_drafted(
         settings: Decoding settings of the drafter.
         **generate_kwargs: For `generate()`.
     """
-    with temporary_settings(drafter, settings), stage_timer(drafter_device(target), stages=False) as taken:
+    timed = stage_timer(*accelerators_of(target, drafter), stages=False)
+    with temporary_settings(drafter, settings), timed as taken:
         output = target.generate(**inputs, assistant_model=drafter, **generate_kwargs)
     num_tokens = output.shape[1] - inputs["input_ids"].shape[1] - 1
     return DecodingTime(taken.after_prompt, num_tokens, taken.num_cycles, output.tolist())
@@ -169,18 +171,18 @@ def time_drafted(
 def time_plain(target: PreTrainedModel, inputs: Mapping[str, torch.Tensor], **generate_kwargs: Any) -> DecodingTime:
     """Decodes without a drafter. The arguments are those of [`time_drafted`]."""
     begins: list[float] = []
-    device = drafter_device(target)
+    devices = accelerators_of(target)
 
     # Not a hook: what reads a prompt may be several passes, and a compiled pass should stay as it is.
     def note_first_token(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not begins:
-            synchronize(device)
+            synchronize(*devices)
             begins.append(time.perf_counter())
         return keep_going
 
     keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
     output = target.generate(**inputs, stopping_criteria=StoppingCriteriaList([note_first_token]), **generate_kwargs)
-    synchronize(device)
+    synchronize(*devices)
     seconds = time.perf_counter() - begins[0]
     num_steps = output.shape[1] - inputs["input_ids"].shape[1] - 1
     return DecodingTime(seconds, num_steps, num_steps, output.tolist())

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
-from ..verification.placement import drafter_device
+from ..verification.placement import input_device
 from .cycles import Cycle, watch_cycles
 from .streaming import CycleStreamer, colored
 
@@ -96,7 +96,7 @@ def stream_answer(
 
     streamer = CycleStreamer(tokenizer, add_piece, drafter is not None, note_step)
     answer.tokens, answer.progress = streamer.tokens, "generating"
-    input_ids = torch.tensor([list(prompt)], device=drafter_device(target))
+    input_ids = torch.tensor([list(prompt)], device=input_device(target))
     with watch_cycles(on_cycle):
         try:
             target.generate(
@@ -150,7 +150,7 @@ def logit_gap(target: PreTrainedModel, prompt: Sequence[int], answer: Answer, pl
     place = first_difference(answer, plain)
     if place is None:
         return None
-    text = torch.tensor([[*prompt, *plain.tokens[:place]]], device=drafter_device(target))
+    text = torch.tensor([[*prompt, *plain.tokens[:place]]], device=input_device(target))
     logits = target(text, use_cache=False).logits[0, -1].float()
     return abs(float(logits[answer.tokens[place]] - logits[plain.tokens[place]]))
 

@@ -24,7 +24,7 @@ from ..model.target_widths import state_width
 from ..model.token_embedding import fitting_rows
 from ..resumable_file import sole_writer, way_out
 from ..verification.fingerprint import model_fingerprint
-from ..verification.placement import drafter_device
+from ..verification.placement import input_device
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
 from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, kept_layers
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints
@@ -210,7 +210,7 @@ def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
         return {"lm_head.weight": head.weight, **bias}
     embedding = target.get_input_embeddings().weight
     width = getattr(head, "in_features", embedding.shape[1])
-    probe = torch.eye(width, dtype=target.dtype, device=drafter_device(target))
+    probe = torch.eye(width, dtype=target.dtype, device=input_device(target))
     bias = head(torch.zeros_like(probe[:1]))[0]
     return {"lm_head.weight": (head(probe) - bias).T, "lm_head.bias": bias}
 
@@ -220,7 +220,7 @@ def _extract(
 ) -> list[dict[str, torch.Tensor]]:
     """Returns the rows of a shard."""
     collate, extracted = GumihoDataCollator(), []
-    device, dtype = drafter_device(features.target), getattr(torch, manifest.dtype)
+    device, dtype = input_device(features.target), getattr(torch, manifest.dtype)
     for start in range(rows.start, rows.stop, batch_size):
         chosen = [dataset[index] for index in range(start, min(start + batch_size, rows.stop))]
         states = features.states({name: tensor.to(device) for name, tensor in collate(chosen).items()})

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
-from ..verification.placement import drafter_device
+from ..verification.placement import input_device
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def measure_acceptance(
     lengths = []
     try:
         for prompt in prompts:
-            ids = prompt[None].to(drafter_device(target))
+            ids = prompt[None].to(input_device(target))
             output = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
             lengths.append(output.accepted_lengths[0])
     finally:

@@ -9,7 +9,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..internals import CACHE_NAME
-from ..verification.placement import drafter_device
+from ..verification.placement import input_device
 from .sampling import Sampling
 from .target_features import why_not_finite
 
@@ -40,7 +40,7 @@ def continue_rows(
     Raises:
         ValueError: What the target computes is not finite.
     """
-    longest, device, pad = max(map(len, prompts)), drafter_device(target), min(ends, default=0)
+    longest, device, pad = max(map(len, prompts)), input_device(target), min(ends, default=0)
     ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     cache = DynamicCache(config=target.config)

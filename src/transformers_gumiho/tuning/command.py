@@ -12,7 +12,7 @@ from ..measuring.journal import Journal
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
-from ..verification.placement import drafter_device
+from ..verification.placement import input_device
 from ..verification.traits import TargetTraits
 from .arguments import TuningArguments
 from .finding import find_settings
@@ -63,7 +63,7 @@ def tune(args: TuningArguments) -> TuningResult:
 def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> Tree:
     """Returns the tree that the drafter would decode with."""
     settings = DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, None, num_rows, drafter_device(target).type
+        drafter.generation_config, drafter.config, None, num_rows, input_device(target).type
     )
     shape = settings.num_assistant_tokens, settings.branching_factor, settings.tree_depth
     return Tree(*shape, settings.draft_temperature, "all" if settings.draft_vocabulary is None else "own")
@@ -75,7 +75,7 @@ def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]
     if start is None:
         raise SystemExit("The target has no token to begin a text with; give --prompts.")
     torch.manual_seed(0)
-    beginnings = torch.full((num_prompts, 1), start, device=drafter_device(target))
+    beginnings = torch.full((num_prompts, 1), start, device=input_device(target))
     texts = target.generate(
         beginnings, attention_mask=torch.ones_like(beginnings), do_sample=True, max_new_tokens=32, min_new_tokens=32
     )

@@ -11,7 +11,7 @@ from ..measuring.prompts import pad_left
 from ..measuring.timing import DecodingTime, time_drafted, time_plain
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
-from ..verification.placement import drafter_device
+from ..verification.placement import input_device
 from .contest import PLAIN
 from .trees import Tree
 
@@ -74,7 +74,7 @@ class TurnDecoder:
 
     def _decode(self, contest: Contest, tree: Tree | None, turn: int) -> DecodingTime:
         prompts = [contest.prompts[index] for index in contest.indices(turn)]
-        inputs = pad_left(prompts, self._pad_token_id, drafter_device(self._target))
+        inputs = pad_left(prompts, self._pad_token_id, input_device(self._target))
         options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": contest.temperature > 0}
         if contest.temperature:
             options |= {"temperature": contest.temperature, "top_k": 0}

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ...measuring.prompts import encode_turn
 from ...model.modeling_gumiho import GumihoModel
 from ...pairs import use_options
-from ...verification.placement import drafter_device
+from ...verification.placement import input_device
 from ..answering import Answer, stream_answer
 from ..arguments import GenerateArguments
 from .lock import ModelLock
@@ -41,7 +41,7 @@ class Host:
     max_question_tokens: int
 
     def __post_init__(self) -> None:
-        self.lock = ModelLock(drafter_device(self.target))
+        self.lock = ModelLock(input_device(self.target))
 
     def encode(self, question: GenerateArguments) -> list[int]:
         """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
