@@ -96,7 +96,8 @@ def imported_by(*folders: Path) -> set[str]:
         "transformers_gumiho",
         "transformers_gumiho_vllm",
     }
-    distributions = packages_distributions()
+    # Only who builds the site has installed griffelib, whose name differs from its module's.
+    distributions = {"griffe": ["griffelib"], **packages_distributions()}
     return {
         canonicalize_name(distributions.get(module, [module])[0])
         for module in modules - own - set(sys.stdlib_module_names)
