@@ -54,8 +54,8 @@ def _source(name: str | os.PathLike) -> str:
 
 def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: Any) -> GumihoModel:
     """
-    Returns the drafter of a folder or a name on the Hub, on the target's device and in its dtype. Later calls return
-    the same drafter.
+    Returns the drafter of a folder or a name on the Hub, on the device of the target's output head and in the target's
+    dtype. Later calls return the same drafter.
 
     Args:
         target: The target.
