@@ -51,7 +51,7 @@ class PairArguments(TargetArguments):
     assistant: str | None = option("Gumiho drafter: a folder or a name on the Hub.")
 
     def resolved(self: PairOptions) -> PairOptions:
-        """As in [`TargetArguments`]; the drafter is looked for first."""
+        """Does the same as in [`TargetArguments`]. The drafter is found first."""
         assistant = self.assistant
         if self.pair is not None:
             assistant = assistant or find_pair(self.pair).find_drafter()

@@ -8,7 +8,7 @@ from ..pairs import PairArguments, prompts_field
 
 @dataclass(kw_only=True)
 class TuningArguments(PairArguments):
-    """The options of `gumiho tune`; [`tune`] takes them, too. They need a pair, or target and assistant."""
+    """The options of `gumiho tune`; [`tune`] takes them, too. They name a pair, or a target and an assistant."""
 
     prompts: str | None = prompts_field()
     output_dir: str | None = option("Receives `generation_config.json` (default: the drafter's folder).")
