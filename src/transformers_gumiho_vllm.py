@@ -81,7 +81,7 @@ def _say_once(message: str) -> None:
 
 def _say_what_does_not_fit(error: Exception) -> None:
     """Logs an error instead of raising it, because vLLM must work without Gumiho."""
-    _say_once(f"The Gumiho plug-in does not fit this vLLM and steps aside ({type(error).__name__}: {error}).")
+    _say_once(f"The Gumiho plug-in does not fit this vLLM and is disabled ({type(error).__name__}: {error}).")
 
 
 # Reading the configs of drafters.

@@ -123,7 +123,7 @@ class _Runner:
                 yield from self._run_conversations(chosen, temperature, batch_size)
 
     def _find(self, questions: list[Question], temperature: float, batch_size: int) -> list[list[Sample]]:
-        """Returns the samples of each turn of a conversation; none if any is missing, as turns need earlier answers."""
+        """Returns the samples of each turn of a conversation; none if any is missing, as turns need the answers."""
         turns = defaultdict(list)
         key = conversation_key(temperature, batch_size, questions)
         for row in self.journal.find(key) if self.journal is not None else []:

@@ -76,11 +76,11 @@ class DraftingArguments(PairArguments):
     )
 
 
-def prompts_field(default: Any = None) -> Any:
-    """Returns the field of the option `prompts`: what `read_questions` reads."""
+def prompts_field(default: Any = None, without: str = "") -> Any:
+    """Returns the field of the option `prompts`, for `read_questions`. `without` says what happens without it."""
     return option(
         "Prompts: a JSONL, JSON or Parquet file with `turns`, `prompt` or `text`, or a dataset (a folder, or a name "
-        "on the Hub such as `nvidia/SPEED-Bench:qualitative`).",
+        f"on the Hub such as `nvidia/SPEED-Bench:qualitative`).{without}",
         default,
     )
 

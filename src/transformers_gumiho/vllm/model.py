@@ -39,7 +39,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if vllm_config.speculative_config is None:
             raise ValueError(
-                "This is a Gumiho drafter, which cannot write texts by itself. Serve the target, and pass the drafter "
+                "This is a Gumiho drafter, which cannot generate text alone. Serve the target, and pass the drafter "
                 'as `--speculative-config \'{"method": "eagle", "model": ..., "num_speculative_tokens": ...}\'`.'
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
