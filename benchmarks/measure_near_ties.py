@@ -106,7 +106,7 @@ def main() -> None:
     args = parse(NearTieArguments, __doc__)
     print(
         "| precision | texts that differ | plain tokens a forced pass would not choose | the same with Gumiho | "
-        "gap where texts part, median (largest) | median gap everywhere |\n" + "|---" * 6 + "|"
+        "gap where texts diverge, median (largest) | median gap everywhere |\n" + "|---" * 6 + "|"
     )
     for name, quantization in itertools.product(args.dtypes, args.quantizations or [None]):
         dtype = getattr(torch, name)
