@@ -77,7 +77,7 @@ def cut_after(path: Path, num_lines: int) -> int:
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """
-    Adds rows to the end of a file. They are on the disk when this returns.
+    Adds rows to the end of a file. They are written when this returns.
 
     Raises:
         OSError: The disk is full. What was written before stays.
@@ -94,7 +94,7 @@ def sole_writer(path: Path) -> Iterator[None]:
     Raises:
         OSError: Another run writes there.
     """
-    if fcntl is None:  # Windows has no locks that end with the process and leave no file
+    if fcntl is None:  # Windows has no locks that end with the process without leaving a file
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
