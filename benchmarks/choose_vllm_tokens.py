@@ -6,7 +6,8 @@
 It reads what `measure_vllm.py` wrote for one target and drafter. For each length of the chain and each number of
 requests, the rows hold how long a step takes. How many tokens a step gets depends on the drafter alone, so the shares
 that are accepted at each position are taken from all rows together. With a chain of 0 tokens the drafter only reads
-along, so that it can draft once fewer requests run. That costs passes of its serial layers, so it is measured as well.
+the new tokens, so that it can draft once fewer requests run. That takes passes of its serial layers, so it is measured
+as well.
 """
 
 import argparse

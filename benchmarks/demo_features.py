@@ -2,9 +2,9 @@
 
     python benchmarks/demo_features.py --output_dir features --num_rows 1024
 
-Each row is a piece of a training file of the standard library and what the target makes of it, greedily and by
-sampling in turn; only what it makes counts in training. The texts are kept next to the cache. Started again after it
-was stopped, it goes on where it was; with other settings it begins anew.
+Each row is a piece of a training file of the standard library and the target's continuation, in turn greedy and
+sampled; only the continuation counts in training. The texts are kept next to the cache. If you stop the script and
+start it again, it continues; with other settings it begins anew.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Measures what is worth knowing of a GPU, in one command and at most ten minutes, without a network.
+"""Measures a GPU in one command and at most ten minutes, without a network.
 
     python benchmarks/gpu_check.py                 # the shape of Llama-3-8B, on a GPU with 80 GB
     python benchmarks/gpu_check.py --toy           # the same code at a toy size, also on a CPU

@@ -1,13 +1,13 @@
-"""Measures how often low precision or quantisation decides a near-tie between two tokens differently.
+"""Measures how often low precision or quantization decides a near tie between two tokens differently.
 
     python benchmarks/measure_near_ties.py
     python benchmarks/measure_near_ties.py --dtypes float32 --quantizations Int8WeightOnlyConfig load_in_4bit
 
-A target sums in one order over one token, in another one over a draft tree, and in a third one over a whole text. In
+A target sums in one order over one token, in another one over a draft tree, and in a third one over a full text. In
 float32 the results hardly differ; in bfloat16 and float16 the two best tokens may swap places where their logits
-nearly tie. Prompts are decoded plainly and with the drafter. A teacher-forced pass over each text tells, in the same
+nearly tie. Prompts are decoded plainly and with the drafter. A teacher-forced pass over each text shows, in the same
 precision, at how many of its tokens another one would have been chosen, and in float32, with the same weights, how
-close the two tokens are at which the texts part.
+close the two tokens are at which the texts diverge.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class NearTieArguments(DemoPairArguments):
     quantizations: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Measure the target quantised instead: names of torchao's configs, and `load_in_8bit` or "
+            "help": "Measure the target quantized instead: names of torchao's configs, and `load_in_8bit` or "
             "`load_in_4bit` for bitsandbytes'."
         },
     )
@@ -43,7 +43,7 @@ class NearTies:
         plain_flips: For each token of the plain texts, whether a teacher-forced pass would have chosen another one.
         drafted_flips: The same of the texts decoded with the drafter.
         gaps: For each text that differs, by how much the logits of the two tokens at its first difference differ in a
-            teacher-forced pass in float32 (of a quantised target: in its own precision).
+            teacher-forced pass in float32 (of a quantized target: in its own precision).
         margins: For each plain token, by how much the best logit exceeds the second best one there.
     """
 
@@ -56,7 +56,7 @@ class NearTies:
 def load_targets(
     args: NearTieArguments, dtype: torch.dtype, quantization: str | None
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Returns the target, and one with the same weights in float32; quantised, it is the same one."""
+    """Returns the target, and one with the same weights in float32; if it is quantized, the target itself."""
     path = args.demo_pair / "target"
     if quantization is None:
         # The second one's weights are rounded as the first one's are.
@@ -74,14 +74,14 @@ def load_targets(
 
 @torch.no_grad()
 def forced_logits(target: PreTrainedModel, text: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Returns `(new tokens, V)`: the logits from which one pass over the whole text would choose each new token."""
+    """Returns `(new tokens, V)`: the logits from which one pass over the full text would choose each new token."""
     return target(text).logits[0, prompt_length - 1 : -1].float()
 
 
 def find_near_ties(
     target: PreTrainedModel, exact_target: PreTrainedModel, gumiho: GumihoModel, args: NearTieArguments
 ) -> NearTies:
-    """Decodes the prompts in both ways; `exact_target` tells how close two tokens are."""
+    """Decodes the prompts in both ways; `exact_target` measures how close two tokens are."""
     found, settings = NearTies(), {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     tokenizer = AutoTokenizer.from_pretrained(args.demo_pair / "target")
     for text in args.texts[: args.num_prompts]:
@@ -106,7 +106,7 @@ def main() -> None:
     args = parse(NearTieArguments, __doc__)
     print(
         "| precision | texts that differ | plain tokens a forced pass would not choose | the same with Gumiho | "
-        "gap where texts part, median (largest) | median gap everywhere |\n" + "|---" * 6 + "|"
+        "gap where texts diverge, median (largest) | median gap everywhere |\n" + "|---" * 6 + "|"
     )
     for name, quantization in itertools.product(args.dtypes, args.quantizations or [None]):
         dtype = getattr(torch, name)

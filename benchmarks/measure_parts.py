@@ -2,8 +2,8 @@
 
     python benchmarks/measure_parts.py
 
-A row tells for a precision and a depth the milliseconds in a cycle of each part of the drafter, of the output head
-over its features, and of all else that drafting does, and what all of it is of a step of plain decoding. The parts are
+For a precision and a depth, a row has the milliseconds in a cycle of each part of the drafter, of the output head over
+its features, and of all else that drafting does, and what all of it is of a step of plain decoding. The parts are
 timed where they run: what the target reads between two drafts leaves nothing of the drafter in the processor's caches.
 """
 

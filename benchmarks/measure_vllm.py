@@ -4,12 +4,12 @@
 
 For each way of drafting it starts a server, sends prompts at each concurrency, and writes a row: tokens per second,
 time to the first token, time per token, and of the drafts the acceptance length and the share that is accepted at each
-position. `choose_vllm_tokens.py` makes vLLM's settings of these rows. The ways are vLLM without a drafter, its n-gram
-method, Gumiho's chains, and the drafter's serial head alone, which drafts each token of a chain in a pass of its own,
-as an EAGLE head does.
+position. `choose_vllm_tokens.py` turns these rows into settings for vLLM. The ways are vLLM without a drafter, its
+n-gram method, Gumiho's chains, and the drafter's serial head alone, which drafts each token of a chain in a pass of
+its own, as an EAGLE head does.
 
 Run it on a machine that does nothing else, with vLLM, pandas and this package installed. Called again with the same
-output, it goes on after the rows that are there; with more `--rounds`, it adds to them.
+output, it continues after the existing rows; with more `--rounds`, it adds to them.
 """
 
 import argparse

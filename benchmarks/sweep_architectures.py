@@ -5,9 +5,9 @@
     python benchmarks/sweep_architectures.py --model_types qwen3_5 llama4
 
 Greedy texts of one prompt and of three padded ones must equal those of plain `generate()`, with drafts of which a part
-is accepted. Each type runs in a process of its own, forked from one that has
-imported what all of them need, and is killed at a time limit. A run that was interrupted goes on where it stopped:
-types that `--output` has a line for, of the same version of transformers, are not tried again.
+is accepted. Each type runs in a process of its own, forked from one that has imported what all of them need, and is
+killed at a time limit. An interrupted run continues where it stopped: types for which `--output` has a line of the
+same version of transformers are not tried again.
 """
 
 import json
@@ -82,7 +82,7 @@ def prompts(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def attempt(model_type: str, max_new_tokens: int) -> dict[str, Any]:
-    """Returns the verdict on a model type, with what it rests on."""
+    """Returns the verdict on a model type, with the evidence for it."""
     try:
         target = build(model_type)
     except Exception as error:

@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {
     "attention_chunk_size": 12,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "model_max_length"), 256),
     **dict.fromkeys(("rotary_dim", "hidden_size_per_layer_input", "laurel_rank", "gated_norm_rank"), 8),
-    # Large weights: the next token then depends on the whole text, not on the last token alone.
+    # Large weights: the next token then depends on the full text, not only on the last token.
     **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.4),
 }  # fmt: skip
 # Where the default is no number, or known fields are not enough.

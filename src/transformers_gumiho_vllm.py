@@ -1,8 +1,8 @@
 """
-The entry point through which vLLM learns of Gumiho drafters.
+The entry point of the plug-in for vLLM.
 
-Every process of every vLLM calls [`register`], with a drafter or without one. So it stands outside the package, whose
-import takes its time and changes `generate()`, and only notes what to import where a Gumiho drafter is asked for.
+Every process of vLLM calls [`register`], with a drafter or without one. Importing the package takes time and changes
+`generate()`. So this module is outside of the package, and only registers what to import for a Gumiho drafter.
 """
 
 import functools
@@ -22,7 +22,7 @@ from typing import Any
 
 ARCHITECTURE = "EagleGumihoModel"
 _MODEL = "transformers_gumiho.vllm.model:GumihoForCausalLM"
-# By its module and name: the class that drafts, in each of vLLM's two model runners, and where ours for it is.
+# For each of vLLM's two model runners: the module and name of the class that drafts, and of our class for it.
 _DRAFTING_CLASSES = {
     "vllm.v1.spec_decode.eagle": ("EagleProposer", "transformers_gumiho.vllm.proposer", "GumihoProposer"),
     "vllm.v1.worker.gpu.spec_decode.eagle.speculator": (
@@ -30,16 +30,16 @@ _DRAFTING_CLASSES = {
     ),
 }  # fmt: skip
 
-# Below vLLM's own logger, whose handlers and level are the user's settings.
+# Below vLLM's own logger, so the user's handlers and level apply.
 logger = logging.getLogger("vllm.transformers_gumiho")
 
 
 def register() -> None:
     """
-    Makes vLLM draft with the Gumiho drafters that it is given; calling this again changes nothing.
+    Makes vLLM draft with Gumiho drafters. Further calls change nothing.
 
-    With a vLLM that brings Gumiho itself, nothing is done. With one that lacks what the plug-in needs, Gumiho drafters
-    are refused. Whatever else vLLM is used for stays as it is without this package.
+    If vLLM has Gumiho itself, this does nothing. If vLLM lacks a name that the plug-in needs, Gumiho drafters are
+    refused. All other models work as without this package.
     """
     try:
         registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
@@ -58,8 +58,8 @@ def register() -> None:
 
 
 def _check_contract() -> tuple[str, str]:
-    """Returns why Gumiho cannot be used with this vLLM, and what is unsure of it; empty texts for nothing."""
-    # Loaded by its file: the package takes long to import.
+    """Returns why Gumiho cannot be used with this vLLM, and what is untested; "" for nothing."""
+    # Loaded from its file, because importing the package takes long.
     package = importlib.util.find_spec("transformers_gumiho")
     assert package is not None
     file = Path(str(package.origin)).parent / "vllm" / "contract.py"
@@ -74,23 +74,23 @@ def _check_contract() -> tuple[str, str]:
 
 
 def _say_once(message: str) -> None:
-    """Writes to the log, in the process that started the others."""
+    """Writes to the log, only in the main process."""
     if multiprocessing.parent_process() is None:
         logger.warning(message)
 
 
 def _say_what_does_not_fit(error: Exception) -> None:
-    """Takes the place of raising it: a vLLM that is used without Gumiho must not notice."""
-    _say_once(f"The Gumiho plug-in does not fit this vLLM and steps aside ({type(error).__name__}: {error}).")
+    """Logs an error instead of raising it, because vLLM must work without Gumiho."""
+    _say_once(f"The Gumiho plug-in does not fit this vLLM and is disabled ({type(error).__name__}: {error}).")
 
 
-# Which configs are read by us.
+# Reading the configs of drafters.
 
 
 def _read_configs_of_drafters(refusal: str, caution: str) -> None:
-    """Makes vLLM read the configs of Gumiho drafters by this package, with a warning, or refuse them with a reason."""
+    """Makes vLLM read configs of Gumiho drafters with this package. `refusal` is raised, `caution` logged once."""
     warn = functools.cache(_say_once)
-    # Where it is called, not where it is defined: vLLM imports the function by its name.
+    # Patched where it is called, because vLLM imports the function by its name.
     module: Any = importlib.import_module("vllm.config.model")
     plain = module.get_config
     if hasattr(plain, "reads_gumiho"):
@@ -103,14 +103,14 @@ def _read_configs_of_drafters(refusal: str, caution: str) -> None:
             if not is_drafter(model, revision, token):
                 return plain(model, trust_remote_code, revision, *args, **kwargs)
         else:
-            # For all other names nothing is fetched that vLLM would not fetch itself.
+            # For all other names, only files are fetched that vLLM fetches itself.
             try:
                 config = plain(model, trust_remote_code, revision, *args, **kwargs)
             except Exception:
                 if not is_drafter(model, revision, token):
                     raise
             else:
-                # Where the package is imported, transformers knows its type.
+                # If the package is imported, transformers knows the type `gumiho`.
                 if getattr(config, "model_type", None) != "gumiho":
                     return config
         if refusal:
@@ -125,7 +125,7 @@ def _read_configs_of_drafters(refusal: str, caution: str) -> None:
 
 
 def is_drafter(model: Any, revision: str | None = None, token: Any = None) -> bool:
-    """Returns whether a name or folder that vLLM is given is that of a Gumiho drafter."""
+    """Whether a name or folder is that of a Gumiho drafter."""
     fields = _config_fields(model, revision, token)
     if fields.get("model_type") == "gumiho":
         return True
@@ -137,7 +137,7 @@ def is_drafter(model: Any, revision: str | None = None, token: Any = None) -> bo
 
 
 def _config_fields(model: Any, revision: str | None, token: Any) -> dict[str, Any]:
-    """Returns what a model's `config.json` holds; nothing where there is none or it cannot be read."""
+    """Returns the fields of a model's `config.json`; none if the file is missing or cannot be read."""
     try:
         if os.path.exists(model):
             file = Path(model) / "config.json"
@@ -145,22 +145,22 @@ def _config_fields(model: Any, revision: str | None, token: Any) -> dict[str, An
             hub = importlib.import_module("huggingface_hub")
             file = Path(hub.hf_hub_download(str(model), "config.json", revision=revision, token=token))
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except Exception:  # vLLM says what is wrong with its model
+    except Exception:  # vLLM itself reports what is wrong with the model
         return {}
     return fields if isinstance(fields, dict) else {}
 
 
-# Which classes draft.
+# Choosing the class that drafts.
 
 
 def _choose_by_drafter(name: str, our_module: str, our_name: str, module: Any) -> None:
-    """Makes the class `name` of `module` give an object of our class where the drafter is a Gumiho drafter."""
+    """Makes the class `name` of `module` create an object of our class if the drafter is a Gumiho drafter."""
     plain = getattr(module, name)
     if "__new__" in vars(plain):
         return
 
     def choose(cls: type, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # There is no config where an object is copied, and no drafter where it is another kind of speculation.
+        # A copied object has no config, and other kinds of speculation have no drafter.
         drafter = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
         if cls is plain and ARCHITECTURE in (getattr(drafter, "architectures", None) or ()):
             cls = getattr(importlib.import_module(our_module), our_name)
@@ -170,7 +170,7 @@ def _choose_by_drafter(name: str, our_module: str, our_name: str, module: Any) -
 
 
 def _after_import(name: str, change: Callable[[Any], None]) -> None:
-    """Calls `change` with the module `name`: at once where it is imported already, else when it is."""
+    """Calls `change` with the module `name`: now if it is imported, or else after its import."""
     if name in sys.modules:
         change(sys.modules[name])
     elif not any(isinstance(finder, _ChangingFinder) and finder.name == name for finder in sys.meta_path):
@@ -178,7 +178,7 @@ def _after_import(name: str, change: Callable[[Any], None]) -> None:
 
 
 class _ChangingFinder(MetaPathFinder):
-    """Finds one module as Python does, and changes it once it has been executed."""
+    """Finds one module as Python does, and changes it after it is executed."""
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self.name, self._change = name, change

@@ -1,7 +1,7 @@
 """The text of the demo pair: the Python standard library, with some files held out.
 
-A file is held out when the SHA-256 of its path (relative to the library, `/`-separated) says so, so that every machine
-and every Python version agrees on which files a model trained here has never seen.
+The SHA-256 of a file's path (relative to the library, `/`-separated) decides whether it is held out. So every machine
+and every Python version agrees on the files that a model trained here has never seen.
 """
 
 import hashlib

@@ -1,10 +1,10 @@
-"""Trains the demo pair from nothing: a byte-level BPE tokenizer, a small Llama target, and a Gumiho drafter on it.
+"""Trains the demo pair from scratch: a byte-level BPE tokenizer, a small Llama target, and a Gumiho drafter on it.
 
     python examples/demo_pair/train_demo_pair.py --output_dir demo_pair
 
-The text is the source of the Python standard library that runs this script. Every stage leaves its result in
-`--work_dir` and is skipped when the result is there, and both trainings go on from their newest checkpoint, so a run
-that was stopped is continued by starting it again.
+The text is the source of the Python standard library that runs this script. Every stage writes its result into
+`--work_dir` and is skipped if the result exists, and both trainings continue from their newest checkpoint. So you can
+stop the script and start it again.
 """
 
 import json

@@ -3,8 +3,8 @@ generation, which `gumiho benchmark` compares with.
 
     python examples/demo_pair/train_draft_model.py --output_dir examples/demo_pair
 
-It takes the target that `train_demo_pair.py` left in `--output_dir`, and the same text. Stages are skipped when their
-result is in `--work_dir`, so a run that was stopped is continued by starting it again.
+It reads the target that `train_demo_pair.py` wrote into `--output_dir`, and the same text. Stages are skipped if their
+result is in `--work_dir`. So you can stop the script and start it again.
 """
 
 from dataclasses import dataclass, field, replace

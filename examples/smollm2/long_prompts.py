@@ -1,10 +1,10 @@
-"""Makes long questions out of a target's own answers: summarise them, or answer with their help.
+"""Makes long questions out of a target's own answers: summarize them, or answer with their help.
 
     python examples/smollm2/long_prompts.py --answers examples/smollm2/answers.jsonl --output_file long_prompts.jsonl
     gumiho data --target target --data long_prompts.jsonl --output_file long.jsonl
 
-A target that writes its own prompts seldom writes long ones. Here its earlier answers stand for the documents that
-people paste into a chat, so that it still takes no data of others. Answers that repeat themselves are left out.
+A target that writes its own prompts seldom writes long ones. Here its earlier answers take the place of the documents
+that people paste into a chat, so still no other data is needed. Answers that repeat themselves are left out.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Gumiho speculative decoding inside transformers' `generate()`.
 
 Importing this package registers [`GumihoModel`] with the Auto classes, and makes `generate(assistant_model=...)`
-decode with a draft tree where the assistant is one.
+decode with a draft tree if the assistant is a Gumiho drafter.
 """
 
 import importlib
@@ -24,8 +24,8 @@ __version__ = "0.1.0"
 AutoConfig.register(GumihoConfig.model_type, GumihoConfig, exist_ok=True)
 AutoModel.register(GumihoConfig, GumihoModel, exist_ok=True)
 AutoModelForCausalLM.register(GumihoConfig, GumihoModel, exist_ok=True)
-# For an assistant given by name, a pipeline looks here for the class that its config names. transformers makes its
-# module anew while its models are imported, so it is asked for only now.
+# If an assistant is given by name, a pipeline looks up the class that its config names in the module `transformers`.
+# transformers replaces this module while its models are imported, so the package gets it here and not at the top.
 if not hasattr(importlib.import_module("transformers"), GumihoModel.__name__):
     importlib.import_module("transformers").GumihoModel = GumihoModel  # type: ignore[attr-defined]
 register_released_names()

@@ -1,4 +1,4 @@
-"""`target.generate(custom_generate=<repository of a drafter>)`: what the code in such a repository runs."""
+"""Entry points for the code in drafters' repositories: `target.generate(custom_generate=<repository>)`."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from .internals import repository_of_call
 from .model.attaching import attached_drafter
 
 
-# Arguments of `generate()` that say how a repository is read; they are for the drafter as for the code next to it.
+# Arguments of `generate()` that say how a repository is read. They apply to the drafter and to the code next to it.
 _LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
 
 def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = None, **kwargs: Any) -> Any:
     """
-    Generates with the drafter of the repository that was given as `custom_generate`. It is loaded in the first call,
-    to the target's device and dtype, and lives as long as the target.
+    Generates with the drafter of the repository that was given as `custom_generate`. The first call loads the drafter,
+    to the device of the target's output head and in the target's dtype. It is kept as long as the target.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -30,14 +30,14 @@ def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = N
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if assistant_model is None:
         assistant_model = load_drafter(model, _repository(), **loading)
-    # Not `model.generate`: a target whose own folder holds a `custom_generate` has that in its place.
+    # Not `model.generate`: if the target's own folder holds a `custom_generate`, that has replaced it.
     return type(model).generate(model, assistant_model=assistant_model, **kwargs)
 
 
 def generate_attached(drafter: str, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     """
-    Generates with a drafter that is attached to the target in the first call: what `gumiho attach` writes for targets
-    that are loaded by their folder.
+    Generates with a drafter, which the first call attaches to the target. Folders that `gumiho attach` writes call
+    this.
 
     Args:
         drafter: The drafter's folder or its name on the Hub.
@@ -46,12 +46,12 @@ def generate_attached(drafter: str, *args: Any, model: PreTrainedModel, **kwargs
     """
     if attached_drafter(model) is None:
         attach(model, drafter)
-    # Not `model.generate`, which is this folder's own.
+    # Not `model.generate`, which is the `generate` of this folder.
     return type(model).generate(model, *args, **kwargs)
 
 
 def _repository() -> str:
-    """Returns the `custom_generate` of the `generate()` that is running."""
+    """Returns the `custom_generate` argument of the running `generate()`."""
     if repository := repository_of_call():
         return repository
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Files that a run which was stopped at any byte goes on with, and that one run writes at a time."""
+"""Files that a stopped run can continue, wherever it stopped, and that only one run writes at a time."""
 
 import errno
 import json
@@ -17,10 +17,10 @@ except ImportError:
 
 def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
     """
-    Keeps the settings of a file next to it.
+    Writes the settings of a file next to it, or compares them with those that are there.
 
     Raises:
-        ValueError: It was begun with others, or what is next to it is damaged.
+        ValueError: The file was begun with other settings, or the file of the settings is damaged.
         OSError: The disk is full. What was written before stays.
     """
     beside = settings_file(path)
@@ -32,7 +32,7 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
                 f"or delete this one."
             )
         return
-    # Written completely or not at all: nothing else may say what the file was begun with.
+    # Written completely or not at all, because the settings are recorded nowhere else.
     unfinished = beside.with_name(beside.name + ".unfinished")
     with _file_named(beside):
         unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
@@ -40,7 +40,7 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
 
 
 def settings_file(path: Path) -> Path:
-    """Returns the file that keeps the settings of a file."""
+    """Returns the path of the file with the settings of a file."""
     return path.with_name(path.name + ".settings.json")
 
 
@@ -61,13 +61,13 @@ def cut_unfinished_batch(path: Path, batch_size: int) -> int:
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """Returns the lines of a file, without an incomplete last one; none where there is no file."""
+    """Returns the lines of a file, without an incomplete last one; none if there is no file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
 def cut_after(path: Path, num_lines: int) -> int:
-    """Keeps the first `num_lines` of a file, where there is one; returns `num_lines`."""
+    """Cuts a file after its first `num_lines` lines, if it exists; returns `num_lines`."""
     if path.exists():
         lines = path.read_bytes().splitlines(keepends=True)
         with path.open("rb+") as file:
@@ -77,7 +77,7 @@ def cut_after(path: Path, num_lines: int) -> int:
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """
-    Adds rows to the end of a file, and sees them on the disk.
+    Adds rows to the end of a file. They are written when this returns.
 
     Raises:
         OSError: The disk is full. What was written before stays.
@@ -89,12 +89,12 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
     """
-    Keeps a file or folder, which it makes where there is none, for this run, however the run ends.
+    Locks a file or folder for this run, however the run ends. A missing file is created.
 
     Raises:
         OSError: Another run writes there.
     """
-    if fcntl is None:  # Windows has no locks that end with the process and leave no file behind
+    if fcntl is None:  # Windows has no locks that end with the process without leaving a file
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,15 +116,15 @@ def sole_writer(path: Path) -> Iterator[None]:
 def way_out(error: Exception) -> str:
     """Returns what to do about an error in writing a file."""
     is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    # Libraries in other languages keep the number in the text.
+    # Libraries in other languages have the number only in the text.
     if is_full or any(f"os error {number})" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
-        return "Make room and run this again: it goes on here"
-    return "Remove the cause and run this again: it goes on here"
+        return "Make room and run this again: it continues here"
+    return "Remove the cause and run this again: it continues here"
 
 
 @contextmanager
 def _file_named(path: Path) -> Iterator[None]:
-    """Says of an error in writing a file which one it was, and what to do."""
+    """Adds the name of the file, and what to do, to an error in writing it."""
     try:
         yield
     except OSError as error:

@@ -12,7 +12,7 @@ from .options import REQUIRED, option
 
 
 _WEIGHTS = (".safetensors", ".bin")
-# Weights in other formats, which `from_pretrained` does not read from a folder.
+# Weights in other formats, which `from_pretrained` does not read.
 _OTHER_FORMATS = ["*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*", "onnx/*"]
 # Of a tokenizer.
 _TEMPLATES = "additional_chat_templates"
@@ -40,15 +40,15 @@ class AttachArguments:
 
 def write_served_target(args: AttachArguments) -> str:
     """
-    Writes a folder of the target that drafts wherever it is loaded, for clients with no place for an assistant. It
-    holds the target's files and the code that attaches the drafter. Weights are linked; `args.copy_weights` copies
-    them.
+    Writes a folder of the target that drafts wherever it is loaded, for clients that take no assistant. It holds the
+    target's files and the code that attaches the drafter. Weights are linked; `args.copy_weights` copies them.
 
     Returns:
-        What was done, for people.
+        A sentence about what was done.
 
     Raises:
-        ValueError: The drafter is no Gumiho drafter, the folder is not empty, or the target has a `custom_generate`.
+        ValueError: The drafter is not a Gumiho drafter, the folder is not empty, or the target has a
+            `custom_generate`.
         OSError: The target or the drafter cannot be found.
     """
     if not is_drafter(args.drafter):
@@ -74,20 +74,18 @@ def write_served_target(args: AttachArguments) -> str:
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter), encoding="utf-8")
-    done = "copied" if args.copy_weights else "linked"
-    return (
-        f"{args.output_dir} drafts with {drafter}: {num_weights} weight files {done}. Load it with trust_remote_code."
-    )
+    files = f"{num_weights} file{'s' * (num_weights != 1)} of weights {'copied' if args.copy_weights else 'linked'}"
+    return f"{args.output_dir} drafts with {drafter}: {files}. Load it with trust_remote_code."
 
 
 def _find_target(name: str) -> Path:
-    """Returns the folder of a target, which is downloaded where there is none."""
+    """Returns the folder of a target. A name on the Hub is downloaded."""
     if os.path.isdir(name):
         return Path(name)
     try:
         return Path(snapshot_download(name, ignore_patterns=_OTHER_FORMATS))
     except OSError as error:
-        raise OSError(f"The target {name!r} is no folder and cannot be downloaded: {error}") from error
+        raise OSError(f"The target {name!r} is not a folder and cannot be downloaded: {error}") from error
 
 
 __all__ = ["AttachArguments", "write_served_target"]

@@ -1,4 +1,4 @@
-"""Text files as people have them: errors name the file and the line."""
+"""Reading text files of users: errors name the file and the line."""
 
 import json
 from pathlib import Path
@@ -22,13 +22,13 @@ def read_text(path: str | Path) -> str:
 
 def read_json_lines(path: str | Path, num_rows: int | None = None) -> list[tuple[int, dict[str, Any]]]:
     """
-    Returns the first rows of a JSONL file, each with the number of its line. Blank lines are no rows.
+    Returns the first rows of a JSONL file, each with the number of its line. Blank lines are skipped.
 
     Raises:
-        ValueError: A line is no JSON object, or the file is not UTF-8.
+        ValueError: A line is not a JSON object, or the file is not UTF-8.
     """
     rows: list[tuple[int, dict[str, Any]]] = []
-    # Not `splitlines`, which also splits at characters that stand in JSON strings (U+2028).
+    # Not `splitlines`, which also splits at characters that JSON strings may hold (U+2028).
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if num_rows is not None and len(rows) == num_rows:
             break

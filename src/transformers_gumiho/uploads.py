@@ -1,4 +1,4 @@
-"""Small lists of the host's, brought to a device without waiting for it."""
+"""Copies small lists from the host to a device without waiting for it."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None)
     """
     Returns a tensor of numbers on a device.
 
-    `torch.tensor(numbers, device="cuda")` waits until the GPU has done all that it was given before. A copy from
-    pinned memory takes its turn instead.
+    `torch.tensor(numbers, device="cuda")` waits until the GPU has finished its earlier work. A copy from pinned memory
+    is queued instead.
 
     Args:
         numbers: A list of numbers, or of such lists.
-        device: Where the tensor is to be.
-        dtype: The tensor's, by default that of `torch.tensor`.
+        device: Device of the tensor.
+        dtype: Dtype of the tensor. By default `torch.tensor` chooses it.
     """
     tensor = torch.tensor(numbers, dtype=dtype)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Errors that a user can fix end a program with one line."""
+"""Errors that a user can fix end a program with one line instead of a traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,23 +14,23 @@ _EXTRAS = {
 @contextmanager
 def reported_in_one_line(program: str, *further: type[Exception]) -> Iterator[None]:
     """
-    Ends the program with the message alone where what runs within it raises an error that a user can fix: a file
-    that is not there, a setting out of range, a library that is not installed, a full disk. The message says how, and
-    where it was raised does not help. Every other error keeps its traceback.
+    Ends the program with only the message if the block raises an error that a user can fix: a missing file, a setting
+    out of range, a library that is not installed, a full disk. The message says how to fix it, and a traceback would
+    not help. Every other error keeps its traceback.
 
     Args:
-        program: What the message begins with.
-        further: Classes of other errors that are reported this way.
+        program: Name of the program, with which the message begins.
+        further: Other classes of errors to report in this way.
 
     Raises:
-        SystemExit: Instead of such an error, which is its cause.
+        SystemExit: In place of such an error, which is its `__cause__`.
     """
     fixable: tuple[type[Exception], ...] = (ImportError, OSError, ValueError, *further)
     try:
         yield
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        # A module may be part of a package with another name, so a command is given only where it is known.
+        # A module's package may have another name, so a command is given only for known ones.
         way_out = f". Install it with `pip install 'transformers-gumiho[{extra}]'`." if extra else ""
         raise SystemExit(f"{program}: {error}{way_out}") from error
     except fixable as error:

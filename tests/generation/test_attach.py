@@ -299,7 +299,7 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     served = tmp_path / "served"
     arguments = ["attach", "--target", DEMO_TARGET, "--drafter", DEMO_TARGET.parent / "gumiho", "--output_dir", served]
     gumiho(*arguments)
-    assert "1 weight files linked" in capsys.readouterr().out
+    assert "1 file of weights linked" in capsys.readouterr().out
     assert (served / "model.safetensors").is_symlink()
     target = AutoModelForCausalLM.from_pretrained(served, dtype=torch.float32, trust_remote_code=True)
     inputs = {"input_ids": torch.arange(3, 9)[None], "max_new_tokens": 32, "do_sample": False}
@@ -314,7 +314,7 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
         ((served, DEMO_TARGET.parent / "gumiho"), "already has a folder 'custom_generate'"),
         ((DEMO_TARGET, DEMO_TARGET), "is not a Gumiho drafter"),
         ((DEMO_TARGET, "no/drafter"), "No drafter can be read from 'no/drafter'"),
-        (("no/target", DEMO_TARGET.parent / "gumiho"), "The target 'no/target' is no folder and cannot be downloaded"),
+        (("no/target", DEMO_TARGET.parent / "gumiho"), "The target 'no/target' is not a folder and cannot be"),
     ):
         refuse(message, "attach", *positional, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()

@@ -149,5 +149,5 @@ def test_how_much_is_drafted_follows_the_number_of_requests(plain_texts: list[li
 
 
 def test_a_drafter_is_no_target() -> None:
-    with pytest.raises(ValueError, match="is a Gumiho drafter, which cannot write texts"), engine(DEMO_DRAFTER):
+    with pytest.raises(ValueError, match="is a Gumiho drafter, which cannot generate text"), engine(DEMO_DRAFTER):
         pass

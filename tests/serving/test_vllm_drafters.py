@@ -164,7 +164,7 @@ def test_a_drafter_that_another_class_drafts_with_says_so(tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EagleProposer, "__new__", lambda cls, *args, **kwargs: object.__new__(cls))
         with (
-            pytest.raises(RuntimeError, match="was never handed its target"),
+            pytest.raises(RuntimeError, match="did not get its target"),
             engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 2), skip_tokenizer_init=True) as llm,
         ):
             write_texts(llm, PROMPTS, 4)

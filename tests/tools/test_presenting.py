@@ -568,7 +568,7 @@ def test_help_shows_each_default_once(
         (["--assistant", "./gumihoo"], "There is no folder './gumihoo'"),
         (["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
         (["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
-        (["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, and no target"),
+        (["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),
         (["--assistant", DEMO_TARGET.parents[1] / "smollm2" / "gumiho"],
          "This Gumiho drafter has a vocabulary of 49152, but LlamaForCausalLM has one of 4096"),
     ],

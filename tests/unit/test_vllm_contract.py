@@ -39,7 +39,7 @@ def test_what_is_missing_is_named(name: str, tmp_path: Path) -> None:
     [
         ("def set_inputs_first_pass(self, num_tokens, *others): ...", "has no parameter `target_hidden_states`"),
         ("def set_inputs_first_pass(self, target_hidden_states, another): ...", None),
-        ("set_inputs_first_pass = 1", "is no function"),
+        ("set_inputs_first_pass = 1", "is not a function"),
         ("@property\n    def set_inputs_first_pass(\n        self, target_hidden_states\n    ):\n        ...", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Comparing ways of decoding on one machine."""
+"""Compares ways of decoding on one machine."""
 
 from ..measuring.prompts import Question, read_questions
 from .command import BenchmarkArguments, benchmark

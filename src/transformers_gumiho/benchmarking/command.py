@@ -1,4 +1,4 @@
-"""`gumiho benchmark`: compares all ways of decoding a target, and writes what it finds."""
+"""`gumiho benchmark`: compares all ways of decoding a target, and writes the results."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from .summary import SummaryRow, summarize
 
 @dataclass(kw_only=True)
 class BenchmarkArguments(DraftingArguments):
-    """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They need a pair, or target and assistant."""
+    """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They name a pair, or both models."""
 
     prompts: str = prompts_field(REQUIRED)
     output_dir: str = option("Folder for samples, summary, table and pictures.", "benchmark")
@@ -51,7 +51,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         ValueError: The options do not name both models, `args.modes` names an unknown mode, or `args.resume` finds a
             run with other settings.
     """
-    # Not needed by those who only tune.
+    # Imported here, because it needs matplotlib.
     from .plots import plot_summary
 
     folder = Path(args.output_dir)

@@ -1,4 +1,4 @@
-"""The most memory that something takes."""
+"""Peak memory of a block of code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ import torch
 
 @dataclass
 class PeakMemory:
-    """Set when the measurement has ended; `None` where the system does not report it."""
+    """Bytes, set when the measurement has ended; `None` if the system does not report them."""
 
     num_bytes: int | None = None
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
-    """Measures the most memory in use at one time beyond what was in use before, on `device`."""
+    """Measures the peak of the memory on `device` within a `with` block, beyond the memory in use before."""
     peak = PeakMemory()
     if device.type == "cpu":
         before = _reset_resident_peak()
@@ -32,7 +32,7 @@ def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
 
 
 def _reset_resident_peak() -> int | None:
-    """Makes the peak start from now; returns the bytes resident now, `None` where the system has no such thing."""
+    """Resets the peak; returns the bytes that are resident now, or `None` if the system does not report them."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _resident("VmRSS")

@@ -27,10 +27,10 @@ class DecodingMode:
     One way of decoding.
 
     Attributes:
-        name: As it stands in reports.
-        generate_kwargs: What it passes to `generate()`.
-        settings: The drafter's decoding settings that it changes.
-        max_batch_size: The largest batch it takes; `None` takes any.
+        name: Name in reports.
+        generate_kwargs: Arguments for `generate()`.
+        settings: Decoding settings of the drafter that this mode changes.
+        max_batch_size: Largest batch; `None` for any.
     """
 
     name: str
@@ -40,13 +40,13 @@ class DecodingMode:
 
     @property
     def drafter(self) -> GumihoModel | None:
-        """The Gumiho drafter it decodes with, if it does."""
+        """The Gumiho drafter of this mode, if any."""
         assistant = self.generate_kwargs.get("assistant_model")
         return assistant if isinstance(assistant, GumihoModel) else None
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Applies its settings to the drafter for as long as it lasts."""
+        """Applies the settings to the drafter within a `with` block."""
         if self.drafter is None:
             yield
             return
@@ -65,8 +65,8 @@ def decoding_modes(
 
     Args:
         drafter: The Gumiho drafter, with the settings to compare.
-        draft_model: A small causal language model for transformers' own assisted generation, if there is one.
-        tree_sizes: Drafted tokens of further trees.
+        draft_model: A small causal language model for transformers' own assisted generation, if any.
+        tree_sizes: Numbers of drafted tokens of further trees.
         compiled: Also decode with compiled models and static caches, with the drafter and without.
     """
     config = drafter.config
@@ -81,7 +81,7 @@ def decoding_modes(
         modes.append(DecodingMode("gumiho without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None}))
     else:
         modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
-    # A measured `break_even` is that of the tuned tree.
+    # A measured `break_even` belongs to the tuned tree.
     modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False, "break_even": None}))
     for length in (3, 5, 7):
         if length <= config.max_draft_depth:
@@ -102,7 +102,7 @@ def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[De
     Returns plain decoding and the modes of these names, in the order of `modes`.
 
     Raises:
-        ValueError: There is no mode of a name.
+        ValueError: A name is unknown.
     """
     if unknown := [name for name in names if name not in {mode.name for mode in modes}]:
         known = ", ".join(f"'{mode.name}'" for mode in modes)

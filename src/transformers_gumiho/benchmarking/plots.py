@@ -48,7 +48,7 @@ def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:
             continue
         found = {row.mode: row for row in rows if row.category == category}
         for place, (mode, color) in enumerate(colors.items()):
-            # A mode that takes no batches of this size has no bar, and keeps its place.
+            # A mode that does not support this batch size has an empty place.
             if mode in found:
                 row = found[mode]
                 error = np.abs(np.array(row.speedup_interval) - row.speedup)[:, None]
@@ -57,19 +57,19 @@ def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:
         axes.set_yticks(range(len(colors)), list(colors))
         axes.set_title(category, fontsize="medium")
         axes.tick_params(labelbottom=True)
-    grid[0, 0].invert_yaxis()  # plain on top; the panels share the axis
+    grid[0, 0].invert_yaxis()  # plain decoding on top; the panels share the axis
     figure.supxlabel("speed-up over plain decoding", fontsize="medium")
     _save(figure, path)
 
 
 def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
-    """Draws, for every mode that drafts, the share of cycles that accept at least so many tokens."""
+    """Draws, for every mode that drafts, the share of cycles that accept the draft at each position."""
     colors = _colors(rows)
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     drafting = [row for row in rows if row.category == OVERALL and row.acceptance_per_position]
     for index, row in enumerate(drafting):
         accepted = row.acceptance_per_position or []
-        # Two modes may accept the same: each second line is dashed, so that the one below shows.
+        # Lines of two modes may coincide: every second line is dashed, so that both are visible.
         style, size = ("s--", 4) if index % 2 else ("o-", 7)
         label = f"{row.mode} (tau {row.tau_micro:.2f})"
         axes.plot(range(1, len(accepted) + 1), accepted, style, markersize=size, color=colors[row.mode], label=label)
@@ -86,7 +86,7 @@ def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
 def _colors(rows: Sequence[SummaryRow]) -> dict[str, tuple[float, ...]]:
     """Returns a color for each mode, the same in all pictures of these rows."""
     shades = matplotlib.colormaps["tab20"]
-    # Strong and pale shades take turns there; the pale ones are for when there are no others.
+    # Strong and pale shades alternate in this map; the strong ones are used first.
     numbers = cycle([*range(0, shades.N, 2), *range(1, shades.N, 2)])
     modes = dict.fromkeys(row.mode for row in rows)
     return {mode: shades(number) for mode, number in zip(modes, numbers, strict=False)}

@@ -1,4 +1,4 @@
-"""Benchmark results for people and for programs."""
+"""Benchmark results as Markdown and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ _HEADER = (
     "| mode | tokens/s (quartiles) | speed-up (95% interval) | tau micro / macro | draft / verify / rest | "
     "peak memory | equal to plain |"
 )
-# An idle machine repeats plain decoding within it.
+# On an idle machine, two runs of plain decoding differ by at most this factor.
 _IDLE_SPREAD = 1.1
 
 
 def write_json(rows: Sequence[SummaryRow], path: Path, **facts: Any) -> None:
-    """Writes the summary and the facts that it depends on."""
+    """Writes the summary and its conditions."""
     content = {**facts, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -38,7 +38,7 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
 
 
 def _comparisons(rows: Sequence[SummaryRow]) -> list[str]:
-    """Returns a line for each way of decoding that modes are compared with, answer by answer."""
+    """Returns a line for each baseline with which modes are compared, answer by answer."""
     lines = []
     for baseline in dict.fromkeys(name for row in rows for name in row.against):
         found = [(row.mode, row.against[baseline]) for row in rows if baseline in row.against]
@@ -54,7 +54,7 @@ def _comparisons(rows: Sequence[SummaryRow]) -> list[str]:
 
 
 def _warnings(rows: Sequence[SummaryRow]) -> list[str]:
-    """Returns a warning where plain decoding's own repeats show that the machine was not idle."""
+    """Returns a warning if the repeats of plain decoding show that the machine was not idle."""
     spread = next((row.repeat_spread for row in rows if row.repeat_spread is not None), 1.0)
     if spread <= _IDLE_SPREAD:
         return []

@@ -1,4 +1,4 @@
-"""Running a benchmark: every mode decodes every prompt, in turns, so that a machine that drifts hurts all alike."""
+"""Runs a benchmark: every mode decodes every prompt, in turns, so a drift of the machine affects all modes alike."""
 
 import hashlib
 import json
@@ -24,20 +24,20 @@ from .modes import PLAIN, DecodingMode
 from .sample import Sample
 
 
-# Plain decoding runs once more in every fourth batch: how much its times differ shows whether the machine is idle.
+# In every fourth batch plain decoding runs twice. The difference of the two times shows whether the machine is idle.
 _BATCHES_PER_REPEAT = 4
 
 
 @dataclass(frozen=True)
 class BenchmarkSettings:
     """
-    What a benchmark runs.
+    The settings of a benchmark.
 
     Attributes:
         temperatures: 0 is greedy.
-        batch_sizes: Prompts decoded at once.
-        max_new_tokens: For each prompt.
-        seed: For sampling; the same before each mode.
+        batch_sizes: Numbers of prompts decoded at once.
+        max_new_tokens: Maximum number of new tokens for each prompt.
+        seed: Seed for sampling, set before each mode.
     """
 
     temperatures: tuple[float, ...] = (0.0,)
@@ -65,15 +65,15 @@ def run_benchmark(
     journal: Journal | None = None,
 ) -> list[Sample]:
     """
-    Decodes every question in every mode. Interrupted, it returns what it has measured.
+    Decodes every question in every mode. If it is interrupted, it returns the samples so far.
 
     Args:
         target: The target.
         tokenizer: Its tokenizer.
-        questions: What to answer.
-        modes: Ways of decoding, the first of them plain.
+        questions: The questions to answer.
+        modes: Ways of decoding. The first one is plain decoding.
         settings: See [`BenchmarkSettings`].
-        journal: Keeps each sample as soon as it is measured. What it holds already is not measured again.
+        journal: Records each sample as soon as it is measured. Samples that it already holds are not measured again.
 
     Returns:
         The samples.
@@ -106,7 +106,7 @@ class _Runner:
     num_batches: int = 0
 
     def run(self, questions: Sequence[Question]) -> Iterator[list[Sample]]:
-        """Yields the samples of all modes for one batch after the other, what is known already before all others."""
+        """Yields the samples of all modes for one batch after the other, first those that the journal holds."""
         missing: dict[tuple[float, int], list[list[Question]]] = {}
         for temperature, batch_size in product(self.settings.temperatures, self.settings.batch_sizes):
             for group in _by_category(questions):
@@ -123,7 +123,7 @@ class _Runner:
                 yield from self._run_conversations(chosen, temperature, batch_size)
 
     def _find(self, questions: list[Question], temperature: float, batch_size: int) -> list[list[Sample]]:
-        """Returns the samples of each turn of a conversation, none unless all were measured: turns need answers."""
+        """Returns the samples of each turn of a conversation; none if any is missing, as turns need the answers."""
         turns = defaultdict(list)
         key = conversation_key(temperature, batch_size, questions)
         for row in self.journal.find(key) if self.journal is not None else []:
@@ -131,7 +131,7 @@ class _Runner:
         return list(turns.values())
 
     def _warm_up(self, questions: Sequence[Question], temperature: float, batch_size: int) -> None:
-        """Decodes the longest of the first turns in every mode: what is compiled for them has room for the others."""
+        """Decodes the longest first turns in every mode: graphs compiled for them have room for the others."""
         prompts = [encode_turn(self.tokenizer, question.turns[:1], []) for question in questions]
         longest = sorted(prompts, key=len, reverse=True)[:batch_size]
         batch = _Batch(temperature, batch_size, list(questions[: len(longest)]), self._pad(longest), 0)
@@ -158,7 +158,7 @@ class _Runner:
     def _compare(self, batch: _Batch) -> tuple[list[Sample], list[str]]:
         """Decodes a batch in every mode; returns the samples and plain decoding's answers."""
         modes = self._modes_for(batch.batch_size)
-        # Each mode comes first in its turn: whoever follows a long pause or a hot processor is not always the same.
+        # The modes take turns in coming first, so that a pause or a hot processor does not always affect the same one.
         shift, is_repeated = self.num_batches % len(modes), self.num_batches % _BATCHES_PER_REPEAT == 0
         self.num_batches += 1
         measured = {mode.name: self._measure(mode, batch) for mode in [*modes[shift:], *modes[:shift]]}
@@ -175,7 +175,7 @@ class _Runner:
         """Decodes a batch; returns what `generate()` returned, and the sample."""
         device, num_graphs = input_device(self.target), num_compiled_graphs()
         devices = accelerators_of(self.target, *([mode.drafter] if mode.drafter is not None else []))
-        # A CPU's stages can be timed without holding it up; other devices decode once more for them.
+        # On a CPU, timing the stages costs nothing. Other devices decode once more for it.
         has_stages, is_cpu = mode.drafter is not None, not devices
         with peak_memory(device) as peak, stage_timer(*devices, stages=has_stages and is_cpu) as stages:
             synchronize(*devices)
@@ -243,6 +243,6 @@ def _by_category(questions: Sequence[Question]) -> list[list[Question]]:
 
 
 def conversation_key(temperature: float, batch_size: int, questions: Sequence[Question]) -> str:
-    """Returns what stands for questions that are asked together in a way of decoding."""
+    """Returns the key of a batch of conversations at a temperature and batch size."""
     asked = [(question.category, question.name, question.turns) for question in questions]
     return hashlib.sha256(json.dumps([temperature, batch_size, asked]).encode()).hexdigest()[:16]

@@ -12,17 +12,19 @@ class Sample:
         mode: The name of the mode.
         temperature: 0 is greedy.
         batch_size: Prompts decoded at once; the last batch of a category may have fewer.
-        category: Of the questions.
-        questions: Their names.
-        turn: Which turn of theirs, from 0.
-        seconds: For decoding the batch, prompt included.
+        category: Category of the questions.
+        questions: Names of the questions.
+        turn: Index of the turn in the conversations, from 0.
+        seconds: Time for decoding the batch, prompt included.
         num_tokens: New tokens of all prompts, without padding.
         equal: Whether every text is that of plain decoding.
-        peak_bytes: The most memory at one time, beyond what there was before; `None` if the system reports none.
-        accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
-        stages: Seconds of each stage, on other devices than a CPU of a run of its own; see [`StageSeconds`].
-        num_compiled: Graphs that were compiled while it was measured.
-        repeat_seconds: For decoding the batch once more, of some samples of plain decoding.
+        peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
+        accepted_lengths: For each prompt, the number of tokens that each verification cycle committed, if there are
+            cycles.
+        stages: Seconds of each stage; see [`StageSeconds`]. On other devices than a CPU, these are from a separate
+            run.
+        num_compiled: Number of graphs that were compiled during the measurement.
+        repeat_seconds: Time of a second run, for some samples of plain decoding.
     """
 
     mode: str

@@ -1,4 +1,4 @@
-"""From samples to the numbers that are reported."""
+"""Summarizes samples as the numbers of the report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _BOOTSTRAP_SAMPLES = 2000
 @dataclass(frozen=True)
 class Comparison:
     """
-    The speed of a mode divided by that of another one on the same batch.
+    The speed of a mode divided by the speed of a baseline on the same batch.
 
     Attributes:
         ratio: Median over the batches.
@@ -44,21 +44,21 @@ class SummaryRow:
         temperature: 0 is greedy.
         batch_size: Prompts decoded at once.
         num_samples: Batches of prompts measured.
-        num_equal: Those among them whose texts are all those of plain decoding.
+        num_equal: Number of these batches in which all texts equal those of plain decoding.
         tokens_per_second: Lower quartile, median and upper quartile over the batches.
         speedup: Median over the batches of the speed divided by plain's on the same batch.
         speedup_interval: Its 95% bootstrap interval.
         tau_micro: Tokens per cycle, over all cycles; `None` without cycles.
         tau_macro: Tokens per cycle of each prompt, averaged over the prompts.
         acceptance_per_position: Share of cycles in which at least 1, 2, ... drafted tokens were accepted.
-        shares: Of the time of a cycle: `verify`, `draft` and `rest`.
+        shares: Shares of `verify`, `draft` and `rest` in the time of a cycle.
         seconds_per_cycle: Mean time of a cycle.
-        peak_bytes: Median over the batches.
-        num_compiled: Graphs that were compiled while the batches were measured.
-        against: The comparison with prompt lookup and assisted generation, for compiled modes also with compiled plain
-            decoding, by their names.
-        repeat_spread: Of plain decoding, how many times as long the slower one of two runs of a batch took: the upper
-            quartile. On an idle machine it is close to 1.
+        peak_bytes: Peak memory, as the median over the batches.
+        num_compiled: Number of graphs that were compiled during the measurements.
+        against: Comparisons with prompt lookup and assisted generation, by their names. For compiled modes, also with
+            compiled plain decoding.
+        repeat_spread: For plain decoding, the slower time of two runs of a batch divided by the faster one, as the
+            upper quartile. On an idle machine it is close to 1.
     """
 
     mode: str
@@ -141,7 +141,7 @@ def _summarize_mode(samples: list[Sample], category: str, speeds_of: dict[str, d
 
 
 def _ratios(samples: list[Sample], speeds: dict[tuple, float]) -> np.ndarray:
-    """Returns the speeds of samples divided by those on the same prompts, where there are such."""
+    """Returns the speeds of samples divided by the given speeds on the same prompts, if there are any."""
     return np.array([_speed(sample) / speeds[_key(sample)] for sample in samples if _key(sample) in speeds])
 
 
@@ -162,5 +162,5 @@ def _speed(sample: Sample) -> float:
 
 
 def _key(sample: Sample) -> tuple:
-    """What a sample of one mode shares with those of the others on the same prompts."""
+    """Returns a key that the samples of all modes on the same prompts share."""
     return (sample.temperature, sample.batch_size, tuple(sample.questions), sample.turn)

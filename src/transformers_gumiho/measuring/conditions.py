@@ -1,4 +1,4 @@
-"""What measurements of a pair depend on."""
+"""The conditions on which measurements of a pair depend."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .machine import machine_name
 
 
 def measuring_conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]:
-    """Returns what a run that continues another one must share with it, in what JSON holds."""
+    """Returns the conditions that a run must share with a run that it continues, as values for JSON."""
     return {
         "machine": machine_name(input_device(target)),
         "torch": torch.__version__,

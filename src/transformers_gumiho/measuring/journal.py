@@ -1,4 +1,4 @@
-"""What a stopped run has measured, so that the next one continues with it."""
+"""A file of measurements, from which a stopped run continues."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from ..resumable_file import append_rows, check_begun_with, complete_lines, cut_
 
 class Journal:
     """
-    Measurements as JSONL, on the disk as soon as they are taken. Those with the same key, several rows maybe, are a
-    group, which counts once it is complete.
+    Measurements as JSONL, written to the disk as soon as they are taken. The rows with the same key are a group. A
+    group counts once it is complete.
 
     Args:
         path: The file.
-        settings: What measurements depend on, in what JSON holds. They are kept beside the file.
-        resume: Keep what the file holds instead of beginning anew.
+        settings: The conditions of the measurements, as values for JSON. They are kept next to the file.
+        resume: Continue the file instead of beginning a new one.
 
     Raises:
         ValueError: The file was begun with other settings.
@@ -44,7 +44,7 @@ class Journal:
         return len(self._known)
 
     def find(self, key: str) -> list[dict[str, Any]]:
-        """Returns the rows of a complete group; otherwise none."""
+        """Returns the rows of a complete group, or no rows."""
         return self._known.get(key, [])
 
     def append(self, key: str, rows: Sequence[dict[str, Any]], num_rows: int) -> None:

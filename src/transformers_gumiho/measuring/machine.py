@@ -1,4 +1,4 @@
-"""The name of the machine that models run on."""
+"""The name of the machine on which models run."""
 
 import functools
 import platform
@@ -8,7 +8,7 @@ import torch
 
 
 def machine_name(device: torch.device) -> str:
-    """Returns the name of a device; for a processor with the number of threads, on which its speed depends."""
+    """Returns the name of a device. A CPU's name includes the number of threads, on which its speed depends."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":

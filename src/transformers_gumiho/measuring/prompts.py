@@ -17,18 +17,18 @@ from ..text_files import read_json_lines
 logger = logging.get_logger(__name__)
 
 DEFAULT_CATEGORY = "all"
-# Where SPEED-Bench may not pass a text on, its published files hold this.
+# The published files of SPEED-Bench hold this in place of texts that it may not distribute.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True)
 class Question:
     """
-    What a user says, turn by turn.
+    The turns of a user in a conversation.
 
     Attributes:
         name: Its id.
-        category: What it is compared with.
+        category: The group of questions to which it belongs.
         turns: The user's side of the conversation.
     """
 
@@ -48,13 +48,13 @@ def read_questions(
         name: A JSONL, JSON or Parquet file, or a dataset: a folder or a name on the Hub, which may end in `:` and the
             name of a config. All but JSONL need the `datasets` library. A row has `turns` (a list of texts), `prompt`
             or `text`, and maybe `category` and `question_id`. Of several splits, `test` is read, or else the first.
-        column: Take the text from this column.
-        num_questions: Read this many. By default all.
-        per_category: Keep the first ones of each category. By default all.
+        column: Column of the texts.
+        num_questions: Maximum number of questions. By default all.
+        per_category: Maximum number of questions per category. By default all.
 
     Raises:
         FileNotFoundError: `name` looks like a file, and there is none.
-        ValueError: A row has none of these columns, there is no row, or the file is no JSONL in UTF-8.
+        ValueError: A row has none of these columns, there is no row, or the file is not JSONL in UTF-8.
     """
     for option in (num_questions, per_category):
         if option is not None and option < 1:
@@ -92,7 +92,7 @@ def read_questions(
 
 
 def _load_dataset(path: Path, name: str) -> Iterable[Mapping[str, Any]]:
-    # Only those who measure with a dataset need the library.
+    # Imported here, because only datasets need the library.
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     if path.is_file():
@@ -120,8 +120,8 @@ def _read_question(row: Mapping[str, Any], index: int, where: str, column: str |
 
 def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
     """
-    Returns the token ids of a conversation up to the turn after the last answer. Without a chat template the text is
-    simply continued.
+    Returns the token ids of a conversation up to the turn after the last answer. Without a chat template, turns and
+    answers are joined.
     """
     if not tokenizer.chat_template:
         text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
@@ -138,8 +138,8 @@ def pad_left(
     prompts: Sequence[Sequence[int]], pad_token_id: int | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """
-    Returns prompts as one batch, `input_ids` and `attention_mask` `(B, T)`. Where there is no token for padding, any
-    other one does: it is masked.
+    Returns prompts as one batch, `input_ids` and `attention_mask` `(B, T)`. Without a padding token, token 0 pads: it
+    is masked.
     """
     longest = max(map(len, prompts))
     rows = [[pad_token_id or 0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]

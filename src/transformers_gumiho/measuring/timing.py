@@ -1,4 +1,4 @@
-"""Timing decoding without its prompt, and the stages of its cycles."""
+"""Times decoding without the prompt, and the stages of cycles."""
 
 import time
 from collections import defaultdict
@@ -18,14 +18,14 @@ from ..verification.placement import accelerators_of
 @dataclass(frozen=True)
 class DecodingTime:
     """
-    A batch, decoded after its prompts were read.
+    The time of decoding a batch, after the target has read the prompts.
 
     Attributes:
-        seconds: From when the target has read the prompts to the end of the text. With a drafter, this holds as many
+        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, this includes as many
             drafts as passes.
-        num_tokens: New tokens of the longest row after the first one, which comes from the prompt.
+        num_tokens: New tokens of the longest row, without the first one, which comes from the prompt's pass.
         num_passes: Passes of the target: cycles, or steps of plain decoding.
-        texts: Token ids of each row, prompt included. They may be left out.
+        texts: Token ids of each row, prompt included. May be empty.
     """
 
     seconds: float
@@ -35,23 +35,23 @@ class DecodingTime:
 
     @property
     def pass_seconds(self) -> float:
-        """Mean time of a pass, in a drafted cycle with the drafting that goes with it."""
+        """Mean time of a pass. For a cycle, this includes drafting."""
         return self.seconds / self.num_passes
 
 
 @dataclass
 class StageSeconds:
     """
-    Seconds of a generation.
+    The times of a generation, in seconds.
 
     Attributes:
-        prompt: All that comes before the first cycle: preparing, reading the prompt, and drafting after it.
-        verify: The target's passes over draft trees, with the masks and positions they need.
-        draft: The drafter's passes and the output head over its features. Where the drafting of a cycle is one
-            compiled function, all of it, the growing of trees included.
-        total: All of it. What is left is the package's own: growing trees, walking them, keeping caches and texts.
-        after_prompt: All that comes after the target has read the prompt.
-        num_cycles: Passes over trees.
+        prompt: Before the first cycle: preparing, reading the prompt, and drafting after it.
+        verify: The target's passes over draft trees, with their masks and positions.
+        draft: The drafter's passes and the output head over its features. If the drafting of a cycle is one compiled
+            function, this includes growing the trees.
+        total: The time of the generation.
+        after_prompt: After the target has read the prompt.
+        num_cycles: Number of passes over trees.
     """
 
     prompt: float = 0.0
@@ -63,12 +63,12 @@ class StageSeconds:
 
     @property
     def rest(self) -> float:
-        """Seconds outside of any model's arithmetic."""
+        """Time outside of the models: growing and walking trees, keeping caches and texts."""
         return self.total - self.prompt - self.verify - self.draft
 
 
 def synchronize(*devices: torch.device) -> None:
-    """Waits until the devices have done what they were given."""
+    """Waits until the devices have finished their work."""
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -76,7 +76,7 @@ def synchronize(*devices: torch.device) -> None:
 
 @contextmanager
 def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Gives the drafter these decoding settings for as long as it lasts."""
+    """Gives the drafter these decoding settings within a `with` block."""
     config = drafter.generation_config
     before = {name: getattr(config, name, None) for name in settings}
     config.update(**settings)
@@ -89,12 +89,12 @@ def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Ite
 @contextmanager
 def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageSeconds]:
     """
-    Times this thread's generation with a drafter within it.
+    Times the generation with a drafter that this thread runs in the `with` block.
 
     Args:
-        *devices: Those of the target and the drafter.
-        stages: Time `verify` and `draft`, too. This waits for the devices at the ends of each stage, so everything
-            takes longer; the shares are what it is for.
+        *devices: Devices of the target and the drafter.
+        stages: Also time `verify` and `draft`. This waits for the devices at both ends of each stage, so the
+            generation takes longer. Use it for the shares of the stages.
     """
     taken = StageSeconds()
     synchronize(*devices)
@@ -107,19 +107,19 @@ def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageSe
     taken.num_cycles = timer.num_cycles
     taken.prompt = timer.first_cycle - timer.start if timer.num_cycles else taken.total
     taken.verify = timer.seconds["verify"]
-    # Compiled, the drafting of a cycle is one function, and the passes in it are not observed.
+    # If drafting is compiled, it is one function, whose passes are not observed.
     taken.draft = timer.seconds["drafter_pass"] or timer.seconds["draft"]
 
 
 class _StageTimer(GenerationObserver):
-    """Adds up the seconds of each stage from the first pass over a tree on."""
+    """Adds up the seconds of each stage, beginning with the first pass over a tree."""
 
     def __init__(self, devices: Sequence[torch.device], stages: bool):
         self.devices = devices
         self.stages = stages
         self.num_cycles = 0
         self.seconds = defaultdict[Stage, float](float)
-        self._begins: list[float] = []  # of the stages that last
+        self._begins: list[float] = []  # of the stages that have not ended
         self.start = self.prompt_end = self.first_cycle = time.perf_counter()
 
     def on_stage_begin(self, stage: Stage) -> None:
@@ -152,7 +152,7 @@ def time_drafted(
     **generate_kwargs: Any,
 ) -> DecodingTime:
     """
-    Decodes with the drafter, whose settings are as before afterwards.
+    Decodes with the drafter, and restores its settings afterwards.
 
     Args:
         target: The target.
@@ -173,7 +173,7 @@ def time_plain(target: PreTrainedModel, inputs: Mapping[str, torch.Tensor], **ge
     begins: list[float] = []
     devices = accelerators_of(target)
 
-    # Not a hook: what reads a prompt may be several passes, and a compiled pass should stay as it is.
+    # Not a hook on the target: the prompt may take several passes, and a hook would change a compiled pass.
     def note_first_token(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not begins:
             synchronize(*devices)

@@ -1,4 +1,4 @@
-"""Naming and loading a target and its drafter: the options of all commands, and the pairs that have a short name."""
+"""The options that name a target and its drafter in all commands, loading both, and pairs with a short name."""
 
 from .arguments import DraftingArguments, PairArguments, TargetArguments, prompts_field
 from .loading import load_pair, load_target, use_options

@@ -51,7 +51,7 @@ class PairArguments(TargetArguments):
     assistant: str | None = option("Gumiho drafter: a folder or a name on the Hub.")
 
     def resolved(self: PairOptions) -> PairOptions:
-        """As in [`TargetArguments`]; the drafter is looked for first."""
+        """Does the same as in [`TargetArguments`]. The drafter is found first."""
         assistant = self.assistant
         if self.pair is not None:
             assistant = assistant or find_pair(self.pair).find_drafter()
@@ -76,11 +76,11 @@ class DraftingArguments(PairArguments):
     )
 
 
-def prompts_field(default: Any = None) -> Any:
-    """Returns the field of the option `prompts`: what `read_questions` reads."""
+def prompts_field(default: Any = None, without: str = "") -> Any:
+    """Returns the field of the option `prompts`, for `read_questions`. `without` says what happens without it."""
     return option(
         "Prompts: a JSONL, JSON or Parquet file with `turns`, `prompt` or `text`, or a dataset (a folder, or a name "
-        "on the Hub such as `nvidia/SPEED-Bench:qualitative`).",
+        f"on the Hub such as `nvidia/SPEED-Bench:qualitative`).{without}",
         default,
     )
 

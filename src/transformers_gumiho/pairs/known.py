@@ -16,10 +16,10 @@ _REPOSITORY = "https://github.com/transformers-gumiho/transformers-gumiho"
 @dataclass(frozen=True)
 class Pair:
     """
-    A target and a drafter that was trained for it.
+    A target and the drafter that was trained for it.
 
     Attributes:
-        name: Its name on a command line.
+        name: The name of the pair on a command line.
         drafter: The drafter's folder, in the folder `examples` of the repository.
         target: The target's folder, in the same folder, or a function that returns it and may download it. The
             function is given `report`, which it calls with a line before anything slow.
@@ -48,10 +48,10 @@ class Pair:
 
     def find_target(self, report: Callable[[str], None] = lambda message: None) -> str:
         """
-        Returns the target's folder, and makes it where it has to.
+        Returns the target's folder, and creates it if necessary.
 
         Args:
-            report: Is called with a line before anything slow.
+            report: Called with a line of text before anything slow.
 
         Raises:
             ImportError: A library that the target needs is not installed.
@@ -71,7 +71,7 @@ class Pair:
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Whether this CPU multiplies in bfloat16, as far as PyTorch knows: older releases do not."""
+    """Whether this CPU multiplies in bfloat16. Older releases of PyTorch do not report it."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
@@ -87,7 +87,7 @@ def find_pair(name: str) -> Pair:
     Returns the pair of a short name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No pair has this name.
     """
     if name not in PAIRS:
         known = " or ".join(f"--pair {known}" for known in PAIRS)

@@ -22,7 +22,8 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
     Raises:
         ImportError: A library that the pair needs is not installed.
         OSError: A model is missing and cannot be downloaded.
-        ValueError: The options do not name both models, there is no such precision or device, or the two are no pair.
+        ValueError: The options do not name both models, the precision or device is unknown, or the drafter does not
+            fit the target.
     """
     args = args.resolved()
     _check_folder(str(args.assistant))
@@ -37,8 +38,8 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
     """
-    Gives a drafter the settings that options name. Its `break_even` is dropped where they are another tree than it was
-    measured with; drafts from the context had no part in that.
+    Gives a drafter the settings that options name. If these change the tree, `break_even` is removed, because it was
+    measured with another tree. It was measured without prompt lookup, which does not change it.
 
     Raises:
         ValueError: A setting is out of range.
@@ -65,7 +66,7 @@ def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedToken
     Raises:
         ImportError: A library that the pair needs is not installed.
         OSError: The target is missing and cannot be downloaded.
-        ValueError: The options do not name a target, there is no such precision or device, or it is a drafter.
+        ValueError: The options do not name a target, the precision or device is unknown, or the target is a drafter.
     """
     args = TargetArguments.resolved(args)
     name, dtype, device_map = str(args.target), args.dtype, args.device_map
@@ -79,14 +80,12 @@ def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedToken
         place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
     if isinstance(target, GumihoModel):
-        raise ValueError(
-            f"{name!r} is a drafter, and no target. Give the model that it was trained for as the target."
-        )
+        raise ValueError(f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target.")
     return target, AutoTokenizer.from_pretrained(name)
 
 
 def _check_folder(name: str) -> None:
-    """Raises `FileNotFoundError` for what can only be a folder: names on the Hub have one slash at the most."""
+    """Raises `FileNotFoundError` for a missing folder. Names on the Hub pass: they have at most one slash."""
     is_folder = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
     if is_folder and not Path(name).is_dir():
         raise FileNotFoundError(

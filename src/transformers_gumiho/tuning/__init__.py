@@ -1,4 +1,4 @@
-"""Fitting a drafter's settings to a machine."""
+"""Finds the settings with which a drafter is fastest on a machine."""
 
 from .arguments import TuningArguments
 from .command import tune

@@ -1,4 +1,4 @@
-"""`gumiho tune`: finds the settings that decode fastest on this machine, and keeps them with the drafter."""
+"""`gumiho tune`: finds the settings that decode fastest on this machine, and saves them with the drafter."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,8 +28,9 @@ def tune(args: TuningArguments) -> TuningResult:
     it again with the same options, and it continues.
 
     Raises:
-        SystemExit: There is no folder to write into, or nothing to begin prompts with; or it was stopped.
-        ValueError: An option is out of range, or the folder holds what a run with other arguments began.
+        SystemExit: There is no folder to write into, the target has no token to begin prompts with, or the run was
+            stopped.
+        ValueError: An option is out of range, or the folder holds an unfinished run with other arguments.
     """
     is_named = args.assistant is not None or args.pair is None
     if args.output_dir is None and is_named and not Path(args.assistant or "").is_dir():
@@ -61,7 +62,7 @@ def tune(args: TuningArguments) -> TuningResult:
 
 
 def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> Tree:
-    """Returns the tree that the drafter would decode with."""
+    """Returns the tree with which the drafter decodes by its own settings."""
     settings = DraftingSettings.from_generation_config(
         drafter.generation_config, drafter.config, None, num_rows, input_device(target).type
     )
@@ -70,7 +71,7 @@ def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> T
 
 
 def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]]:
-    """Returns beginnings of texts that the target writes itself."""
+    """Returns beginnings of texts, sampled from the target."""
     start = target.generation_config.bos_token_id
     if start is None:
         raise SystemExit("The target has no token to begin a text with; give --prompts.")

@@ -1,4 +1,4 @@
-"""Successive halving: trees and plain decoding take turns, and after each round the slower half of trees leaves."""
+"""Successive halving: trees and plain decoding take turns, and each round removes the slower half of the trees."""
 
 import math
 import statistics
@@ -9,15 +9,15 @@ from ..measuring.timing import DecodingTime
 from .trees import Tree
 
 
-# Turns after which trees leave, counted from the first one. Fewer trees decode more prompts for the same time.
+# Numbers of turns after which trees are removed. Fewer trees decode more prompts in the same time.
 ROUNDS = (3, 6, 12)
-# Plain decoding, beside trees.
+# Stands for plain decoding among the trees.
 PLAIN = None
 
 
-# Decodes what is due in a turn with a tree, or plainly (`PLAIN`).
+# Decodes the prompts of a turn with a tree, or plainly (`PLAIN`).
 Measure = Callable[[Tree | None, int], DecodingTime]
-# What a tree and plain decoding took for the same prompts, in the same turn.
+# Times of a tree and of plain decoding for the same prompts, in the same turn.
 Pair = tuple[DecodingTime, DecodingTime]
 
 
@@ -28,8 +28,8 @@ class Standing:
 
     Attributes:
         tau: Tokens per cycle.
-        break_even: Time of a cycle in steps of plain decoding, so the tau that is as fast.
-        num_turns: Turns that both are measured in.
+        break_even: Time of a cycle in steps of plain decoding: with this tau, both are equally fast.
+        num_turns: Turns in which both were measured.
     """
 
     tau: float
@@ -38,14 +38,15 @@ class Standing:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as plain decoding."""
+        """Speed as a multiple of plain decoding's."""
         return self.tau / self.break_even
 
 
 def compare(pairs: Sequence[Pair]) -> Standing:
     """
-    Sums up turns. What is accepted does not depend on the clock, so all tokens count alike. Times do: their ratio is
-    taken within each turn, as a machine's speed drifts, and the median over turns, as other programs interrupt.
+    Summarizes turns. Acceptance does not depend on time, so tau is a sum over all turns. A machine's speed drifts, so
+    the ratio of the two times is taken within each turn. Other programs interrupt, so the median over the turns
+    counts.
 
     Raises:
         ValueError: All texts end with their first token.
@@ -67,7 +68,7 @@ def find_fastest(trees: Sequence[Tree], measure: Measure) -> dict[Tree, Standing
         measure: Decodes the prompts of a turn; the same turn has the same prompts for every tree.
 
     Returns:
-        All trees, the fastest first, then those that left last.
+        All trees, the fastest first. Removed trees follow, those that were removed last before the others.
 
     Raises:
         ValueError: All texts end with their first token.
@@ -85,7 +86,7 @@ def find_fastest(trees: Sequence[Tree], measure: Measure) -> dict[Tree, Standing
 
 
 def decode_in_turns(trees: Sequence[Tree], turn: int, measure: Measure) -> dict[Tree, Pair]:
-    """Decodes one turn with every tree and plainly, each first in its turn: the processor may be cooler then."""
+    """Decodes one turn with every tree and plainly. Each comes first in its turn: the processor may be cooler then."""
     ways: list[Tree | None] = [PLAIN, *trees]
     first = turn % len(ways)
     taken = {way: measure(way, turn) for way in [*ways[first:], *ways[:first]]}
@@ -93,12 +94,12 @@ def decode_in_turns(trees: Sequence[Tree], turn: int, measure: Measure) -> dict[
 
 
 def num_measured(num_trees: int) -> int:
-    """Returns how often [`find_fastest`] measures for this many trees, plain decoding included."""
+    """Returns the number of measurements of [`find_fastest`] for this many trees, plain decoding included."""
     return sum(len(turns) * (num_left + 1) for turns, num_left in _rounds(num_trees))
 
 
 def _rounds(num_trees: int) -> Iterator[tuple[range, int]]:
-    """Yields the turns of each round and the number of trees in it. It takes two trees to compete once more."""
+    """Yields the turns of each round and the number of trees in it. After the first round, a single tree ends it."""
     begin = 0
     for end in ROUNDS:
         if begin and num_trees == 1:

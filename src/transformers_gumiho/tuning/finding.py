@@ -1,4 +1,4 @@
-"""The order of contests, from some fifteen trees to the settings that are written."""
+"""The contests in their order, from some fifteen trees to the settings that are saved."""
 
 import json
 import math
@@ -26,18 +26,18 @@ def find_settings(
     decode: Decode, trees: Sequence[Tree], prompts: Prompts, vocab_size: int, journal: Journal, args: TuningArguments
 ) -> TuningResult:
     """
-    Lets trees compete, then vocabularies, then sizes for more rows, and times the winners on other prompts.
+    Compares trees, then vocabularies, then sizes for more rows, and times the winners on other prompts.
 
     Args:
         decode: Decodes and times a turn.
-        trees: Those to compete; the first one is the drafter's own.
-        prompts: Token ids of each, two at least.
-        vocab_size: Tokens of the target.
-        journal: Keeps what is measured, and knows what an earlier run measured.
+        trees: The trees to compare. The first one is the drafter's own.
+        prompts: Token ids of each prompt. At least two prompts.
+        vocab_size: Number of tokens of the target.
+        journal: Records the measurements, and holds those of an earlier run.
         args: Rows, temperature, and whether to choose a vocabulary.
 
     Raises:
-        ValueError: There are too few prompts or no rows, or texts end with their first token.
+        ValueError: There are fewer than two prompts, no batch sizes, or all texts end with their first token.
     """
     seen, unseen = _split(prompts)
     first, *further = _check_rows(args.batch_sizes)
@@ -74,11 +74,11 @@ def find_settings(
         finals = {}
         for kind, temperature in (("greedy", 0.0), ("sampled", args.temperature or 1.0)):
             for rows, tree in chosen.items():
-                # `break_even` is about cycles that draft, and runs from the context do not.
+                # `break_even` is the time of a cycle that drafts. In runs of prompt lookup the drafter does not draft.
                 measure = recorded(Contest("finals", unseen, rows, temperature, counted, drafter_alone=True))
                 pairs = [decode_in_turns([tree], turn, measure)[tree] for turn in range(FINAL_TURNS)]
                 finals[kind, rows] = compare(pairs)
-        bar.total = bar.n  # fewer sizes may have competed than the most there are
+        bar.total = bar.n  # fewer sizes may have competed than the maximum
     return TuningResult(trees[0], by_tree, by_vocabulary, chosen, counted, finals, refused)
 
 
@@ -86,9 +86,9 @@ def _choose_vocabulary(
     winner: Tree, vocab_size: int, contest: Contest, recorded: Callable[[Contest], Measure]
 ) -> tuple[dict[Tree, Standing], list[int]]:
     """
-    Lets vocabularies compete; returns how they did, and the list that was counted. A list is counted on the first half
-    of the prompts and competes on the second, as its losses do not show on the texts that it was counted on. The list
-    that is kept is counted on both.
+    Compares vocabularies. Returns the results, and the list that was counted. A list is counted on the first half of
+    the prompts and compared on the second half, because a list loses no tokens on the texts that it was counted on.
+    The returned list is counted on both halves.
     """
     texts: dict[int, Sequence[int]] = {}
     for turn in range(ROUNDS[-1]):
@@ -101,19 +101,19 @@ def _choose_vocabulary(
 
 
 def _count(texts: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
-    """Returns the tokens that occur most often in texts."""
+    """Returns the ids of the tokens that occur most often in texts, the most frequent first."""
     tokens = torch.tensor([token for text in texts for token in text])
     counts = torch.bincount(tokens, minlength=vocab_size)[:vocab_size]
     return counts.argsort(descending=True, stable=True)[: num_counted(vocab_size)].tolist()
 
 
 def _key(contest: Contest, tree: Tree | None, turn: int) -> str:
-    """Returns what a measurement is known by. What is counted follows from what was measured before it."""
+    """Returns the key of a measurement, without the counted list, which follows from earlier measurements."""
     return json.dumps([contest.name, contest.rows, contest.temperature, turn, None if tree is PLAIN else asdict(tree)])
 
 
 def _split(prompts: Prompts) -> tuple[Prompts, Prompts]:
-    """Returns the prompts of the contests, two thirds of all, and those that the winners are timed on."""
+    """Returns the prompts of the contests, two thirds of all, and the prompts on which the winners are timed."""
     if len(prompts) < 2:
         raise ValueError(
             f"Tuning needs two prompts, to choose settings on one and time them on the other, got {len(prompts)}. "
@@ -130,7 +130,7 @@ def _check_rows(batch_sizes: Sequence[int]) -> list[int]:
 
 
 def _max_measured(trees: Sequence[Tree], vocab_size: int, num_further: int, args: TuningArguments) -> int:
-    """Returns the most measurements that there may be."""
+    """Returns the maximum number of measurements."""
     num_vocabularies = len(list_vocabularies(trees[0], vocab_size)) if args.tune_vocabulary else 0
     contests = [len(trees), *[num_vocabularies] * (num_vocabularies > 1), *[NUM_SIZES] * num_further]
     return sum(map(num_measured, contests)) + 2 * 2 * FINAL_TURNS * (1 + num_further)

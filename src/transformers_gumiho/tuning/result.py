@@ -1,4 +1,4 @@
-"""What tuning found, and how it is printed."""
+"""The result of tuning, and its text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from .trees import Tree
 class TuningResult:
     """
     Attributes:
-        own: The tree that the drafter had.
+        own: The drafter's own tree.
         trees: The trees that competed, the fastest first.
-        vocabularies: The fastest tree with each vocabulary, the fastest first; empty where none was chosen.
-        chosen: The fastest tree for each number of rows. They differ in size only.
-        counted: The tokens that were counted.
-        finals: How the chosen trees did on prompts that no contest had, by "greedy" or "sampled" and by rows.
-        refused: Numbers of rows in which the target cannot verify drafts, and why.
+        vocabularies: The fastest tree with each vocabulary, the fastest first; empty if none was chosen.
+        chosen: The fastest tree for each number of rows. These trees differ only in size.
+        counted: Ids of the tokens that were counted.
+        finals: Results of the chosen trees on prompts that are in no contest, by "greedy" or "sampled" and by rows.
+        refused: Numbers of rows for which the target cannot verify drafts, with the reason.
     """
 
     own: Tree
@@ -31,7 +31,7 @@ class TuningResult:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What was found, as fields of a generation config."""
+        """The settings that were found, as fields of a generation config."""
         winner = next(iter(self.chosen.values()))
         by_rows = {str(rows): tree.num_assistant_tokens for rows, tree in self.chosen.items()}
         break_even: dict[str, dict[str, float]] = {}
@@ -44,12 +44,12 @@ class TuningResult:
 
     @property
     def losing(self) -> list[tuple[str, int]]:
-        """Where plain decoding was measured to be faster: "greedy" or "sampled", and the rows."""
+        """The cases in which plain decoding was faster: "greedy" or "sampled", and the rows."""
         return [where for where, standing in self.finals.items() if standing.speedup < 1]
 
 
 def describe(result: TuningResult) -> str:
-    """Returns what `gumiho tune` prints of a `result`."""
+    """Returns the text that `gumiho tune` prints for a `result`."""
     vocabularies = {"all": "all tokens", "own": "the drafter's", "counted": f"{len(result.counted)} counted"}
     lines = ["drafted  branching  depth  temperature    tau  cycle  speed-up  turns"]
     lines += [_tree_row(tree, standing, result.own) for tree, standing in result.trees.items()]

@@ -7,13 +7,13 @@ from ..drafting.settings import DRAFT_TEMPERATURE
 from ..model.configuration_gumiho import GumihoConfig
 
 
-# Drafted tokens and branching factors, from what pays on a slow processor to what pays on a GPU.
+# Drafted tokens and branching factors, from small trees for slow processors to large ones for GPUs.
 _SHAPES = ((4, 2), (8, 2), (12, 4), (24, 4), (63, 14))
-# The most drafted tokens of trees of serial tokens alone.
+# Maximum number of drafted tokens in trees that have only serial tokens.
 _MOST_SHALLOW = 12
-# Ranks nodes more sharply than the default.
+# Favors probable nodes more than the default does.
 _SHARP_TEMPERATURE = 0.3
-# Cutting the output head below it saves next to nothing.
+# A smaller output head saves hardly any more time.
 _MIN_COUNTED = 2048
 # Sizes that compete for each further number of rows.
 NUM_SIZES = 5
@@ -22,10 +22,10 @@ NUM_SIZES = 5
 @dataclass(frozen=True)
 class Tree:
     """
-    Decoding settings of a drafter that are tuned; their meanings are those in [`DraftingSettings`].
+    The decoding settings that are tuned; see [`DraftingSettings`] for their meanings.
 
     Attributes:
-        vocabulary: What may be drafted: all tokens, the drafter's own list, or a counted one.
+        vocabulary: The tokens that may be drafted: all, the drafter's own list, or a counted list.
     """
 
     num_assistant_tokens: int
@@ -36,7 +36,7 @@ class Tree:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of a generation config, in numbers and lists, without the vocabulary."""
+        """These settings as fields of a generation config, without the vocabulary."""
         fields = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
         return {name: value for name, value in fields.items() if name != "vocabulary"}
 
@@ -54,20 +54,20 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
     for size, branching in _SHAPES:
         trees += [Tree(size, branching, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
         if size <= _MOST_SHALLOW:
-            # Without the parallel heads a cycle has a pass less.
+            # Without the parallel heads a cycle has one pass less.
             trees.append(Tree(size, branching, min(shallow, size)))
     return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
 
 
 def list_sizes(winner: Tree) -> list[Tree]:
-    """Returns the winner with fewer and fewer drafted tokens: in a larger batch each of them costs more."""
+    """Returns the winner and smaller trees of its shape, because each node costs more in a larger batch."""
     largest = winner.num_assistant_tokens
     sizes = {round(largest ** (step / (NUM_SIZES - 1))) for step in range(NUM_SIZES)}
     return [replace(winner, num_assistant_tokens=size) for size in sorted(sizes)]
 
 
 def list_vocabularies(winner: Tree, vocab_size: int) -> list[Tree]:
-    """Returns a tree with each vocabulary that may compete, beginning with its own."""
+    """Returns the tree with each vocabulary to compare, beginning with its own."""
     trees = [winner, replace(winner, vocabulary="all"), replace(winner, vocabulary="counted")]
     return list(dict.fromkeys(trees[: 3 if num_counted(vocab_size) < vocab_size else 2]))
 

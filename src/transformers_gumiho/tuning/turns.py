@@ -1,4 +1,4 @@
-"""Decoding what is due in a turn, with a tree or plainly."""
+"""Decoding the prompts of a turn, with a tree or plainly."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from .trees import Tree
 @dataclass(frozen=True)
 class Contest:
     """
-    What is decoded in turns.
+    Prompts that are decoded in turns.
 
     Attributes:
         name: Unique among stages with the same rows and temperature.
         prompts: Token ids of each prompt.
-        rows: Prompts of a turn, decoded as a batch.
+        rows: Number of prompts in a turn, which are decoded as a batch.
         temperature: 0 is greedy.
         counted: Token ids that trees with the vocabulary "counted" may draft.
-        drafter_alone: Leave out drafts from the context, whatever the drafter's settings say.
+        drafter_alone: Leave out prompt lookup, even if the drafter's settings ask for it.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Contest:
     drafter_alone: bool = False
 
     def indices(self, turn: int) -> list[int]:
-        """Returns which prompts are due, from the first one again behind the last one."""
+        """Returns the indices of the prompts of a turn. After the last prompt follows the first one."""
         return [(turn * self.rows + row) % len(self.prompts) for row in range(self.rows)]
 
 
@@ -48,12 +48,12 @@ Decode = Callable[[Contest, Tree | None, int], DecodingTime]
 
 class TurnDecoder:
     """
-    Decodes turns and times them, each way once more before its first time, to warm up.
+    Decodes turns and times them. Before its first turn, each way of decoding runs once to warm up.
 
     Args:
         target: The target.
-        drafter: The drafter. Its settings are as before after each turn.
-        pad_token_id: Fills up shorter prompts of a batch.
+        drafter: The drafter. Its settings are restored after each turn.
+        pad_token_id: Pads shorter prompts of a batch.
         max_new_tokens: Tokens to generate for each prompt.
     """
 
@@ -65,7 +65,7 @@ class TurnDecoder:
         self._warm: set[tuple[Tree | None, int, float]] = set()
 
     def __call__(self, contest: Contest, tree: Tree | None, turn: int) -> DecodingTime:
-        """Decodes a turn. Only plain decoding's texts are kept: the drafter's are the same, up to rounding."""
+        """Decodes a turn. Only plain decoding's texts are returned: the drafter's are the same up to rounding."""
         if (way := (tree, contest.rows, contest.temperature)) not in self._warm:
             self._decode(contest, tree, turn)
             self._warm.add(way)
@@ -81,7 +81,7 @@ class TurnDecoder:
         torch.manual_seed(turn)
         if tree is PLAIN:
             return time_plain(self._target, inputs, **options)
-        # A paused drafter would be timed for cycles that do not draft.
+        # With pauses, cycles without drafts would be timed.
         settings = tree.settings | {"break_even": NEVER_PAUSES}
         if contest.drafter_alone:
             settings["prompt_lookup_num_tokens"] = 0

@@ -1,1 +1,1 @@
-"""Gumiho inside vLLM; `transformers_gumiho_vllm` is what vLLM calls. Nothing here is imported without vLLM."""
+"""Gumiho in vLLM. vLLM calls `transformers_gumiho_vllm`, which imports this package only if it is needed."""

@@ -1,4 +1,4 @@
-"""How many tokens a drafter drafts in vLLM, where a draft is one chain."""
+"""The number of tokens that a drafter drafts in vLLM, where a draft is a chain."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +29,11 @@ class Chain:
     def of_drafter(cls, config: Any, num_tokens: int) -> "Chain":
         """
         Args:
-            config: A drafter's; of its fields `num_serial_tokens` and `num_parallel_heads` are read.
+            config: A drafter's config. Only `num_serial_tokens` and `num_parallel_heads` are read.
             num_tokens: vLLM's `num_speculative_tokens`.
 
         Raises:
-            ValueError: The drafter was not trained for so many tokens.
+            ValueError: The drafter drafts fewer tokens.
         """
         longest = config.num_serial_tokens + config.num_parallel_heads
         if num_tokens > longest:

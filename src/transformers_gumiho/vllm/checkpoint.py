@@ -1,4 +1,4 @@
-"""What of a drafter's checkpoint goes where in vLLM's model. Needs no vLLM."""
+"""The tensors of a drafter's checkpoint, and their places in vLLM's model. Works without vLLM."""
 
 import re
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from .chain import Chain
 EMBEDDING = "embed_tokens.weight"
 FUSION = "layer_fusion.weight"
 
-# Of the parallel heads and their transitions.
+# Names of the tensors of parallel heads and their transitions.
 _OF_A_HEAD = re.compile(r"(?:mlp|transition)\.\d+\.(?:(\d+)\.linear\.(?:weight|bias)|down|up)")
 
 
 def is_of_a_head(name: str) -> bool:
-    """Returns whether a plain name is that of a tensor of a parallel head, or of its transition."""
+    """Whether a plain name belongs to a tensor of a parallel head, or of its transition."""
     return _OF_A_HEAD.fullmatch(name) is not None
 
 
@@ -27,7 +27,7 @@ def copy_tensor(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
     Copies a tensor of a checkpoint to its place.
 
     Raises:
-        ValueError: It has another shape than its place.
+        ValueError: The shapes differ.
     """
     if tensor.shape != place.shape:
         raise ValueError(
@@ -39,8 +39,8 @@ def copy_tensor(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
 
 def plain_name(name: str) -> str | None:
     """
-    Returns the drafter's own name of a tensor for any name that a released checkpoint may have it under, `None` for
-    what is never read.
+    Returns the drafter's own name of a tensor, for any of its names in released checkpoints; `None` for tensors that
+    are ignored.
     """
     if any(re.search(pattern, name) for pattern in IGNORED_KEYS) or "rotary_emb." in name:
         return None
@@ -49,8 +49,8 @@ def plain_name(name: str) -> str | None:
 
 def expected_names(config: Any, chain: Chain) -> set[str]:
     """
-    Returns the plain names of the tensors that a checkpoint has to hold for a chain. The embedding is not among them:
-    a drafter without one reads that of the target.
+    Returns the plain names of the tensors that a checkpoint must hold for a chain. The embedding is optional: without
+    one, the drafter reads the target's.
     """
     heads = range(chain.num_heads)
     return {
@@ -68,7 +68,7 @@ def expected_names(config: Any, chain: Chain) -> set[str]:
 
 def is_readable(config: Any, name: str) -> bool:
     """
-    Returns whether a checkpoint for this config may hold the tensor `name`, whatever of it a chain needs. As in
+    Whether a checkpoint for this config may hold the tensor `name`, even if the chain does not need it. As in
     transformers, it may have more heads than the config, and transitions that the config leaves out.
     """
     if of_a_head := _OF_A_HEAD.fullmatch(name):

@@ -1,4 +1,4 @@
-"""A drafter's config in the form in which vLLM carries it to its processes."""
+"""A drafter's config in the form in which vLLM passes it to its processes."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..model.configuration_gumiho import GumihoConfig
 from ..model.decoding_settings import vocabulary_fault
 
 
-# Of a drafter's config, what the serial head's Llama config does not hold.
+# Fields of a drafter's config that the Llama config of the serial head does not hold.
 _FIELDS = (
     "num_serial_tokens", "num_parallel_heads", "num_residual_blocks", "gumiho_fc_bias", "transition_rank",
     "target_layer_ids",
@@ -18,38 +18,38 @@ _FIELDS = (
 
 class GumihoEagleConfig(EAGLEConfig):
     """
-    The config of a Gumiho drafter, as one of an EAGLE drafter: the same fields of a Llama, and those of the heads.
+    The config of a Gumiho drafter as a config of an EAGLE drafter: the fields of a Llama, and those of the heads.
 
     Args:
         model: The Llama config of the serial head.
-        kwargs: Fields of [`GumihoConfig`], and as `draft_vocabulary` the ids of the tokens that may be drafted, or
+        kwargs: Fields of [`GumihoConfig`], and `draft_vocabulary`: the ids of the tokens that may be drafted, or
             `None` for all.
     """
 
     def __init__(self, model: Any = None, **kwargs: Any) -> None:
-        # Its prefix and this name make the architecture that vLLM's registry knows.
+        # vLLM puts a prefix before this name, which gives the architecture in its registry.
         if model is not None and not isinstance(model, dict):
             model.architectures = ["GumihoModel"]
         super().__init__(model, method="eagle", **kwargs | {"model_type": "eagle"})
         if (layer_ids := kwargs.get("target_layer_ids")) is not None:
-            # vLLM counts what the first layer reads as well.
+            # vLLM counts from the input of the first layer, this package from its output.
             self.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in layer_ids]
 
 
 def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> GumihoEagleConfig:
     """
-    Reads the config of a drafter, in any layout that [`GumihoConfig`] reads; for the released drafters, which may have
-    none, the packaged one.
+    Reads the config of a drafter, in any layout that [`GumihoConfig`] reads. Released drafters without a config have a
+    packaged one.
 
     Args:
-        model: Its name on the Hub or folder.
-        revision: On the Hub.
-        token: For the Hub.
+        model: The drafter's name on the Hub, or its folder.
+        revision: Revision on the Hub.
+        token: Token for the Hub.
 
     Raises:
         OSError: There is no config.
-        ValueError: It is no drafter's, its embedding has another width than its states, or its `draft_vocabulary`
-            does not fit it.
+        ValueError: It is not a drafter's config, the widths of embedding and states differ, or the `draft_vocabulary`
+            does not fit.
     """
     options = {"revision": revision, "token": token}
     config = GumihoConfig.from_pretrained(model, **{name: v for name, v in options.items() if v is not None})
@@ -67,7 +67,7 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
 
 
 def _draft_vocabulary(model: Any, config: GumihoConfig, options: dict[str, Any]) -> list[int] | None:
-    """Returns the only one of the drafter's decoding settings that is not about trees."""
+    """Returns the draft vocabulary, the only decoding setting that is not about trees."""
     try:
         settings = GenerationConfig.from_pretrained(model, **options)
     except OSError:  # there is no such file

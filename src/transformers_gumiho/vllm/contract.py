@@ -1,10 +1,10 @@
 """
-Every name of vLLM that the plug-in relies on, and a check that the installed vLLM has it.
+Every name of vLLM that the plug-in uses, and a check that the installed vLLM has them.
 
     python -m transformers_gumiho.vllm.contract
 
-The check reads vLLM's sources and imports nothing, so each of vLLM's processes can run it at its start. For the same
-reason this module needs the standard library alone: `transformers_gumiho_vllm` loads it without the package.
+The check reads vLLM's sources and imports nothing, so each of vLLM's processes can run it when it starts. For the same
+reason this module needs only the standard library: `transformers_gumiho_vllm` loads it without the package.
 """
 
 import ast
@@ -22,9 +22,9 @@ from typing import NamedTuple
 # The releases that the tests have run with; 0.33 has no build for CPUs, so its Python ran with 0.32's kernels.
 TESTED_RELEASES = ("0.31", "0.32", "0.33")
 
-# By module and name, what is used of it: parameters of functions in their order, nothing for other names. "..." ends
-# the parameters of a function whose remaining ones are passed on as they come; elsewhere these need defaults.
-# A name alone, with "", is used itself. Names may be imported by the module, and methods be inherited.
+# For each module and name, the members that are used: functions with their parameters in order, other members with
+# nothing. "..." at the end means that all further parameters are passed on; without it, further parameters need
+# defaults. The member "" is the name itself. A module may import a name, and a class may inherit a method.
 HOOKS: dict[tuple[str, str], dict[str, str]] = {
     ("vllm.config", "VllmConfig"): {
         "": "", "kv_transfer_config": "", "parallel_config": "", "scheduler_config": "",
@@ -83,7 +83,7 @@ HOOKS: dict[tuple[str, str], dict[str, str]] = {
     },
 }  # fmt: skip
 
-# Of the methods that the plug-in overrides, what `digest` returns for their sources in the releases above.
+# For the methods that the plug-in overrides, `digest` of their sources in the releases above.
 DIGESTS = {
     "EagleProposer.__init__": "0612a10d",
     "EagleProposer.load_model": "b2bdf943 8a194cc2",
@@ -107,9 +107,9 @@ DIGESTS = {
 class Hook(NamedTuple):
     """
     Attributes:
-        name: Of a function, or of a class and its member.
-        fault: What the plug-in lacks of it; `None` for nothing.
-        is_changed: Whether its body is none of those that the tests ran with.
+        name: Name of a function, or of a class and its member.
+        fault: What the plug-in misses, as the end of a sentence; `None` if nothing.
+        is_changed: Whether its body differs from all tested releases.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Sources:
         return ""
 
     def _definition(self, module: str, name: str) -> tuple[str, str]:
-        """Returns the source of a class or function, and the module that defines it; empty where there is none."""
+        """Returns the source of a class or function, and the module that defines it; "" if there is none."""
         source = self.read(module)
         if found := _block(source, name, ""):
             return found, module
@@ -143,7 +143,7 @@ class Sources:
         return "", module
 
     def member(self, module: str, name: str, member: str) -> str:
-        """Returns the source of a method, or the line that an attribute is set in; of a base class where need be."""
+        """Returns the source of a method, or the line that sets an attribute, also from base classes."""
         source, module = self.definition(module, name)
         if found := _block(source, member, "    "):
             return found
@@ -157,10 +157,10 @@ class Sources:
 
 
 def _block(source: str, name: str, indent: str) -> str:
-    """Returns the class or function `name` that is indented by `indent`, without its decorators."""
+    """Returns the source of the class or function `name` with this indentation, without its decorators."""
     inside = rf"(?:{indent}(?:[ \t)\]#].*)?\n|[ \t]*\n)*"
     found = re.search(rf"^{indent}(?:class|(?:async )?def) {name}\b.*\n{inside}", f"{source}\n", re.MULTILINE)
-    # Comments after it belong to what follows.
+    # Comments after it belong to the next definition.
     return textwrap.dedent(re.sub(rf"(?:\n(?:{indent}#.*)?)*\Z", "", found[0])) if found else ""
 
 
@@ -169,7 +169,7 @@ def digest(source: str) -> str:
 
 
 def read_hooks(root: Path) -> Iterator[Hook]:
-    """Yields every hook of the plug-in as the vLLM below the folder `root` has it."""
+    """Yields every hook of the plug-in, as found in the vLLM below the folder `root`."""
     sources = Sources(root)
     for (module, owner), members in HOOKS.items():
         for member, parameters in members.items():
@@ -184,7 +184,7 @@ def _find_fault(source: str, needed: list[str]) -> str | None:
         return None
     function = ast.parse(source).body[0]
     if not isinstance(function, ast.FunctionDef):
-        return "is no function"
+        return "is not a function"
     passes_on = needed[-1] == "..."
     needed = [name for name in needed if name != "..."]
     given = function.args
@@ -210,7 +210,7 @@ def is_tested(version: str) -> bool:
 
 
 def refusal(hooks: list[Hook], version: str) -> str:
-    """Returns why Gumiho cannot be used with a vLLM of these hooks; "" where it can."""
+    """Returns why Gumiho cannot be used with a vLLM of these hooks; "" if it can."""
     faults = "; ".join(f"`{hook.name}` {hook.fault}" for hook in hooks if hook.fault)
     return faults and (
         f"The plug-in does not fit vLLM {version}: {faults}. Use vLLM {' or '.join(TESTED_RELEASES)}, or a newer "
@@ -219,7 +219,7 @@ def refusal(hooks: list[Hook], version: str) -> str:
 
 
 def caution(hooks: list[Hook], version: str) -> str:
-    """Returns what is not known to work with a vLLM of these hooks; "" where all is."""
+    """Returns what is untested with a vLLM of these hooks; "" if nothing is."""
     changed = ", ".join(hook.name for hook in hooks if hook.is_changed)
     if is_tested(version) and not changed:
         return ""
@@ -229,7 +229,7 @@ def caution(hooks: list[Hook], version: str) -> str:
 
 
 def main() -> int:
-    """Prints the contract for the installed vLLM; returns 1 where it is broken."""
+    """Prints the contract for the installed vLLM; returns 1 if it is broken."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         sys.stderr.write("vLLM is not installed here.\n")

@@ -1,4 +1,4 @@
-"""The parallel heads and the output head, as vLLM's processes hold them."""
+"""The parallel heads and the output head in vLLM's processes."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from ..model.parallel_heads import run_batched_heads
 
 class BatchedHeads(nn.Module):
     """
-    The first `num_heads` parallel heads, of which every block is one parameter, so that one product serves all heads.
+    The first `num_heads` parallel heads. Each block of all heads is one parameter, so that one product computes it.
 
     Args:
-        num_heads: How many there are, `P`.
+        num_heads: Number of heads, `P`.
         hidden_size: `H`.
-        num_serial_tokens: `S`; the heads read `S * H` numbers.
-        num_residual_blocks: Blocks after the first.
+        num_serial_tokens: `S`. The heads read `S * H` numbers.
+        num_residual_blocks: Number of blocks after the first.
     """
 
     def __init__(self, num_heads: int, hidden_size: int, num_serial_tokens: int, num_residual_blocks: int) -> None:
@@ -27,7 +27,7 @@ class BatchedHeads(nn.Module):
         self.bias = nn.ParameterList(_empty(num_heads, hidden_size) for _ in widths)
 
     def places(self) -> dict[str, torch.Tensor]:
-        """Returns where the tensors of a checkpoint go, by their plain names."""
+        """Returns the places of a checkpoint's tensors, by their plain names."""
         return {
             f"mlp.{head}.{block}.linear.{kind}": parameter.data[head]
             for kind, blocks in (("weight", self.weight), ("bias", self.bias))
@@ -52,14 +52,14 @@ class DraftingHead:
     The target's output head, cut to the tokens that may be drafted.
 
     Args:
-        lm_head: That of the target, in the form that vLLM shares with drafters.
-        token_ids (`(K,)`): The tokens.
+        lm_head: The target's output head, as vLLM shares it with drafters.
+        token_ids (`(K,)`): Ids of the tokens that may be drafted.
     """
 
     def __init__(self, lm_head: Any, token_ids: torch.Tensor) -> None:
         self.token_ids = token_ids
         self._rows = self._bias = None
-        # Of a head that is quantised, or of which each process has a part, the logits are cut instead.
+        # If the head is quantized, or split over processes, its logits are cut instead.
         if _is_whole_matrix(lm_head):
             self._rows = lm_head.weight.index_select(0, token_ids)
             bias = getattr(lm_head, "bias", None)
@@ -67,15 +67,15 @@ class DraftingHead:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the head is run for these tokens alone."""
+        """Whether only the rows of these tokens are computed."""
         return self._rows is not None
 
     def logits(self, features: torch.Tensor) -> torch.Tensor | None:
-        """Returns the logits `(n, K)` of the tokens for features `(n, H)`, `None` where the output head has to run."""
+        """Returns the logits `(n, K)` of the tokens for features `(n, H)`; `None` if the full head has to run."""
         return None if self._rows is None else nn.functional.linear(features, self._rows, self._bias)
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns logits `(n, V)` in which no other token can be drawn."""
+        """Returns logits `(n, V)` in which all other tokens are minus infinity."""
         kept = torch.full_like(logits, -torch.inf)
         kept[:, self.token_ids] = logits[:, self.token_ids]
         return kept
@@ -86,7 +86,7 @@ def _is_whole_matrix(lm_head: Any) -> bool:
         getattr(lm_head, "tp_size", 1) == 1
         and type(getattr(lm_head, "quant_method", None)).__name__.startswith("Unquantized")
         and isinstance(getattr(lm_head, "weight", None), torch.Tensor)
-        # Where vLLM has packed the weights for its own products, nothing is left here.
+        # If vLLM has packed the weights for its own products, nothing is left here.
         and lm_head.weight.dim() == 2
     )
 

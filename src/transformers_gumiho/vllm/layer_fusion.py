@@ -1,4 +1,4 @@
-"""What a drafter reads of the target, where that is several of its layers."""
+"""The states of the target for a drafter that reads several layers."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from ..model.layer_fusion import normalise_lower
 
 class TargetLayers(nn.Module):
     """
-    The states of several of the target's layers, as the one state that the serial head reads; see
-    [`GumihoLayerFusion`]. As long as nothing is loaded, it is that of the highest.
+    Fuses the states of several layers of the target into the state that the serial head reads; see
+    [`GumihoLayerFusion`]. Before weights are loaded, the result is the state of the highest layer.
 
     Args:
-        num_layers: How many layers there are, `k`.
+        num_layers: Number of layers, `k`.
         hidden_size: `H`.
-        reads_last: Whether the last layer of the target is among them, whose state is read after the final norm.
+        reads_last: Whether the last layer of the target is one of them. Its state is read after the final norm.
     """
 
     def __init__(self, num_layers: int, hidden_size: int, reads_last: bool) -> None:
@@ -24,7 +24,7 @@ class TargetLayers(nn.Module):
         lower = torch.zeros(hidden_size, (num_layers - 1) * hidden_size)
         self.weight = nn.Parameter(torch.cat((lower, torch.eye(hidden_size)), dim=1), requires_grad=False)
         self._reads_last = reads_last
-        # In a list, as the norm is no part of the drafter.
+        # In a list, because the norm is not part of the drafter.
         self._final_norm: list[Any] = []
 
     def adopt_target(self, target: Any) -> None:
@@ -32,7 +32,7 @@ class TargetLayers(nn.Module):
         Takes the final norm from the target's language model.
 
         Raises:
-            ValueError: It has none where others have theirs.
+            ValueError: The norm is not at its usual place (`model.norm`).
         """
         norm = getattr(getattr(target, "model", None), "norm", None)
         if self._reads_last and norm is None:
@@ -48,7 +48,7 @@ class TargetLayers(nn.Module):
         hidden_size = len(self.weight)
         for norm in self._final_norm:
             last = norm(states[:, -hidden_size:].contiguous())
-            # Some of vLLM's norms (Cohere's) also return what they would add to.
+            # Some of vLLM's norms (Cohere's) also return the residual.
             last = last[0] if isinstance(last, tuple) else last
             states = torch.cat((states[:, :-hidden_size], last), dim=1)
         return nn.functional.linear(normalise_lower(states, hidden_size).to(self.weight), self.weight)

@@ -19,27 +19,27 @@ from .layer_fusion import TargetLayers
 from .transitions import ChainTransitions
 
 
-# vLLM's handlers and level are those of its own loggers.
+# Below vLLM's own logger, so its handlers and level apply.
 logger = init_logger("vllm.transformers_gumiho")
 
 
 class GumihoForCausalLM(EagleLlamaForCausalLM):
     """
-    A Gumiho drafter in vLLM. Its `forward` is that of the serial head, with vLLM's paged cache; the embedding and the
-    output head are the target's.
+    A Gumiho drafter in vLLM. Its `forward` runs the serial head, with vLLM's paged cache. The embedding and the output
+    head are the target's.
 
     Raises:
-        ValueError: It is loaded as a target, to draft more tokens than it was trained for, or by a method that does
-            not hand on what it reads of the target.
+        ValueError: It is loaded as a target, for more tokens than it drafts, or with a method that does not pass on
+            the states that it reads.
     """
 
-    # Lent by the target.
+    # The target's.
     lm_head: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if vllm_config.speculative_config is None:
             raise ValueError(
-                "This is a Gumiho drafter, which cannot write texts by itself. Serve the target, and pass the drafter "
+                "This is a Gumiho drafter, which cannot generate text alone. Serve the target, and pass the drafter "
                 'as `--speculative-config \'{"method": "eagle", "model": ..., "num_speculative_tokens": ...}\'`.'
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -68,11 +68,11 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             self.target_layers = TargetLayers(len(layer_ids), config.hidden_size, layer_ids[-1] == num_layers - 1)
         self.drafting_head: DraftingHead | None = None
         self._has_target = False
-        # What the target does to its logits.
+        # How the target scales and caps its logits.
         self._logit_scale, self._soft_cap = 1.0, None
 
     def combine_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Maps the states of the target's `target_layer_ids` `(n, k * H)` to what the serial head reads, `(n, H)`."""
+        """Maps the states of `target_layer_ids` `(n, k * H)` to the input of the serial head, `(n, H)`."""
         assert self.target_layers is not None
         return self.target_layers(states)
 
@@ -81,11 +81,11 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         Runs the parallel heads.
 
         Args:
-            tokens (`(n, S)`): The serial tokens of each chain.
-            features (`(n, S, H)`): For each of them the feature that it was drafted from.
+            tokens (`(n, S)`): The serial tokens of each chain. features (`(n, S, H)`): The features from which these
+            tokens were drafted.
 
         Returns:
-            `(n, P, H)`: the features that the later tokens are drafted from, before their transitions.
+            `(n, P, H)`: the features from which the later tokens are drafted, before their transitions.
         """
         embeddings = self.model.embed_input_ids(tokens.flatten()).view(features.shape)
         fused = self.model.fc(torch.cat((embeddings, features), dim=-1))
@@ -93,8 +93,8 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """
-        Returns the logits `(n, V)` of features `(n, H)`, scaled and capped as the target's are; without a draft
-        vocabulary's other tokens.
+        Returns the logits `(n, V)` of features `(n, H)`, scaled and capped like the target's. Tokens outside of the
+        draft vocabulary are minus infinity.
         """
         logits = self._all_logits(hidden_states)
         if self._soft_cap is not None:
@@ -107,8 +107,8 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
     def _all_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not self._has_target:
             raise RuntimeError(
-                "This Gumiho drafter was never handed its target: on this platform vLLM drafts with a class of its "
-                "own in place of `EagleProposer` or `EagleSpeculator`, which the plug-in does not know. Serve without "
+                "This Gumiho drafter did not get its target: on this platform vLLM drafts with a class of its own in "
+                "place of `EagleProposer` or `EagleSpeculator`, which the plug-in does not know. Serve without "
                 "`--speculative-config`."
             )
         return self.logits_processor(self.lm_head, hidden_states, getattr(self.lm_head, "bias", None))
@@ -124,8 +124,8 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         Returns the most likely tokens `(n, P)` of the parallel heads.
 
         Args:
-            tokens (`(n,)`): The last serial token of each chain.
-            features (`(n, P, H)`): What [`draft_in_parallel`] returned.
+            tokens (`(n,)`): The last serial token of each chain. features (`(n, P, H)`): The result of
+            [`draft_in_parallel`].
         """
         if self.transitions is None:
             return self.best_tokens(features.flatten(0, 1)).view(features.shape[:2])
@@ -134,15 +134,15 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         return self.transitions.best_candidates(logits, tokens, self.model.embed_input_ids, token_ids)
 
     def moved_features(self, head: int, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the features `(n, H)` of a parallel head under the tokens `(n,)` above, those of `features`."""
+        """Returns the features `(n, H)` of a parallel head, changed by its transition for the tokens `(n,)` above."""
         if self.transitions is None:
             return features
         return self.transitions.move(head, features, self.model.embed_input_ids(tokens))
 
     def _drafted_logits(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Returns logits for features `(n, H)`, as they are before the target scales or caps them, which changes no
-        order, and the ids of their tokens where these are not in the places.
+        Returns logits for features `(n, H)`, and the ids of their tokens; `None` if the logits are of all tokens. They
+        are not scaled or capped, which does not change their order.
         """
         if self.drafting_head is not None and (logits := self.drafting_head.logits(features)) is not None:
             return logits, self.drafting_head.token_ids
@@ -150,18 +150,19 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
 
     def adopt_target(self, target: Any) -> None:
         """
-        Takes over what the target has lent: its embedding and output head without adapters, the latter cut to the
-        draft vocabulary if there is one, what is done to logits, and where it is needed the final norm.
+        Adopts parts of the target: its embedding and output head without adapters, the scale and cap of its logits,
+        and its final norm if the drafter reads the last layer among others. If there is a draft vocabulary, the output
+        head is cut to it.
 
         Raises:
             ValueError: The final norm cannot be found.
         """
         self._has_target = True
-        is_whole = hasattr(target, "get_language_model")  # with the other modalities
+        is_whole = hasattr(target, "get_language_model")  # a multimodal model
         language_model = target.get_language_model() if is_whole else target
-        if not hasattr(self, "lm_head"):  # a target whose output head is its embedding, as in Gemma 2
+        if not hasattr(self, "lm_head"):  # the target's output head is its embedding, as in Gemma 2
             self.lm_head = language_model.model.embed_tokens
-        # Adapters are the target's alone, and their batches are those of its own passes.
+        # Adapters work only within the target's own passes, whose batches they know.
         if isinstance(self.model.embed_tokens, BaseLayerWithLoRA):
             self.model.embed_tokens = self.model.embed_tokens.base_layer
         if isinstance(self.lm_head, BaseLayerWithLoRA):
@@ -183,15 +184,15 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """
-        Loads a checkpoint, under any of the names that this package reads.
+        Loads a checkpoint, with any of the names that this package reads.
 
         Raises:
-            ValueError: A tensor is missing, is of the wrong shape, or is none of this drafter's.
+            ValueError: A tensor is missing, has the wrong shape, or does not belong to this drafter.
         """
         seen: set[str] = set()
         AutoWeightsLoader(self).load_weights(self._for_serial_head(weights, seen))
         missing = expected_names(self.config, self.chain) - seen
-        # vLLM's loader leaves out a bias that a layer has no place for.
+        # vLLM's loader ignores a bias for which a layer has no place.
         unexpected = {name for name in seen if not is_readable(self.config, name)}
         for problem, names in (("lacks", missing), ("holds what its config has no place for:", unexpected)):
             if names:
@@ -203,7 +204,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
     def _for_serial_head(
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Loads what is not of the serial head; yields the serial head's tensors, under vLLM's names."""
+        """Loads the other tensors; yields the tensors of the serial head with vLLM's names."""
         places = self._places()
         for given, tensor in weights:
             name = plain_name(given)
@@ -233,7 +234,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
 
 
 def _check_method(method: str | None, layer_ids: list[int] | None) -> None:
-    """Raises `ValueError` where vLLM hands on other states of the target than those that the drafter reads."""
+    """Raises `ValueError` if vLLM passes on other states of the target than the drafter reads."""
     needed = "eagle" if layer_ids is None else "eagle3"
     if method != needed:
         reads = "the target's last states" if layer_ids is None else f"the states of the target's layers {layer_ids}"

@@ -13,26 +13,26 @@ from .unread_steps import UnreadSteps
 
 class GumihoProposer(EagleProposer):
     """
-    Drafts as an EAGLE head does, for the serial tokens, and all later tokens in one pass of the parallel heads.
+    Drafts the serial tokens as an EAGLE head does, and all later tokens in one pass of the parallel heads.
 
     The arguments are those of `EagleProposer`.
     """
 
-    # Of the base class: the probabilities `(n, tokens, V)` that the tokens were drawn by, where they were drawn.
+    # Of the base class: the probabilities `(n, tokens, V)` by which tokens were drawn; `None` if they were not drawn.
     _last_draft_probs: torch.Tensor | None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
         self._chain_of(self.num_speculative_tokens)  # refuses chains that are too long before any weights are loaded
-        # From here on, what is "eagle3" to the base class is done by `set_inputs_first_pass`.
+        # `set_inputs_first_pass` does what the base class would do for "eagle3".
         self.method = "eagle"
-        # Of the chain that is being drafted: each serial token, and the feature that it is drafted from.
+        # Of the current chain: each serial token, and the feature from which it is drafted.
         self._tokens: list[torch.Tensor] = []
         self._features: list[torch.Tensor] = []
         self._sampling_metadata: SamplingMetadata | None = None
         self._runner = runner
         self._unread = UnreadSteps(vllm_config.scheduler_config.max_num_batched_tokens)
-        # Other ranks may wait for each pass, and other processes may be sent the cache.
+        # Other ranks may wait for each pass, and other processes may get the cache.
         self._may_read_later = (
             vllm_config.parallel_config.data_parallel_size == 1 and vllm_config.kv_transfer_config is None
         )
@@ -41,7 +41,7 @@ class GumihoProposer(EagleProposer):
         return Chain.of_drafter(self.draft_model_config.hf_config, num_tokens)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Loads the drafter, and lends it the target's embedding and output head."""
+        """Loads the drafter, and gives it the target's embedding and output head."""
         super().load_model(target_model)
         self.model.adopt_target(target_model)
 
@@ -61,10 +61,11 @@ class GumihoProposer(EagleProposer):
 
     def _reads_later(self, num_speculative_tokens: int, step: dict[str, Any]) -> bool:
         """
-        Puts the reading of a step off where nothing is drafted after it, and reads what cannot wait any longer.
+        Postpones reading a step if nothing is drafted after it. Earlier postponed steps that cannot wait any longer
+        are read.
 
         Returns:
-            Whether the step was put off.
+            Whether the step was postponed.
         """
         requests = self._runner.input_batch.req_ids
         is_put_off = (
@@ -72,7 +73,7 @@ class GumihoProposer(EagleProposer):
             and self._may_read_later
             and step["common_attn_metadata"].max_query_len == 1
             and step["mm_embed_inputs"] is None
-            # Where layers share memory, it may be the target's own by the time that an ended request is read.
+            # With several groups, layers share memory. The target may use it before an ended request is read.
             and len(self._runner.kv_cache_config.kv_cache_groups) == 1
         )
         if len(self._unread) and not (is_put_off and self._unread.has_room_for(requests)):
@@ -87,7 +88,7 @@ class GumihoProposer(EagleProposer):
         if serial_probs is None:
             return self.model.best_chains(above, features)
         later, later_probs = [], [serial_probs]
-        # Those that depend on each other one by one.
+        # With transitions, tokens depend on each other, so they are drafted one by one.
         step = 1 if self.model.transitions is not None else features.shape[1]
         for head in range(0, features.shape[1], step):
             block = features[:, head : head + step]
@@ -100,13 +101,13 @@ class GumihoProposer(EagleProposer):
         return torch.cat(later, dim=1)
 
     def set_inputs_first_pass(self, *, target_hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        """As in the base class, with the states of several of the target's layers made one."""
+        """Does the same as the base class, and first fuses the states of several layers into one."""
         if self.model.target_layers is not None:
             target_hidden_states = self.model.combine_hidden_states(target_hidden_states)
         return super().set_inputs_first_pass(target_hidden_states=target_hidden_states, **kwargs)
 
     def dummy_run(self, *args: Any, **kwargs: Any) -> None:
-        """Runs the passes of the serial tokens, the only ones that other data-parallel ranks may be waiting in."""
+        """Runs the passes of the serial tokens, the only passes in which other data-parallel ranks may wait."""
         num_tokens = self.num_speculative_tokens
         self.num_speculative_tokens = self._chain_of(num_tokens).num_serial_tokens
         try:
@@ -118,7 +119,7 @@ class GumihoProposer(EagleProposer):
         self, hidden_states: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens, probs = super()._sample_draft_tokens(hidden_states, sampling_metadata)
-        # A copy: the next pass may write its features where these are.
+        # A copy, because the next pass may overwrite these features.
         self._features.append(hidden_states.clone())
         self._tokens.append(tokens)
         self._sampling_metadata = sampling_metadata

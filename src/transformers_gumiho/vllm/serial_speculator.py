@@ -1,4 +1,4 @@
-"""An EAGLE head in vLLM's model runner V2 that drafts only the first tokens of a chain, in each release of vLLM."""
+"""An EAGLE head that drafts only the first tokens of a chain, for V2 runners of all supported vLLM releases."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -9,14 +9,14 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 
-# Since 0.32 each call says how many tokens to draft; before, all calls draft `num_speculative_steps`.
+# Since 0.32 each call says how many tokens to draft. Before, all calls drafted `num_speculative_steps`.
 _LENGTH_IN_CALLS = "num_speculative_tokens" in inspect.signature(EagleSpeculator.propose).parameters
 
 
 class SerialSpeculator(EagleSpeculator):
     """
-    Its buffers have room for complete chains. Its passes, also those captured as graphs, draft `num_serial_tokens`,
-    which a subclass sets.
+    The buffers have room for complete chains. The passes, including those captured as graphs, draft
+    `_num_serial_tokens` tokens. A subclass sets this number.
     """
 
     _num_serial_tokens: int
@@ -24,11 +24,12 @@ class SerialSpeculator(EagleSpeculator):
 
     def draft_serially(self, num_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """
-        Returns chains `(n, num_speculative_steps)` with the serial ones of the first `num_tokens` drafted, in place.
+        Drafts the serial tokens among the first `num_tokens`, in place. Returns the chains
+        `(n, num_speculative_steps)`.
         """
         serial = min(num_tokens, self._num_serial_tokens)
         if _LENGTH_IN_CALLS:
-            # vLLM has captured graphs of the lengths that users choose, so it is to look for one of these.
+            # vLLM has captured graphs for the lengths that users choose, so it must look for one of these.
             num_tokens = num_tokens if serial > 1 else serial
             return super().propose(*args, num_speculative_tokens=num_tokens, **kwargs)
         with self._length_of_chains(serial):
@@ -52,7 +53,7 @@ class SerialSpeculator(EagleSpeculator):
         method(*self._shortened(method, *args, **kwargs))
 
     def _shortened(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Returns the arguments of a method that drafts a chain, with no more than the serial tokens as its length."""
+        """Returns the arguments of a method that drafts a chain, with the length cut to the serial tokens."""
         arguments = inspect.signature(method).bind(*args, **kwargs)
         if _LENGTH_IN_CALLS:
             length = min(arguments.arguments["num_speculative_steps"], self._num_serial_tokens)

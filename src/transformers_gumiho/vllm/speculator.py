@@ -11,10 +11,10 @@ from .serial_speculator import SerialSpeculator
 
 class GumihoSpeculator(SerialSpeculator):
     """
-    Drafts as an EAGLE head does, for the serial tokens, and all later tokens in one pass of the parallel heads.
+    Drafts the serial tokens as an EAGLE head does, and all later tokens in one pass of the parallel heads.
 
-    What the heads read is written into buffers by the steps of the serial head, so that it is there as well where
-    these were replayed from a captured graph; the heads run after them.
+    The steps of the serial head write the inputs of the parallel heads into buffers. So the inputs are there even if
+    the steps were replayed from a captured graph. The heads run afterwards.
 
     The arguments are those of `EagleSpeculator`.
     """
@@ -25,14 +25,14 @@ class GumihoSpeculator(SerialSpeculator):
         self._serial_features = torch.zeros(
             self._num_serial_tokens, self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device
         )
-        # The position that the draw of each request's first token is keyed by; the others follow it.
+        # The position that is the key of the draw of each request's first token. The other keys follow it.
         self._first_positions = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
 
     def _chain_of(self, num_tokens: int) -> Chain:
         return Chain.of_drafter(self.draft_model_config.hf_config, num_tokens)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Loads the drafter, and lends it the target's embedding and output head."""
+        """Loads the drafter, and gives it the target's embedding and output head."""
         super().load_model(target_model)
         self.model.adopt_target(target_model)
 
@@ -75,9 +75,9 @@ class GumihoSpeculator(SerialSpeculator):
     def sample_draft(
         self, hidden_states: torch.Tensor, sample_src_positions: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Drafts one serial token of each request, and keeps the features that it is drafted from."""
+        """Drafts one serial token for each request, and keeps the features from which it is drafted."""
         num_reqs, step = len(hidden_states), self.current_draft_step
-        # With the step on the device: a captured graph holds this once for all steps.
+        # The step is on the device, because a captured graph holds this once for all steps.
         self._serial_features[:, :num_reqs].index_copy_(0, step.view(1), hidden_states[None].to(self.dtype))
         self._first_positions[:num_reqs] = sample_src_positions - step
         if self._takes_best_tokens() and self.model.drafting_head is not None:
@@ -85,7 +85,7 @@ class GumihoSpeculator(SerialSpeculator):
         return super().sample_draft(hidden_states, sample_src_positions, *args, **kwargs)
 
     def _takes_best_tokens(self) -> bool:
-        """Whether the logits of other tokens are needed neither for draws nor for estimates of the acceptance."""
+        """Whether neither draws nor estimates of the acceptance need the logits of other tokens."""
         return self.draft_logits is None and self.acceptance_estimator is None
 
 

@@ -10,11 +10,11 @@ from ..model.transition import NUM_CANDIDATES
 
 class ChainTransitions(nn.Module):
     """
-    The first `num_heads` transitions; see [`GumihoTransition`]. As long as nothing is loaded, they move nothing.
+    The first `num_heads` transitions; see [`GumihoTransition`]. Before weights are loaded, they change nothing.
 
     Args:
-        num_heads: How many there are, `P`.
-        hidden_size: `H`, also the width of embeddings.
+        num_heads: Number of transitions, `P`.
+        hidden_size: `H`, also the width of the embedding.
         rank: `R`.
     """
 
@@ -22,11 +22,11 @@ class ChainTransitions(nn.Module):
         super().__init__()
         self.down = nn.Parameter(torch.zeros(num_heads, rank, hidden_size), requires_grad=False)
         self.up = nn.Parameter(torch.zeros(num_heads, hidden_size, rank), requires_grad=False)
-        # `(P, K, R)`: what the output head makes of `up`.
+        # `(P, K, R)`: the output head applied to `up`.
         self._below: torch.Tensor | None = None
 
     def places(self) -> dict[str, torch.Tensor]:
-        """Returns where the tensors of a checkpoint go, by their plain names."""
+        """Returns the places of a checkpoint's tensors, by their plain names."""
         return {
             f"transition.{head}.{kind}": parameter.data[head]
             for kind, parameter in (("down", self.down), ("up", self.up))
@@ -35,9 +35,9 @@ class ChainTransitions(nn.Module):
 
     @torch.no_grad()
     def adopt_output_head(self, score: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Makes the tables that [`best_candidates`] reads, with an output head from `(n, H)` to `(n, K)`."""
-        directions = self.up.transpose(1, 2).flatten(0, 1).contiguous()  # some products want it so
-        # The output head is linear, but for its bias.
+        """Computes the tables for [`best_candidates`], with an output head from `(n, H)` to `(n, K)`."""
+        directions = self.up.transpose(1, 2).flatten(0, 1).contiguous()  # some kernels require it
+        # The output head is linear except for its bias.
         below = score(directions) - score(torch.zeros_like(directions[:1]))
         num_heads, rank, _ = self.down.shape
         self._below = below.view(num_heads, rank, -1).transpose(1, 2).contiguous()
@@ -48,7 +48,7 @@ class ChainTransitions(nn.Module):
         self._below = self._below.index_select(1, token_ids)
 
     def move(self, head: int, features: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-        """Moves the features `(n, H)` of a head by the embeddings `(n, H)` of the tokens above."""
+        """Adds the transition for the embeddings `(n, H)` of the tokens above to the features `(n, H)` of a head."""
         return features + above.to(features) @ self.down[head].T @ self.up[head].T
 
     def best_candidates(
@@ -59,13 +59,13 @@ class ChainTransitions(nn.Module):
         token_ids: torch.Tensor | None,
     ) -> torch.Tensor:
         """
-        Returns the chains `(n, P)` of the best tokens under the tokens above them, each among its head's own best.
+        Returns chains `(n, P)`: for each head the best of its own top tokens, given the token above.
 
         Args:
-            logits (`(n, P, K)`): Those of the heads alone.
-            tokens (`(n,)`): The last serial token of each chain.
+            logits (`(n, P, K)`): Logits of the heads without transitions. tokens (`(n,)`): The last serial token of
+            each chain.
             embed: Maps tokens `(n,)` to embeddings `(n, H)`.
-            token_ids (`(K,)`, *optional*): The tokens that the logits are of. By default all.
+            token_ids (`(K,)`, *optional*): Ids of the tokens of the logits. By default all tokens.
         """
         assert self._below is not None
         best = logits.topk(min(NUM_CANDIDATES, logits.shape[-1]))

@@ -1,4 +1,4 @@
-"""Steps that the serial head reads later, several in one pass, because nothing was drafted after them."""
+"""Steps without drafts, which the serial head reads later, several in one pass."""
 
 import copy
 import dataclasses
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 
-# More of them would keep the next draft waiting for as long as they save.
+# With more steps, the next draft would wait as long as they save.
 MOST_STEPS = 8
 
 
 class UnreadSteps:
     """
-    Steps of one batch in which each request had one token. Each step is given by the arguments of
-    `EagleProposer.propose`, and copied: vLLM writes the next step where this one is.
+    Steps of one batch in which each request had one token. A step is a copy of the arguments of
+    `EagleProposer.propose`, because vLLM overwrites them in the next step.
 
-    The blocks of a request that ends may be given to another one. So these steps have to be read before any other.
+    vLLM may give the blocks of an ended request to another one. So these steps have to be read before any other step.
 
     Args:
-        most_tokens: How many fit into a pass.
+        most_tokens: Maximum number of tokens in a pass.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -32,7 +32,7 @@ class UnreadSteps:
         return len(self._steps)
 
     def has_room_for(self, requests: list[str]) -> bool:
-        """Returns whether a step of these requests can be read together with those that are here."""
+        """Whether a step of these requests can be read together with the waiting steps."""
         num_steps = len(self._steps) + 1
         fits = num_steps <= MOST_STEPS and num_steps * len(requests) <= self._most_tokens
         return fits and requests == self._requests
@@ -44,7 +44,7 @@ class UnreadSteps:
         tensors = {name: step[name].clone() for name in names}
         self._requests = list(requests)
         self._steps.append(tensors | {"slot_mapping": metadata.slot_mapping.clone()})
-        # Fields with an underscore hold what vLLM has computed from the others.
+        # vLLM computes the fields with an underscore from the others.
         self._metadata = dataclasses.replace(metadata, **{
             field.name: None if field.name.startswith("_") else copy.deepcopy(getattr(metadata, field.name))
             for field in dataclasses.fields(metadata)
@@ -54,7 +54,7 @@ class UnreadSteps:
         """Removes the `m` steps; returns the arguments for one pass over their `n * m` tokens, request by request."""
         steps, self._steps = self._steps, []
         merged = {
-            # Positions may be `(3, n)`, states are `(n, H)`.
+            # Positions may be `(3, n)`. States are `(n, H)`.
             name: torch.stack(tensors, dim).flatten(dim - 1, dim)
             for name, dim in (
                 ("target_token_ids", 1), ("target_hidden_states", 1), ("slot_mapping", 1),
@@ -72,6 +72,6 @@ class UnreadSteps:
             max_query_len=len(steps),
             slot_mapping=slots,
         )
-        # The pass reads each request's tokens but the first, and then its next one.
+        # For each request, the pass reads all tokens but the first, and then the next token.
         last = {"next_token_ids": steps[-1]["next_token_ids"], "common_attn_metadata": metadata}
         return merged | last | {"token_indices_to_sample": None, "num_rejected_tokens_gpu": None}
