@@ -14,7 +14,12 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import LogitsProcessor, MaxLengthCriteria, StopStringCriteria
 
 from transformers_gumiho.decoding import sampling_noise, token_choice
-from transformers_gumiho.decoding.sampling_noise import NoiseOfRows, ReservedNoise, UpcomingNoise, noise_is_told
+from transformers_gumiho.decoding.sampling_noise import (
+    PerRowDraws,
+    ReservedNoise,
+    UpcomingNoise,
+    can_preview_multinomial,
+)
 from transformers_gumiho.decoding.token_draws import TokenDraws
 
 
@@ -23,8 +28,8 @@ def draw(scores: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.multinomial(step.softmax(dim=-1), 1).squeeze(1) for step in scores])
 
 
-def noise_of(batch_size: int, vocab_size: int) -> NoiseOfRows:
-    return NoiseOfRows(UpcomingNoise(batch_size, vocab_size, torch.device("cpu")))
+def noise_of(batch_size: int, vocab_size: int) -> PerRowDraws:
+    return PerRowDraws(UpcomingNoise(batch_size, vocab_size, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 7), (3, 50), (2, 4097)])
@@ -165,7 +170,7 @@ def test_each_row_is_drawn_with_the_noise_of_its_own_steps(rows_that_step: list[
     torch.manual_seed(1)
     plain = torch.stack([torch.multinomial(step, 1).squeeze(1) for step in probabilities])
     torch.manual_seed(1)
-    noise, steps = NoiseOfRows(ReservedNoise(3, 13, torch.device("cpu"))), [0, 0, 0]
+    noise, steps = PerRowDraws(ReservedNoise(3, 13, torch.device("cpu"))), [0, 0, 0]
     for takes in rows_that_step:
         seen = noise.peek(4, steps)
         for row, step in enumerate(steps):
@@ -269,8 +274,8 @@ def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch
 
 
 def test_no_noise_where_a_generator_cannot_be_copied() -> None:
-    assert noise_is_told(torch.device("cpu"))
-    assert not noise_is_told(torch.device("meta"))
+    assert can_preview_multinomial(torch.device("cpu"))
+    assert not can_preview_multinomial(torch.device("meta"))
     draws = TokenDraws(reserves_noise=True)
     draws.draw(torch.zeros(2, 4, dtype=torch.float64), [0, 0])
     assert draws.peek(2, 4, [1, 1]) is None

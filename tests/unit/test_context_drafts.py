@@ -208,7 +208,7 @@ def test_new_tokens_alone_are_read_when_a_row_has_ended(monkeypatch: pytest.Monk
     for cycle in range(60):
         new = [[], [cycle] * 5, [cycle, -cycle]]
         tokens = torch.tensor([[0] * 5, new[1], new[2] + [0] * 3])
-        sequences.commit(tokens, tokens.tolist(), [0, 5, 2], StepRecord(3, enabled=False))
+        sequences.append(tokens, tokens.tolist(), [0, 5, 2], StepRecord(3, enabled=False))
         sizes.clear()
         assert sequences.tokens_from(known) == new
         assert sum(sizes) <= 3 * 5

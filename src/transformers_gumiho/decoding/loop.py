@@ -134,7 +134,7 @@ def decode_with_tree(
             running.enter_context(session)
         records.hidden_states.add_prompt(output.hidden_states)
         tree = bare_root(input_ids.new_zeros(len(input_ids)))
-        chooser.commit(tree, output.logits)
+        chooser.choose(tree, output.logits)
         sequences.stream()
         if not sequences.finished:
             drafts = make_generator(session, assistant_model, settings, chooser, output.states, events)
@@ -146,7 +146,7 @@ def decode_with_tree(
             events.tree(drafts.origin)
             with events.stage("verify"):
                 output = session.run_tree(tree, [not sequences.is_open(row) for row in range(len(input_ids))])
-            path = chooser.commit(tree, output.logits)
+            path = chooser.choose(tree, output.logits)
             events.cycle(tree, path)
             sequences.stream()
             session.keep(path)

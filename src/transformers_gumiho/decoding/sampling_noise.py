@@ -29,7 +29,7 @@ NO_TOKEN = -1
 
 
 @lru_cache(maxsize=16)
-def noise_is_told(device: torch.device) -> bool:
+def can_preview_multinomial(device: torch.device) -> bool:
     """Whether the device's generator can be copied, and `torch.multinomial` draws there by the race."""
     if device.type not in _DEVICE_TYPES:
         return False
@@ -75,7 +75,7 @@ class UpcomingNoise:
     Args:
         batch_size: Rows that are drawn from, `B`.
         vocab_size: Tokens that are drawn from, `V`.
-        device: Of the probabilities; its noise is told ([`noise_is_told`]).
+        device: Of the probabilities; [`can_preview_multinomial`] holds for it.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
@@ -116,7 +116,7 @@ class UpcomingNoise:
     def _forget_used(self) -> None:
         """Forgets what is not to be drawn any more."""
         state = _state_of(self.device)
-        # Whatever else drew a number meanwhile, the state tells.
+        # The state shows whether anything else drew a number meanwhile.
         while self._known and not torch.equal(self._known[0][0], state):
             self._known.popleft()
 
@@ -164,7 +164,7 @@ class ReservedNoise(UpcomingNoise):
             self._known.clear()
 
 
-class NoiseOfRows:
+class PerRowDraws:
     """
     The noise of rows that may be at different steps. Plain decoding draws the k-th new token of all rows at once, so
     the noise of a row's k-th token is that row of the k-th draw, whenever the row comes to it. The same seed then

@@ -117,7 +117,7 @@ class CommittedSequences:
         """Length of the finished sequences, padding included."""
         return max(end for end in self.ends if end is not None)
 
-    def commit(
+    def append(
         self, tokens: torch.Tensor, host_tokens: list[list[int]], counts: list[int], scores: StepRecord
     ) -> list[int]:
         """

@@ -127,8 +127,8 @@ class TokenChooser:
             and self._is_prefix_free
             and can_sample_at_once(sequences, logits_processor)
         )
-        rows_part = self.batch_size > 1 and not self.in_lockstep
-        self._draws = TokenDraws(reserves_noise=rows_part or self._samples_at_once)
+        rows_diverge = self.batch_size > 1 and not self.in_lockstep
+        self._draws = TokenDraws(reserves_noise=rows_diverge or self._samples_at_once)
         self._drafted_from = 0  # tokens that the target has logits of
         self.whole_tree = (
             not self.do_sample
@@ -149,7 +149,7 @@ class TokenChooser:
         """Leaves the random generator as plain decoding leaves it, after the last token or an error."""
         self._draws.release()
 
-    def commit(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
+    def choose(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """
         Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the chosen tokens. Returns the path, which is
         `path_width` wide where shapes are fixed.
@@ -207,7 +207,7 @@ class TokenChooser:
         counts, tokens = [row[0] for row in host], [row[1:] for row in host]
         self._record(self.logits, logits, walk.nodes, counts)
         self._record(self.scores, scores, walk.nodes, counts)
-        accepted_lengths = self.sequences.commit(walk.tokens, tokens, counts, self.scores)
+        accepted_lengths = self.sequences.append(walk.tokens, tokens, counts, self.scores)
         if self.do_sample:
             self._draws.settle(max(self.sequences.lengths) - self.sequences.prompt_length)
             _check_drawn(row[:length] for row, length in zip(tokens, accepted_lengths, strict=True))
@@ -242,7 +242,7 @@ class TokenChooser:
             counts = [int(is_walking) for is_walking in walking]
             self.logits.add(step_logits[:, None], counts)
             self.scores.add(scores[:, None], counts)
-            new = self.sequences.commit(tokens, [row[:1] for row in host], counts, self.scores)
+            new = self.sequences.append(tokens, [row[:1] for row in host], counts, self.scores)
             # A streamer may draw random numbers, too: it runs before the next draw, where plain decoding runs it.
             self.sequences.stream()
             accepted_lengths = [total + number for total, number in zip(accepted_lengths, new, strict=True)]

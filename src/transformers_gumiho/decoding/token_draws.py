@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..uploads import upload
-from .sampling_noise import DRAWING, NoiseOfRows, ReservedNoise, UpcomingNoise, noise_is_told
+from .sampling_noise import DRAWING, PerRowDraws, ReservedNoise, UpcomingNoise, can_preview_multinomial
 
 
 class TokenDraws:
@@ -20,7 +20,7 @@ class TokenDraws:
     def __init__(self, reserves_noise: bool):
         self._reserves_noise = reserves_noise
         self._drawn_like: tuple[torch.Size, torch.device, torch.dtype] | None = None  # the newest tokens
-        self._noise: NoiseOfRows | None = None  # where it is told
+        self._noise: PerRowDraws | None = None  # where it can be previewed
 
     @property
     def most_ahead(self) -> float:
@@ -93,14 +93,14 @@ class TokenDraws:
         if self._noise is not None:
             self._noise.release()
 
-    def _noise_of(self, probabilities: torch.Tensor, step: int) -> NoiseOfRows | None:
-        if probabilities.dtype != torch.float32 or not noise_is_told(probabilities.device):
+    def _noise_of(self, probabilities: torch.Tensor, step: int) -> PerRowDraws | None:
+        if probabilities.dtype != torch.float32 or not can_preview_multinomial(probabilities.device):
             return None
         batch_size, vocab_size = probabilities.shape
         noise = ReservedNoise if self._reserves_noise else UpcomingNoise
-        return NoiseOfRows(noise(batch_size, vocab_size, probabilities.device), step)
+        return PerRowDraws(noise(batch_size, vocab_size, probabilities.device), step)
 
-    def _noise_for(self, vocab_size: int) -> NoiseOfRows | None:
+    def _noise_for(self, vocab_size: int) -> PerRowDraws | None:
         return self._noise if self._drawn_like is not None and self._drawn_like[0][1] == vocab_size else None
 
 
