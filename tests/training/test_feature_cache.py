@@ -246,7 +246,7 @@ def test_a_full_disk_ends_in_an_error_that_says_what_is_kept(
 
     monkeypatch.setattr(feature_extraction, "save_file", full_disk)
     with pytest.raises(
-        OSError, match=r"shard-00002.*No space left on device.*Make room and run this again: it goes on"
+        OSError, match=r"shard-00002.*No space left on device.*Make room and run this again: it continues here"
     ):
         write(target, tmp_path / "cache")
     assert sorted(path.name for path in (tmp_path / "cache").glob("shard*")) == [

@@ -130,7 +130,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         if found < self.manifest.num_shards:
             raise ValueError(
                 f"The feature cache {str(folder)!r} has {found} of {self.manifest.num_shards} shards. Run the "
-                f"extraction again: it goes on where it was stopped."
+                f"extraction again: it continues where it was stopped."
             )
         for index in range(self.manifest.num_shards):
             open_shard(shard_path(self.folder, index))
