@@ -60,10 +60,10 @@ def answer(target: PreTrainedModel, prompt: str, num_tokens: int) -> str:
 def test_each_answer_is_the_targets_after_its_own_earlier_ones(target: PreTrainedModel, tmp_path: Path) -> None:
     short = [MESSAGES[1], {"role": "assistant", "content": "ignored"}]
     rows = regenerate(
-        [{"messages": MESSAGES}, {"messages": short}], target, tmp_path / "out.jsonl", max_new_tokens=8, max_length=200
+        [{"messages": short}, {"messages": MESSAGES}], target, tmp_path / "out.jsonl", max_new_tokens=8, max_length=200
     )
     tokenizer = make_tokenizer()
-    for row, source in zip(rows, (MESSAGES, short), strict=True):
+    for row, source in zip(rows, (short, MESSAGES), strict=True):
         messages = row["messages"]
         assert [m["role"] for m in messages] == [m["role"] for m in source]
         for index, message in enumerate(messages):
@@ -108,8 +108,32 @@ def test_texts_are_continued(target: PreTrainedModel, tmp_path: Path) -> None:
     )  # fmt: skip
     tokenizer = make_tokenizer()
     prompt = tokenizer.decode(tokenizer(text)["input_ids"][:6])
-    assert rows[0] == {"text": prompt + answer(target, prompt, 10), "ended": False}
-    assert rows[1] == {"prompt": "class A:", "completion": answer(target, "class A:", 10), "ended": False}
+    assert rows[0] == {"prompt": "class A:", "completion": answer(target, "class A:", 10), "ended": False}
+    assert rows[1] == {"text": prompt + answer(target, prompt, 10), "ended": False}
+
+
+def test_rows_of_similar_length_are_answered_together(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding is then short; each answer is what the target says to the prompt alone."""
+    batches, real = [], regeneration.continue_rows
+
+    def spy(target: PreTrainedModel, prompts: list[list[int]], *args: Any) -> list[list[int]]:
+        batches.append([len(prompt) for prompt in prompts])
+        return real(target, prompts, *args)
+
+    monkeypatch.setattr(regeneration, "continue_rows", spy)
+    monkeypatch.setattr(regeneration, "_SORTED_BATCHES", 3)
+    prompts = ["x = 1\n" * count for count in (9, 1, 8, 2, 7, 3, 1, 9)]
+    rows = regenerate([{"prompt": prompt} for prompt in prompts], target, tmp_path / "out.jsonl", None, max_length=90)
+    window = sorted(prompts[:6], key=len)
+    assert [row["prompt"] for row in rows] == [*window, *sorted(prompts[6:], key=len)]
+    assert len(batches) == 4
+    lengths = [length for batch in batches[:3] for length in batch]
+    assert lengths == sorted(lengths)
+    for row in rows:
+        said = answer(target, row["prompt"], 90)
+        assert said.startswith(row["completion"]), row
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL, OPENING, None])
@@ -183,7 +207,7 @@ def test_a_killed_run_goes_on_to_the_same_result(target: PreTrainedModel, tmp_pa
     killed = tmp_path / "killed.jsonl"
     killed.write_bytes((tmp_path / "whole.jsonl").read_bytes()[:num_bytes])
     assert regenerate(rows, target, killed, None, **sampling) == whole
-    assert len({row["text"] for row in whole[:5]}) == 5
+    assert len({row["text"] for row in whole if "text" in row}) == 5
 
 
 def test_a_second_run_into_a_file_is_refused(
@@ -277,9 +301,9 @@ def test_rows_without_an_answer_say_why(target: PreTrainedModel, tmp_path: Path)
     assert "has none of" in rows[0]["skipped"]
     assert rows[1] == {"skipped": "no room for an answer"}
     twice = [MESSAGES[1], MESSAGES[1], MESSAGES[2]]
-    rows = regenerate([{"messages": twice}, {"messages": MESSAGES[1:3]}], target, tmp_path / "strict.jsonl", STRICT)
-    assert rows[0] == {"skipped": "the chat template refuses it: roles must alternate"}
-    assert rows[1]["messages"][0] == MESSAGES[1]
+    rows = regenerate([{"messages": MESSAGES[1:3]}, {"messages": twice}], target, tmp_path / "strict.jsonl", STRICT)
+    assert rows[0]["messages"][0] == MESSAGES[1]
+    assert rows[1] == {"skipped": "the chat template refuses it: roles must alternate"}
     dataset = load_conversations(str(tmp_path / "strict.jsonl"))
     _, report = prepare_dataset(dataset, make_tokenizer(STRICT), target.config, max_length=64)
     assert report.problems == {"the chat template refuses it: roles must alternate": 1}

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ from .sampling import Sampling
 from .written_rows import Turn, answer_text, written_row
 
 
+# Batches whose rows are sorted by length together, so that every part of the file has all lengths. To 3,784 prompts of
+# people, SmolLM2 wrote 55 tokens/s with equal lengths in a batch, and 26 with mixed ones: padding took the rest.
+_SORTED_BATCHES = 8
+
+
 def regenerate_dataset(
     dataset: Dataset,
     target: PreTrainedModel,
@@ -46,7 +51,9 @@ def regenerate_dataset(
     there is one. A row whose text does not encode back to the tokens that the target wrote holds these, too, and
     training reads them. A row that cannot be answered becomes a line with the reason.
 
-    Stopped, it continues after the last complete batch in the file when it is called again; the result is the same.
+    Rows of similar length are answered together: within every 8 batches, the file's rows are in the order of their
+    prompts' lengths. Stopped, it continues after the last complete batch in the file when it is called again; the
+    result is the same.
 
     Args:
         dataset: Rows in any of the forms of [`read_row`].
@@ -73,8 +80,10 @@ def regenerate_dataset(
         begun_with: dict[str, Any] = {"target": model_fingerprint(target)} | tokenizer_fingerprints(tokenizer)
         begun_with |= {"rows": dataset_fingerprint(dataset), "batch_size": batch_size, "max_length": max_length}
         begun_with |= {"num_prompt_tokens": num_prompt_tokens, "seed": seed, "max_new_tokens": max_new_tokens}
+        begun_with["sorted_batches"] = _SORTED_BATCHES
         check_begun_with(path, begun_with | ({} if sampling is None else {"sampling": repr(sampling)}))
         done = cut_unfinished_batch(path, batch_size)
+        dataset = _sorted_by_length(dataset, _SORTED_BATCHES * batch_size, bool(tokenizer.chat_template))
         writer = TargetWriter(target.eval(), tokenizer, max_length, num_prompt_tokens, max_new_tokens)
         begin = time.perf_counter()
         with tqdm(desc="target answers", total=len(dataset), initial=done, unit="row") as progress:
@@ -89,6 +98,24 @@ def regenerate_dataset(
                 append_rows(path, rows)
                 progress.set_postfix_str(f"{writer.num_tokens / (time.perf_counter() - begin):.0f} tokens/s")
                 progress.update(len(batch))
+
+
+def _sorted_by_length(dataset: Dataset, window: int, has_template: bool) -> Dataset:
+    """Returns the rows with each `window` of them sorted by the characters of their prompts."""
+    lengths = [_prompt_length(row, has_template) for row in dataset]
+    windows = (range(start, min(start + window, len(lengths))) for start in range(0, len(lengths), window))
+    return dataset.select([row for rows in windows for row in sorted(rows, key=lengths.__getitem__)])
+
+
+def _prompt_length(row: Mapping[str, Any], has_template: bool) -> int:
+    try:
+        example = read_text(row, has_template, answered=False)
+    except MalformedRowError:
+        return 0
+    if isinstance(example, RawText):
+        return len(example.prompt or example.completion)
+    prompt = takewhile(lambda message: message["role"] != "assistant", example.messages)
+    return sum(len(message["content"]) for message in prompt)
 
 
 @dataclass

@@ -26,10 +26,6 @@ from .user_turn import find_user_turn
 from .writing import Text, write_user_turns
 
 
-# Batches whose rows are sorted by length: a batch has little padding, and every part of the file has all lengths.
-_SORTED_BATCHES = 8
-
-
 def synthesize_dataset(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -149,9 +145,7 @@ def _write_prompts(
         file = PromptFile(path, write, openings or [""], special, settings.batch_size, settings.seed)
         file.grow(settings.num_prompts)
     tqdm.write(f"{settings.num_prompts} prompts. Dropped: {count_in_words(file.dropped)}.")
-    rows, size = file.rows[: settings.num_prompts], _SORTED_BATCHES * settings.batch_size
-    parts = (rows[start : start + size] for start in range(0, len(rows), size))
-    return [row for part in parts for row in sorted(part, key=lambda row: len(row["messages"][-1]["content"]))]
+    return file.rows[: settings.num_prompts]
 
 
 def _question_of(row: Mapping[str, Any]) -> list[dict[str, str]] | str:
