@@ -106,7 +106,7 @@ class Doubled(nn.Linear):
 
 
 class Packed(torch.Tensor):
-    """A weight that is not what a matrix product with its memory would give, as those of quantised layers are."""
+    """A weight that is not what a matrix product with its memory would give, as those of quantized layers are."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,7 +125,7 @@ def with_a_low_cap(target: PreTrainedModel) -> None:
     target.config.final_logit_softcapping = 0.5
 
 
-def quantised(target: PreTrainedModel) -> None:
+def quantized(target: PreTrainedModel) -> None:
     target.lm_head.weight = nn.Parameter(target.lm_head.weight.detach().as_subclass(Packed), requires_grad=False)
 
 
@@ -163,7 +163,7 @@ PLAIN = {
     "gpt_neox": nothing,
     "mistral": with_bias_and_scale,
 }
-WRAPPED = [of_another_class, quantised, with_an_adapter, with_a_hook, with_another_forward, offloaded]
+WRAPPED = [of_another_class, quantized, with_an_adapter, with_a_hook, with_another_forward, offloaded]
 
 
 @pytest.mark.parametrize("family", list(PLAIN))

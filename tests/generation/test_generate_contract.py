@@ -46,7 +46,7 @@ def both(target: PreTrainedModel, drafter: GumihoModel, seed: int = 0, **kwargs:
 
 
 class RepeatsLastToken(LogitsProcessor):
-    """Depends on the order of calls and on the whole prefix: favours the token two back, and counts its calls."""
+    """Depends on the order of calls and on the whole prefix: favors the token two back, and counts its calls."""
 
     def __init__(self) -> None:
         self.prefixes: list[list[int]] = []

@@ -1,7 +1,7 @@
 """
 What vLLM reads from a drafter's folder, and the chain it drafts from that: the rules of its Gumiho loader (RFC 43545,
 pull request 43544) in plain PyTorch. It shares nothing with the package, and raises where the loader would fail, or
-would leave a weight as it was initialised.
+would leave a weight as it was initialized.
 """
 
 import json

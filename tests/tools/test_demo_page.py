@@ -99,7 +99,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
         assert slider.value == (lookup or 0)
 
 
-def test_what_is_coloured_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
+def test_what_is_colored_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
     race = begin(make_host(pair), "print('<b>${1}</b>')\n")
     assert race.wait(120)
     html = answer_html(race.drafted)

@@ -229,6 +229,17 @@ def test_a_plan_starts_nothing(questions: str, tmp_path: Path, capsys: pytest.Ca
     assert not list((tmp_path / "gumiho" / "work").iterdir())
 
 
+def test_a_plan_counts_the_last_layer_once(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cache holds the last layer's states, whether a drafter reads other layers or not."""
+    sizes = []
+    for layers in ([], [3], [3, -1]):
+        command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "new", "--plan"]
+        gumiho(*command, *(["--target_layer_ids", *layers] if layers else []))
+        (found,) = re.findall(r"^features +([\d.]+) MB", capsys.readouterr().out, flags=re.MULTILINE)
+        sizes.append(float(found))
+    assert sizes[1] == sizes[2] == pytest.approx(2 * sizes[0], rel=0.1)
+
+
 def test_a_file_without_its_marks_is_looked_at_again(tmp_path: Path) -> None:
     """Which stages are finished is written to the end or not at all; without it, stages look at what they find."""
     (tmp_path / "finished.json").write_text('{"write"')

@@ -187,21 +187,21 @@ def test_an_offloaded_target_trains_like_a_whole_one(target: PreTrainedModel, tm
         GumihoModel.from_target(offloaded)
 
 
-def test_a_quantised_target_is_imitated_as_it_is(tmp_path: Path) -> None:
+def test_a_quantized_target_is_imitated_as_it_is(tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
-    quantised = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, quantization_config=config, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, quantization_config=config, dtype=torch.float32)
     whole = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     rows = [{"input_ids": list(range(100 * row, 100 * row + 40))} for row in range(4)]
     ids = torch.tensor([row["input_ids"] for row in rows])
     torch.manual_seed(0)
-    drafter = GumihoModel.from_target(quantised)
-    states = quantised.model(ids).last_hidden_state
+    drafter = GumihoModel.from_target(quantized)
+    states = quantized.model(ids).last_hidden_state
     assert not torch.allclose(states, whole.model(ids).last_hidden_state, rtol=1e-3, atol=1e-3)
     output = drafter(ids[:, 1:], states[:, :-1])
-    loss, _ = gumiho_loss(output, states, quantised.lm_head, torch.ones_like(ids))
+    loss, _ = gumiho_loss(output, states, quantized.lm_head, torch.ones_like(ids))
     trainer = make_trainer(
-        quantised, tmp_path, drafter, train_dataset=rows, max_steps=1, serial_ce_weight=0.1, parallel_ce_weight=0.1
+        quantized, tmp_path, drafter, train_dataset=rows, max_steps=1, serial_ce_weight=0.1, parallel_ce_weight=0.1
     )
     trainer.train()
     assert losses_of(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)

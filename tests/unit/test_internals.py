@@ -184,10 +184,10 @@ def test_loaded_parameters_are_told_from_new_ones(tmp_path: Path, monkeypatch: p
     make_drafter(make_target()).save_pretrained(tmp_path)
     found = {}
 
-    def initialise(self: GumihoModel, module: nn.Module) -> None:
+    def initialize(self: GumihoModel, module: nn.Module) -> None:
         found.update({name: internals.was_loaded(p) for name, p in self.named_parameters()})
 
-    monkeypatch.setattr(GumihoModel, "_init_weights", initialise)
+    monkeypatch.setattr(GumihoModel, "_init_weights", initialize)
     GumihoModel.from_pretrained(tmp_path, target_layer_ids=[0, 2])
     assert [name for name, is_loaded in found.items() if not is_loaded] == ["layer_fusion.weight"]
 

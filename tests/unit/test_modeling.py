@@ -1,4 +1,4 @@
-"""The drafter as a model of transformers: configuration, checkpoints, forward pass, training behaviour."""
+"""The drafter as a model of transformers: configuration, checkpoints, forward pass, training behavior."""
 
 import json
 import os

@@ -172,7 +172,7 @@ class TokenChooser:
         return path
 
     def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
-        """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronisation."""
+        """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronization."""
         scores = self._process_nodes(tree, logits)
         # After the prompt there is a root alone, and a compiled walk would be compiled for that, too.
         is_root = tree.max_depth == 0

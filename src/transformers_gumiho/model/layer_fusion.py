@@ -11,7 +11,7 @@ from .configuration_gumiho import GumihoConfig
 _EPSILON = 1e-6
 
 
-def normalise_lower(layer_states: torch.Tensor, hidden_size: int) -> torch.Tensor:
+def normalize_lower(layer_states: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """
     Scales each layer's states to a root mean square of 1, except the last `hidden_size` entries. Below the final norm,
     states are small in early layers and have a few huge entries in later ones; one learning rate does not fit both.
@@ -31,7 +31,7 @@ def normalise_lower(layer_states: torch.Tensor, hidden_size: int) -> torch.Tenso
 class GumihoLayerFusion(nn.Linear):
     """
     A linear layer without bias from the states of the target's `target_layer_ids` `(..., k * H)`, the highest layer's
-    last and the others as [`normalise_lower`] made them, to `(..., H)`.
+    last and the others as [`normalize_lower`] made them, to `(..., H)`.
 
     It starts as the state of the highest of these layers.
     """

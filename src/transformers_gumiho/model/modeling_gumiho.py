@@ -28,7 +28,7 @@ from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .damaged_files import damaged_weights_named
 from .decoding_settings import DecodingSettingsMixin
-from .layer_fusion import GumihoLayerFusion, normalise_lower
+from .layer_fusion import GumihoLayerFusion, normalize_lower
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .token_embedding import BorrowedEmbedding, fitting_rows
@@ -99,7 +99,7 @@ class GumihoModel(GumihoPreTrainedModel):
         self.fc = nn.Linear(fused_size, llama.hidden_size, bias=config.gumiho_fc_bias)
         self.layer_fusion = GumihoLayerFusion(config) if config.target_layer_ids is not None else None
         self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
-        # The first layer reads the output of `fc` unnormalised: the architecture has no weights for a norm here.
+        # The first layer reads the output of `fc` unnormalized: the architecture has no weights for a norm here.
         self.layers[0].input_layernorm = nn.Identity()
         self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
@@ -246,7 +246,7 @@ class GumihoModel(GumihoPreTrainedModel):
         if self.layer_fusion is None:
             return drafter_input
         # Outside of the layer, which an adapter or quantization may replace.
-        states = normalise_lower(drafter_input, self.config.get_text_config().hidden_size)
+        states = normalize_lower(drafter_input, self.config.get_text_config().hidden_size)
         return self.layer_fusion(states.to(self.dtype))
 
     def run_serial_head(

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
+from ..training.feature_cache import kept_layers
 from .arguments import RecipeArguments
 
 
@@ -81,7 +82,7 @@ def estimate(
     trained = sum(p.numel() for name, p in drafter.named_parameters() if not name.startswith("embed_tokens"))
     model_bytes = target.get_memory_footprint()
     width = state_width(target.config.get_text_config(decoder=True))
-    layers = 1 + len(args.target_layer_ids or ())
+    layers = 1 + len(kept_layers(config.target_layer_ids, target.config))
     token_bytes = width * getattr(torch, args.features_dtype).itemsize * layers + 12
     share = trained / max(sum(p.numel() for p in target.parameters()), 1)
     passes = _PASSES_PER_STEP * share + (0 if args.cache_features else 1)

@@ -56,7 +56,7 @@ class OnlineFeatures:
         return self.target.get_input_embeddings().weight
 
     def to(self, device: torch.device) -> None:
-        """Moves the target to `device`, unless it was placed when it was loaded (split, offloaded or quantised)."""
+        """Moves the target to `device`, unless it was placed when it was loaded (split, offloaded or quantized)."""
         placed = any(getattr(self.target, name, None) for name in ("hf_device_map", "is_quantized"))
         if not placed and not has_placement_hook(self.target):
             self.target.to(device)

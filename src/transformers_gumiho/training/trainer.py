@@ -16,7 +16,7 @@ from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
-from ..model.layer_fusion import normalise_lower
+from ..model.layer_fusion import normalize_lower
 from ..verification.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
@@ -348,7 +348,7 @@ class GumihoTrainer(Trainer):
         """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""
         width = self.args.feature_noise * 512 / states.shape[1]
         # In float32, as half precision would round it away, and next to states of one size in all layers.
-        states = normalise_lower(states.float(), self.drafter.config.get_text_config().hidden_size)
+        states = normalize_lower(states.float(), self.drafter.config.get_text_config().hidden_size)
         return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
     def _predictors(self, in_training: bool = False) -> list[Predictor]:

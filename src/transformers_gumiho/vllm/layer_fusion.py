@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.layer_fusion import normalise_lower
+from ..model.layer_fusion import normalize_lower
 
 
 class TargetLayers(nn.Module):
@@ -51,7 +51,7 @@ class TargetLayers(nn.Module):
             # Some of vLLM's norms (Cohere's) also return the residual.
             last = last[0] if isinstance(last, tuple) else last
             states = torch.cat((states[:, :-hidden_size], last), dim=1)
-        return nn.functional.linear(normalise_lower(states, hidden_size).to(self.weight), self.weight)
+        return nn.functional.linear(normalize_lower(states, hidden_size).to(self.weight), self.weight)
 
 
 __all__ = ["TargetLayers"]

@@ -46,7 +46,7 @@ class NearDuplicates:
 
 
 def _pairs_of_words(text: str) -> frozenset[int]:
-    """Returns hashes of the pairs of neighbouring words; a text of one word is a pair with nothing."""
+    """Returns hashes of the pairs of neighboring words; a text of one word is a pair with nothing."""
     words = _WORD.findall(text.lower()) or [text]
     pairs = zip(words, words[1:] or [""], strict=False)
     return frozenset(zlib.crc32(" ".join(pair).encode()) for pair in pairs)

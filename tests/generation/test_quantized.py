@@ -1,4 +1,4 @@
-"""Targets quantised by torchao: what is exact, and what a target that rounds its activations may change."""
+"""Targets quantized by torchao: what is exact, and what a target that rounds its activations may change."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +35,10 @@ def drafter() -> GumihoModel:
     ],
     ids=["int8", "int4"],
 )
-def test_quantised_weights_decode_exactly(make_config: Callable[[], object], drafter: GumihoModel) -> None:
+def test_quantized_weights_decode_exactly(make_config: Callable[[], object], drafter: GumihoModel) -> None:
     target = load_target(make_config())
     whole = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "target", dtype=torch.float32)
-    assert not torch.allclose(target(PROMPTS).logits, whole(PROMPTS).logits, atol=1e-2), "it is quantised"
+    assert not torch.allclose(target(PROMPTS).logits, whole(PROMPTS).logits, atol=1e-2), "it is quantized"
     settings = {"max_new_tokens": 24, "do_sample": False}
     plain = target.generate(PROMPTS, **settings)
     output = target.generate(PROMPTS, **settings, assistant_model=drafter, return_dict_in_generate=True)
@@ -51,7 +51,7 @@ def test_quantised_weights_decode_exactly(make_config: Callable[[], object], dra
     assert torch.equal(*sampled)
 
 
-def test_quantised_activations_commit_tokens_the_target_chose(drafter: GumihoModel) -> None:
+def test_quantized_activations_commit_tokens_the_target_chose(drafter: GumihoModel) -> None:
     target = load_target(quantization.Int8DynamicActivationInt8WeightConfig())
     output = target.generate(
         PROMPTS[:1], max_new_tokens=24, do_sample=False, assistant_model=drafter, return_dict_in_generate=True,
@@ -59,7 +59,7 @@ def test_quantised_activations_commit_tokens_the_target_chose(drafter: GumihoMod
     )  # fmt: skip
     new = output.sequences[:, -24:]
     assert torch.equal(torch.stack(output.logits, dim=1).argmax(dim=-1), new)
-    # A rounding error of a sum that reaches the next integer is a step of the quantisation.
+    # A rounding error of a sum that reaches the next integer is a step of the quantization.
     logits = target(output.sequences).logits[:, -25:-1]
     chosen = logits.gather(2, new[:, :, None]).squeeze(2)
     assert (logits.amax(dim=2) - chosen).max() < 0.25
