@@ -33,15 +33,15 @@ def test_a_large_pair_runs_in_16_bits_where_the_cpu_computes_in_them(
 
 def test_the_drafter_is_small_and_decodes_a_target_of_its_shape_exactly() -> None:
     folder = Path(find_pair("smollm2").find_drafter())
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 40e6
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 42e6
     drafter = GumihoModel.from_pretrained(folder, dtype="auto")
     assert drafter.dtype == torch.bfloat16
     assert not drafter.config.has_embedding
     assert len(drafter.generation_config.draft_vocabulary) == 10240
     torch.manual_seed(0)
-    # SmolLM2-135M-Instruct's, but for the number of layers.
+    # SmolLM2-135M-Instruct's.
     config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=2,
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30,
         vocab_size=49152, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
     target = LlamaForCausalLM(config).eval()
