@@ -180,7 +180,7 @@ def test_refusals(register: Callable[[str], FlashAttention], monkeypatch: pytest
         assert not flash.passes, "refused before the prompt"
 
     config = FalconConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=False)
-    refuses(FalconForCausalLM(config), "'flash_attention_2': its code does not look attention functions up")
+    refuses(FalconForCausalLM(config), "'flash_attention_2': its code does not look up attention functions")
     with monkeypatch.context() as patch:
         patch.delattr("transformers.models.llama.modeling_llama.eager_attention_forward")
         refuses(make_target(), "has no `eager_attention_forward` to fall back to. Load it with")

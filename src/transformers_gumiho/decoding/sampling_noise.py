@@ -1,10 +1,10 @@
-"""The random noise by which the next tokens will be sampled, seen in advance.
+"""The random noise of the next sampled tokens, known before they are drawn.
 
 `torch.multinomial` draws one token by the exponential race: with independent exponential variates `e`, the arg-max of
-`p / e` is distributed as `p`. Its logarithm is `log p - log e`, and `-log e` is Gumbel noise (E. J. Gumbel, 1954).
-Under given noise sampling is thus an arg-max, and a drafter that adds the noise of the coming draws to its own scores
-ranks first what the target will draw wherever the two agree about it, at any temperature. What the target draws does
-not change.
+`p / e` is distributed as `p`. The logarithm of `p / e` is `log p - log e`, and `-log e` is Gumbel noise (E. J. Gumbel,
+1954). So with given noise, sampling is an arg-max. A drafter adds the noise of the coming draws to its own scores. At
+any temperature it then ranks first the token that the target will draw, if both agree on the probabilities. The
+target's draws do not change.
 """
 
 import threading
@@ -15,22 +15,22 @@ from functools import lru_cache
 import torch
 
 
-# Whose generators can be copied. Elsewhere drafts are made without the noise: just as exact, with
-# fewer tokens accepted.
+# Devices whose generators can be copied. On others, drafts are made without the noise. The text is the same, and fewer
+# drafts are accepted.
 _DEVICE_TYPES = ("cpu", "cuda", "xpu")
-# Bytes of noise that is kept for the rows that are behind, and draws that are kept however large they are.
+# Limit of the noise that is kept for slower rows, in bytes, and the number of draws that are kept at any size.
 _KEPT_BYTES = 256 << 20
 _LEAST_KEPT = 16
-# Held where a token is drawn, as the state of a device's generator may be read and set there: threads that decode at
-# once then take different numbers.
+# Held while a token is drawn, because drawing may read and set the state of the device's generator. Threads that
+# decode at the same time then take different numbers.
 DRAWING = threading.Lock()
-# What is drawn where the probabilities of a row are none.
+# Drawn if no token of a row has a positive probability.
 NO_TOKEN = -1
 
 
 @lru_cache(maxsize=16)
 def can_preview_multinomial(device: torch.device) -> bool:
-    """Whether the device's generator can be copied, and `torch.multinomial` draws there by the race."""
+    """Whether the device's generator can be copied, and `torch.multinomial` draws by the exponential race there."""
     if device.type not in _DEVICE_TYPES:
         return False
     probabilities = torch.linspace(0.1, 1.0, 5000, device=device).softmax(dim=0).expand(2, -1).contiguous()
@@ -57,8 +57,8 @@ def _set_state_of(device: torch.device, state: torch.Tensor) -> None:
 
 def decide_race(probabilities: torch.Tensor, race: torch.Tensor) -> torch.Tensor:
     """
-    Returns the tokens `(..., 1)` that probabilities and exponential variates, both `(..., V)`, choose; [`NO_TOKEN`]
-    where there are no probabilities.
+    Returns the tokens `(..., 1)` that win the race of probabilities and exponential variates, both `(..., V)`;
+    [`NO_TOKEN`] if no probability is positive.
     """
     tokens = (probabilities / race).argmax(dim=-1, keepdim=True)
     return tokens.where(probabilities.gather(-1, tokens) > 0, NO_TOKEN)
@@ -66,22 +66,22 @@ def decide_race(probabilities: torch.Tensor, race: torch.Tensor) -> torch.Tensor
 
 class UpcomingNoise:
     """
-    The noise of the next draws of `torch.multinomial(probabilities, 1)` from float32 `(B, V)` on `device`, each as the
-    exponential variates of its race, seen in a copy of the generator.
+    The noise of the next draws of `torch.multinomial(probabilities, 1)` with float32 probabilities `(B, V)`. A copy of
+    the device's generator previews it, as the exponential variates of each draw.
 
-    Noise that was seen and not used yet is the noise of later draws, and is kept for them; unless somebody else has
-    drawn from the generator meanwhile, as in plain decoding the next draw is another one then.
+    Previewed noise is kept for the later draws that use it. It is dropped if other code has drawn from the generator
+    since, because plain decoding would then draw other numbers, too.
 
     Args:
-        batch_size: Rows that are drawn from, `B`.
-        vocab_size: Tokens that are drawn from, `V`.
-        device: Of the probabilities; [`can_preview_multinomial`] holds for it.
+        batch_size: Number of rows, `B`.
+        vocab_size: Number of tokens, `V`.
+        device: Device of the probabilities, for which [`can_preview_multinomial`] holds.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
         self.shape, self.device = (batch_size, vocab_size), device
         self._copy = torch.Generator(device)
-        # The state of the generator before each draw that is known, and the draw.
+        # For each previewed draw: the generator's state before it, and its variates.
         self._known: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
     def look_ahead(self, num_draws: int) -> list[torch.Tensor]:
@@ -96,8 +96,8 @@ class UpcomingNoise:
 
     def draw(self) -> torch.Tensor:
         """
-        Returns the variates `(B, V)` of the next draw, and leaves the device's generator as the next
-        `torch.multinomial` would. [`DRAWING`] is to be held.
+        Returns the variates `(B, V)` of the next draw, and leaves the device's generator as `torch.multinomial` would.
+        The caller holds [`DRAWING`].
         """
         self._forget_used()
         if not self._known:
@@ -106,7 +106,7 @@ class UpcomingNoise:
         if self.device.type != "cpu":
             self._empty().exponential_()
         else:
-            # Random numbers take their time on a CPU: those that were made are not made again.
+            # Making random numbers is slow on a CPU, so the state is set instead.
             torch.set_rng_state(self._known[0][0] if self._known else self._copy.get_state())
         return race
 
@@ -114,7 +114,7 @@ class UpcomingNoise:
         """Leaves the device's generator as plain decoding leaves it."""
 
     def _forget_used(self) -> None:
-        """Forgets what is not to be drawn any more."""
+        """Drops previewed noise that will not be drawn."""
         state = _state_of(self.device)
         # The state shows whether anything else drew a number meanwhile.
         while self._known and not torch.equal(self._known[0][0], state):
@@ -126,15 +126,15 @@ class UpcomingNoise:
 
 class ReservedNoise(UpcomingNoise):
     """
-    The same for rows that part, and for several draws at once: noise that was seen is what is drawn with, whoever else
-    draws meanwhile. Else what a row is drawn with would depend on how far its drafts took it, and so on the noise. It
-    is taken from the device's generator when it is seen, and what is left of it in the end is given back, if nobody
-    has drawn since.
+    The same for rows that diverge, and for several draws at once. Previewed noise is always used, even if other code
+    draws in between. Otherwise the noise of a row would depend on how many of its drafts were accepted, and so on the
+    noise itself. The noise is taken from the device's generator when it is previewed. Unused noise is given back at
+    the end, unless other code has drawn since.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
         super().__init__(batch_size, vocab_size, device)
-        self._state_after: torch.Tensor | None = None  # the newest of the draws
+        self._state_after: torch.Tensor | None = None  # state after the newest previewed draw
 
     def look_ahead(self, num_draws: int) -> list[torch.Tensor]:
         """Returns the variates `(B, V)` of each of the next draws."""
@@ -142,14 +142,14 @@ class ReservedNoise(UpcomingNoise):
             while len(self._known) < num_draws:
                 state = _state_of(self.device)
                 if self._state_after is not None and not torch.equal(state, self._state_after):
-                    # What was drawn before somebody else drew is not given back.
+                    # Other code has drawn since: noise from before that is not given back.
                     self._known = deque((state, race) for _, race in self._known)
                 self._known.append((state, self._empty().exponential_()))
                 self._state_after = _state_of(self.device)
         return [race for _, race in self._known][:num_draws]
 
     def draw(self) -> torch.Tensor:
-        """Returns the variates `(B, V)` of the next draw. [`DRAWING`] is to be held."""
+        """Returns the variates `(B, V)` of the next draw. The caller holds [`DRAWING`]."""
         return self._known.popleft()[1] if self._known else self._empty().exponential_()
 
     def release(self) -> None:
@@ -166,16 +166,17 @@ class ReservedNoise(UpcomingNoise):
 
 class PerRowDraws:
     """
-    The noise of rows that may be at different steps. Plain decoding draws the k-th new token of all rows at once, so
-    the noise of a row's k-th token is that row of the k-th draw, whenever the row comes to it. The same seed then
-    samples the same text as in plain decoding; and as a row takes each noise exactly once, whatever was drafted, the
-    drafter may know all of it.
+    The noise of rows that may be at different steps.
 
-    Draws are kept until the last row has taken them. [`most_ahead`] bounds how many that are.
+    Plain decoding draws the k-th new token of all rows at once. So a row's k-th token uses the row's part of the k-th
+    draw, whenever the row gets there, and the same seed samples the same text as plain decoding. A row takes the noise
+    of each token exactly once, whatever was drafted. So the drafter may know all of it.
+
+    Draws are kept until the slowest row has taken them. [`most_ahead`] limits their number.
 
     Args:
-        upcoming: The noise of the draws to come.
-        first_step: How many tokens all rows have drawn before.
+        upcoming: The noise of the coming draws.
+        first_step: Number of tokens that all rows have drawn before.
     """
 
     def __init__(self, upcoming: UpcomingNoise, first_step: int = 0):
@@ -184,18 +185,18 @@ class PerRowDraws:
 
     @property
     def most_ahead(self) -> int:
-        """By how many tokens a row may be ahead of the slowest one."""
+        """Most tokens by which a row may be ahead of the slowest one."""
         batch_size, vocab_size = self._upcoming.shape
         return max(_LEAST_KEPT, _KEPT_BYTES // (4 * batch_size * vocab_size))  # float32
 
     def draw(self, probabilities: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """
-        Returns a token `(B, 1)` for each row, as `torch.multinomial` draws it in plain decoding; [`NO_TOKEN`] where
-        the probabilities of a row are none, which the host sees when it reads the tokens.
+        Returns a token `(B, 1)` for each row, as `torch.multinomial` draws it in plain decoding. If no probability of
+        a row is positive, it is [`NO_TOKEN`], which the host checks when it reads the tokens.
 
         Args:
-            probabilities (`(B, V)`): Of the tokens, float32.
-            steps: How many tokens each row has drawn before.
+            probabilities (`(B, V)`): Probabilities of the tokens, float32.
+            steps: Number of tokens that each row has drawn before.
         """
         self.settle(max(steps) + 1)
         races = [self._drawn[step - self._num_forgotten] for step in steps]
@@ -205,22 +206,22 @@ class PerRowDraws:
         return decide_race(probabilities, race)
 
     def settle(self, num_steps: int) -> None:
-        """Makes the first `num_steps` draws, as far as they have not been made: the generator goes on behind them."""
+        """Makes those of the first `num_steps` draws that are missing, which advances the generator."""
         with DRAWING:
             while self._num_forgotten + len(self._drawn) < num_steps:
                 self._drawn.append(self._upcoming.draw())
 
     def peek(self, num_draws: int, steps: Sequence[int], token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """
-        Returns the Gumbel noise `(B, num_draws, K)` of the next draws of each row, which has drawn `steps` before, for
-        some tokens `(K,)` or for all.
+        Returns the Gumbel noise `(B, num_draws, K)` of each row's next draws, after its `steps` earlier ones, for the
+        tokens `token_ids` `(K,)` or for all.
         """
         return self.take(num_draws, steps, token_ids).log().neg_()
 
     def take(self, num_draws: int, steps: Sequence[int], token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """
-        Returns the exponential variates `(B, num_draws, K)` of the same draws. Whoever chooses tokens by them calls
-        [`settle`] with the number of tokens that were kept.
+        Returns the exponential variates `(B, num_draws, K)` of the same draws. A caller that chooses tokens by them
+        calls [`settle`] with the number of tokens that were kept.
         """
         first = self._num_forgotten
         num_new = max(steps) + num_draws - first - len(self._drawn)
@@ -240,7 +241,7 @@ class PerRowDraws:
         self._upcoming.release()
 
     def forget(self, num_steps: int) -> None:
-        """Forgets the first `num_steps` draws, which all rows have taken."""
+        """Drops the first `num_steps` draws, which all rows have taken."""
         while self._num_forgotten < num_steps and self._drawn:
             self._drawn.popleft()
             self._num_forgotten += 1

@@ -1,4 +1,4 @@
-"""Choosing the target's tokens along a draft tree, with its processors and criteria, as plain decoding does."""
+"""The choice of the target's tokens along a draft tree, with processors and criteria as in plain decoding."""
 
 from collections.abc import Iterable, Sequence
 
@@ -44,10 +44,10 @@ from .step_records import StepRecord
 from .token_draws import TokenDraws
 
 
-# What `generate()` sets up at greedy that looks at nothing but the scores: applied to all nodes of a tree at once.
+# Greedy decoding's processors that read the scores only. They are applied to all nodes of a tree at once.
 _GREEDY_PROCESSORS = (InfNanRemoveLogitsProcessor, LogitNormalization, SuppressTokensLogitsProcessor)
 
-# All that look at nothing but the scores of each row for itself: rows of different lengths take one call.
+# Processors that read the scores of each row only. Rows of different lengths need one call.
 _PREFIX_FREE_PROCESSORS = (
     *_GREEDY_PROCESSORS,
     EpsilonLogitsWarper,
@@ -59,8 +59,8 @@ _PREFIX_FREE_PROCESSORS = (
     TypicalLogitsWarper,
 )
 
-# Processors that look at nothing but the scores and the tokens of each row for itself, and remember nothing between
-# calls. The rows of a batch may then be processed one length after the other.
+# Processors that read the scores and tokens of each row only, and keep no state between calls. The rows of a batch are
+# then processed one length after the other.
 _ROW_WISE_PROCESSORS = (
     *_PREFIX_FREE_PROCESSORS,
     ExponentialDecayLengthPenalty,
@@ -79,17 +79,17 @@ _ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, Stop
 
 class TokenChooser:
     """
-    Chooses the target's next tokens along a draft tree, exactly as plain decoding chooses them, and commits them.
+    Chooses the target's next tokens along a draft tree, exactly as plain decoding does, and commits them.
 
     Args:
         sequences: The committed text.
         logits_processor: As prepared by `generate()`.
         stopping_criteria: As prepared by `generate()`.
         generation_config: As prepared by `generate()`.
-        shapes: What cycles run in.
-        rows_together: Whether all open rows have to take the same number of tokens, and none goes on in the cycle in
-            which another one ends.
-        path_width: Nodes of every path where shapes are fixed, root included: those of the longest.
+        shapes: Shapes of the cycles.
+        rows_together: Whether all open rows take the same number of tokens in a cycle, which ends when one of them
+            ends.
+        path_width: With fixed shapes, the number of nodes of every path, root included.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class TokenChooser:
         returns_dict = generation_config.return_dict_in_generate
         self.scores = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_scores))
         self.logits = StepRecord(self.batch_size, bool(returns_dict and generation_config.output_logits))
-        # Where one row's scores or end may depend on the others, or on earlier calls, all rows take the same steps.
+        # All rows take the same steps if a row's scores or end may depend on other rows or on earlier calls.
         self.rows_together = rows_together
         is_row_wise = all(type(processor) in _ROW_WISE_PROCESSORS for processor in logits_processor) and all(
             type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria
         )
-        # Where rows go on until the last one ends, and a criterion says when that is, those that are ahead would go
-        # on past it, and draw what plain decoding does not.
+        # If all rows continue until a criterion ends the last one, faster rows would pass this end, and draw numbers
+        # that plain decoding does not draw.
         goes_past_end = self.do_sample and not sequences.rows_end_alone and len(sequences.custom_criteria) > 0
         self.in_lockstep = self.batch_size > 1 and (rows_together or not is_row_wise or goes_past_end)
         self._is_prefix_free = all(type(processor) in _PREFIX_FREE_PROCESSORS for processor in logits_processor)
@@ -129,7 +129,7 @@ class TokenChooser:
         )
         rows_diverge = self.batch_size > 1 and not self.in_lockstep
         self._draws = TokenDraws(reserves_noise=rows_diverge or self._samples_at_once)
-        self._drafted_from = 0  # tokens that the target has logits of
+        self._drafted_from = 0  # width of the target's logits
         self.whole_tree = (
             not self.do_sample
             and not self.in_lockstep
@@ -138,8 +138,8 @@ class TokenChooser:
 
     def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None = None) -> torch.Tensor | None:
         """
-        Returns the noise `(B, num_draws, K)` that the next tokens of each row will be drawn with, for some tokens
-        `(K,)` or for all, `None` at greedy and where nobody knows.
+        Returns the Gumbel noise `(B, num_draws, K)` of each row's next draws, for the tokens `token_ids` `(K,)` or for
+        all. `None` in greedy decoding, and if the noise is unknown.
         """
         if not self.do_sample:
             return None
@@ -158,7 +158,7 @@ class TokenChooser:
             path = self._commit_whole_tree(tree, logits)
         else:
             path = self._commit_sampled_tree(tree, logits) or self._commit_stepwise(tree, logits)
-        # Whatever the tree: it may be a part of a larger one.
+        # Also for a tree that is smaller than usual.
         missing = self.path_width - path.nodes.shape[1] if self.shapes.are_fixed else 0
         if missing > 0:
             nodes, tokens = (nn.functional.pad(tensor, (0, missing)) for tensor in (path.nodes, path.tokens))
@@ -172,15 +172,15 @@ class TokenChooser:
         return path
 
     def _commit_whole_tree(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
-        """Greedy, with processors that do not depend on the prefix: one walk on the device, one synchronization."""
+        """Greedy, with processors that do not read the prefix: one walk on the device, one synchronization."""
         scores = self._process_nodes(tree, logits)
-        # After the prompt there is a root alone, and a compiled walk would be compiled for that, too.
+        # After the prefill the tree is a root alone. Compiling the walk for it does not pay.
         is_root = tree.max_depth == 0
         walk_greedily = _walk_greedily if is_root else self.shapes.stage(_walk_greedily, tree.tokens.shape[1])
         return self._commit_walk(*walk_greedily(tree, scores), logits, scores)
 
     def _commit_sampled_tree(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath | None:
-        """The same with tokens that are drawn at all nodes; `None` where they are drawn one after the other."""
+        """The same with a token drawn at every node. Returns `None` if tokens must be drawn one after the other."""
         if not self._samples_at_once or not fits_memory(logits):
             return None
         races = self._draws.take(longest_path(tree), logits.shape[2], self._steps(self._open_rows()))
@@ -191,10 +191,10 @@ class TokenChooser:
         return self._commit_walk(walk, _packed(walk), logits, scores)
 
     def _process_nodes(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the processed scores `(B, N + 1, V)` of all nodes, for processors that look at no token."""
+        """Returns the processed scores `(B, N + 1, V)` of all nodes, for processors that read no tokens."""
         if len(self.logits_processor) > 0:
             flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
-            # They are handed a row of the right size for each node.
+            # They get a row of input ids for each node, and do not read it.
             return self.logits_processor(tree.tokens.reshape(-1, 1).to(flat.device), flat).view_as(logits)
         # Plain decoding chooses among values rounded to float32.
         return logits.float() if logits.dtype == torch.float64 else logits
@@ -202,7 +202,7 @@ class TokenChooser:
     def _commit_walk(
         self, walk: Walk, packed: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor
     ) -> AcceptedPath:
-        """Commits a walk up to the end of each row; `packed` holds its counts and tokens, for the host."""
+        """Commits a walk up to the end of each row. `packed` holds its counts and tokens in one tensor."""
         host = packed.tolist()
         counts, tokens = [row[0] for row in host], [row[1:] for row in host]
         self._record(self.logits, logits, walk.nodes, counts)
@@ -215,8 +215,8 @@ class TokenChooser:
 
     def _commit_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
         """
-        One token after the other, as plain decoding: processors see each node's true prefix, once; criteria and the
-        streamer follow each token.
+        Chooses one token after the other, as plain decoding: processors get the true prefix of each node once, and
+        criteria and the streamer run after each token.
         """
         node = tree.parents[:, :1]
         children = ChildFinder(tree)
@@ -243,22 +243,24 @@ class TokenChooser:
             self.logits.add(step_logits[:, None], counts)
             self.scores.add(scores[:, None], counts)
             new = self.sequences.append(tokens, [row[:1] for row in host], counts, self.scores)
-            # A streamer may draw random numbers, too: it runs before the next draw, where plain decoding runs it.
+            # Before the next draw, as in plain decoding, because a streamer may draw random numbers, too.
             self.sequences.stream()
             accepted_lengths = [total + number for total, number in zip(accepted_lengths, new, strict=True)]
-            going_on = self._open_rows()
+            still_open = self._open_rows()
             found_child = [bool(row[1]) for row in host]
             if self.in_lockstep and not all(
-                found for found, is_open in zip(found_child, going_on, strict=True) if is_open
+                found for found, is_open in zip(found_child, still_open, strict=True) if is_open
             ):
                 break
-            if self.rows_together and any(was and not is_open for was, is_open in zip(walking, going_on, strict=True)):
+            if self.rows_together and any(
+                was and not is_open for was, is_open in zip(walking, still_open, strict=True)
+            ):
                 break
             lengths = self.sequences.lengths
-            slowest = min((length for length, is_open in zip(lengths, going_on, strict=True) if is_open), default=0)
+            slowest = min((length for length, is_open in zip(lengths, still_open, strict=True) if is_open), default=0)
             walking = [
                 is_walking and found and is_open and length - slowest < self._draws.most_ahead
-                for is_walking, found, is_open, length in zip(walking, found_child, going_on, lengths, strict=True)
+                for is_walking, found, is_open, length in zip(walking, found_child, still_open, lengths, strict=True)
             ]
         return AcceptedPath(torch.cat(visited, dim=1), torch.cat(chosen, dim=1), accepted_lengths)
 
@@ -266,7 +268,7 @@ class TokenChooser:
         return [self.sequences.is_open(row) for row in range(self.batch_size)]
 
     def _steps(self, takes_token: Sequence[bool]) -> list[int | None]:
-        """Returns how many tokens each row has, `None` for those that take none."""
+        """Returns the number of generated tokens of each row, `None` for rows that take no token."""
         generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
         return [step if takes else None for step, takes in zip(generated, takes_token, strict=True)]
 
@@ -274,15 +276,15 @@ class TokenChooser:
         """
         Returns the processed scores `(B, V)` of each walking row's next token.
 
-        Processors take rows of one length, so rows of different lengths take one call for each length; what such a
-        call returns for the other rows is left unused. Processors that look at no prefix take one call for all.
+        Processors take rows of one length. So there is one call for each length, and its results for the other rows
+        are not used. Processors that do not read the prefix need one call only.
         """
         lengths = self.sequences.lengths
         processed: torch.Tensor | None = None
         walking_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
         if self._is_prefix_free:
             del walking_lengths[1:]
-        # A processor may write into what it is given.
+        # A processor may change its input in place.
         is_read_again = self.logits.enabled or len(walking_lengths) > 1
         for length in walking_lengths:
             scores = self.logits_processor(self.sequences.prefix(length), logits.clone() if is_read_again else logits)
@@ -302,7 +304,7 @@ class TokenChooser:
 
 
 def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> tuple[Walk, torch.Tensor]:
-    """Returns the walk by the best scores, and `(B, 1 + L)`: its counts and tokens in one tensor, for the host."""
+    """Returns the walk by the best scores, and its counts and tokens in one tensor `(B, 1 + L)` for the host."""
     walk = walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
     return walk, _packed(walk)
 
@@ -312,6 +314,6 @@ def _packed(walk: Walk) -> torch.Tensor:
 
 
 def _check_drawn(tokens_of_rows: Iterable[list[int]]) -> None:
-    """Raises as `torch.multinomial` does where a token was drawn from no probabilities."""
+    """Raises the error of `torch.multinomial` if a token was drawn without positive probabilities."""
     if any(NO_TOKEN in tokens for tokens in tokens_of_rows):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

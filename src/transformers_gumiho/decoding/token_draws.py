@@ -1,4 +1,4 @@
-"""Drawing the target's tokens where they are sampled, as plain decoding draws them."""
+"""Sampling of the target's tokens, with the random numbers of plain decoding."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ class TokenDraws:
     The draws of a generation.
 
     Args:
-        reserves_noise: Whether noise that was seen is drawn with, whoever else draws meanwhile ([`ReservedNoise`]).
-            Rows that may be at different steps need it, and several tokens that are drawn at once.
+        reserves_noise: Whether previewed noise is always used ([`ReservedNoise`]). Needed if rows may be at different
+            steps, or if several tokens are drawn at once.
     """
 
     def __init__(self, reserves_noise: bool):
@@ -24,7 +24,7 @@ class TokenDraws:
 
     @property
     def most_ahead(self) -> float:
-        """By how many tokens a row may be ahead of the slowest one."""
+        """Most tokens by which a row may be ahead of the slowest one."""
         return float("inf") if self._noise is None else self._noise.most_ahead
 
     def draw(self, scores: torch.Tensor, steps: Sequence[int | None]) -> torch.Tensor:
@@ -33,7 +33,8 @@ class TokenDraws:
 
         Args:
             scores (`(B, V)`): Processed logits.
-            steps: How many tokens each row has drawn before; `None` for rows that take none, which may have no scores.
+            steps: Number of tokens that each row has drawn before; `None` for rows that take no token. Their scores
+                are not read.
         """
         taking = [step for step in steps if step is not None]
         if len(taking) < len(steps):
@@ -42,7 +43,7 @@ class TokenDraws:
         probabilities = scores.softmax(dim=-1)
         drawn_like = probabilities.shape, probabilities.device, probabilities.dtype
         if drawn_like != self._drawn_like:
-            # A processor may have made the scores wider or narrower, or of another precision.
+            # A processor may change the width or the precision of the scores.
             self._drawn_like, self._noise = drawn_like, self._noise_of(probabilities, max(taking))
         if self._noise is None:
             with DRAWING:
@@ -53,25 +54,24 @@ class TokenDraws:
         self, num_draws: int, vocab_size: int, steps: Sequence[int | None], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """
-        Returns the noise `(B, num_draws, K)` that the next tokens of each row will be drawn with.
+        Returns the Gumbel noise `(B, num_draws, K)` of each row's next draws.
 
         Args:
-            num_draws: Tokens of each row.
-            vocab_size: Tokens that are drafted from. Where those that were drawn from are more or fewer, nobody can
-                tell.
-            steps: As in [`draw`]. The noise of rows that take no token is any.
-            token_ids (`(K,)`, *optional*): The tokens that are asked for (default: all).
+            num_draws: Number of draws of each row.
+            vocab_size: Number of tokens that the drafter knows. The noise is unknown if the draws have another number.
+            steps: As in [`draw`]. Rows that take no token get any noise.
+            token_ids (`(K,)`, *optional*): Tokens whose noise is returned; by default all.
 
         Returns:
-            `None` where it is not known.
+            The noise, or `None` if it is unknown.
         """
         noise = self._noise_for(vocab_size)
         return None if noise is None else noise.peek(num_draws, _filled(steps), token_ids)
 
     def take(self, num_draws: int, vocab_size: int, steps: Sequence[int | None]) -> torch.Tensor | None:
         """
-        Returns the exponential variates `(B, num_draws, V)` of the same draws, to draw with at once; `None` where they
-        are not known, or one row would go too far ahead. Call [`settle`] when the tokens are chosen.
+        Returns the exponential variates `(B, num_draws, V)` of the same draws, to choose several tokens at once, or
+        `None` if they are unknown or a row would be too far ahead. Call [`settle`] when the tokens are chosen.
         """
         noise, known_steps = self._noise_for(vocab_size), _filled(steps)
         if noise is None or max(known_steps) + num_draws - min(known_steps) > noise.most_ahead:
@@ -84,7 +84,7 @@ class TokenDraws:
             self._noise.settle(num_steps)
 
     def forget(self, steps: Sequence[int | None]) -> None:
-        """Forgets the noise that no row will be drawn with any more; `steps` as in [`draw`], after it."""
+        """Drops the noise that all rows have used. `steps` is as in [`draw`], after the draw."""
         if self._noise is not None:
             self._noise.forget(min((step for step in steps if step is not None), default=0))
 
@@ -105,6 +105,6 @@ class TokenDraws:
 
 
 def _filled(steps: Sequence[int | None]) -> list[int]:
-    """Returns the steps of all rows, those of the slowest one for rows that take no token."""
+    """Returns the steps of all rows; a row that takes no token gets the slowest row's."""
     slowest = min(step for step in steps if step is not None)
     return [slowest if step is None else step for step in steps]

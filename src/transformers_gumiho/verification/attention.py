@@ -1,16 +1,16 @@
 """
-Attention of passes over draft trees. In their thread alone, they attend in other ways than the rest of the process.
+Attention of passes over draft trees. It differs from transformers' own only in the thread that runs such a pass.
 
-Without copies: where several query heads share a head of keys and values, transformers' `sdpa` function copies keys
-and values for each query head as soon as there is a mask. These passes read the heads in place. Attention with options
-(dropout, sinks, soft caps, a bias of positions, paged caches) keeps transformers' function.
+Without copies: if several query heads share a head of keys and values and there is a mask, transformers' `sdpa`
+function copies keys and values for each query head. These passes read the shared heads in place. Attention with other
+options (dropout, sinks, soft caps, a position bias, paged caches) uses transformers' function.
 
 PyTorch tries cuDNN first for 16-bit attention on Hopper and Blackwell GPUs. cuDNN makes a plan for each exact size,
 and every cycle has new sizes. With `GUMIHO_AVOID_CUDNN=1` in the environment, these passes run the memory-efficient
 kernel instead.
 
-With a tree mask: flash attention, flex attention and kernels from the Hub take none. These passes run `sdpa` instead,
-or, for options that `sdpa` lacks (soft caps, sinks), the eager function of the layer's own model.
+With a tree mask: flash attention, flex attention and kernels from the Hub take no such mask. These passes run `sdpa`
+instead, or for options that `sdpa` lacks (soft caps, sinks), the eager function of the target's own code.
 """
 
 import functools
@@ -46,20 +46,20 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 AVOID_CUDNN = "GUMIHO_AVOID_CUDNN"
 
-# Attention implementations that take any float mask themselves.
+# Attention implementations that take any float mask.
 MASKED_IMPLEMENTATIONS = ("eager", "sdpa")
 
-# Options that change the result, next to the mask and the scale.
+# Options besides mask and scale that change the result.
 _OTHER_OPTIONS = ("dropout", "position_bias", "cache", "softcap", "s_aux", "output_attentions")
-# Options that `sdpa` ignores or refuses, whether or not an eager function names them.
+# Options that `sdpa` ignores or refuses.
 _KNOWN_OPTIONS = {"softcap", "s_aux"}
 # Options that the tree's mask replaces.
 _IN_THE_MASK = {"sliding_window"}
-# Kernels read the rows of a mask at multiples of this many numbers; others they copy in each layer.
+# Kernels need the rows of a mask to begin at multiples of this many numbers. Other masks are copied in each layer.
 _ROW_ALIGNMENT = 16
 _MARK = "dispatches_passes_over_trees"
 
-# Within a pass over a tree: the masks that were folded in it, and the eager function of each class of layers.
+# State of a pass over a tree: its folded masks, and the eager function of each class of layers.
 _passes = threading.local()
 
 
@@ -76,15 +76,15 @@ def _pass_state(**values: Any) -> Iterator[None]:
 @contextmanager
 def groups_in_place() -> Iterator[None]:
     """Returns a context in which this thread's passes read grouped keys and values in place."""
-    # The environment is read here: a compiled pass would not see it change.
+    # The environment is read here, because a compiled pass would not notice a change.
     with _pass_state(folded_masks={}, avoids_cudnn=os.environ.get(AVOID_CUDNN) == "1"):
         yield
 
 
 def tree_attention(target: PreTrainedModel, implementation: str) -> Callable[[], AbstractContextManager[None]]:
     """
-    Returns the function that makes a context for each pass of `target` over a tree. Within it, the layers of this
-    thread's pass attend by the tree's mask, whatever implementation the target was loaded with.
+    Returns a function that makes a context for each pass of `target` over a tree. In this context and thread, layers
+    use the tree's mask with any attention implementation.
     """
     if implementation in MASKED_IMPLEMENTATIONS:
         return nullcontext
@@ -96,12 +96,12 @@ def tree_attention(target: PreTrainedModel, implementation: str) -> Callable[[],
 
 
 def tree_attention_obstacle(target: PreTrainedModel, implementation: str) -> str | None:
-    """Returns why a target with this attention cannot verify trees; `None` where it can."""
+    """Returns why a target with this attention cannot verify trees; `None` if it can."""
     if implementation in MASKED_IMPLEMENTATIONS:
         return None
     kinds = _attention_kinds(target)
     if not kinds:
-        return "its code does not look attention functions up by their names"
+        return "its code does not look up attention functions by name"
     if not all(finds_registered_attention(kind, implementation) for kind in kinds):
         return "its code has a function of its own by that name"
     if any(eager_attention(kind) is None for kind in kinds):
@@ -111,8 +111,8 @@ def tree_attention_obstacle(target: PreTrainedModel, implementation: str) -> str
 
 def install() -> None:
     """
-    Replaces transformers' `sdpa` by a function that calls it, except within [`groups_in_place`]. A second call, or one
-    after somebody has registered another function, changes nothing.
+    Replaces transformers' `sdpa` by a function that calls it, except within [`groups_in_place`]. Does nothing if
+    another function is registered already.
     """
     plain = attention_function("sdpa")
     if is_own_sdpa_attention(plain):
@@ -120,7 +120,7 @@ def install() -> None:
 
 
 def _dispatching(plain: AttentionFunction, choose: Callable[..., AttentionFunction]) -> AttentionFunction:
-    """Returns the function that attends by what `choose` returns for its arguments."""
+    """Returns an attention function that calls what `choose` returns for its arguments."""
 
     @functools.wraps(plain)
     def attend(
@@ -189,7 +189,7 @@ def _attend_in_place(
     if _passes.avoids_cudnn and can_attend_efficiently(query, key, value, mask):
         output = attend_folded(query, key, value, mask, scaling, memory_efficient_attention)
     elif query.device.type == "cpu":
-        # The kernel of CPUs computes one head after the other, and reads those of a group from the same place.
+        # On CPUs the kernel computes one head after the other, and reads shared keys and values in place.
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     else:
         output = attend_folded(query, key, value, mask, scaling)
@@ -197,8 +197,8 @@ def _attend_in_place(
 
 
 def _is_plainly_masked(mask: torch.Tensor, options: dict[str, Any]) -> bool:
-    """Whether attention has no option but a mask that all heads share."""
-    # Not shorter: Dynamo cannot trace an assignment within a comprehension.
+    """Whether attention has no other options than a mask that all heads share."""
+    # A loop, because Dynamo cannot trace an assignment within a comprehension.
     for name in _OTHER_OPTIONS:
         option = options.get(name)
         if option is not None and not (isinstance(option, (bool, float)) and not option):
@@ -217,7 +217,7 @@ def _would_copy(
         return False
     if query.device.type == "cpu":
         return cpu_attention_reads_groups(query, key, value)
-    # Folding copies the mask instead, a row for each query of each group.
+    # Folding copies the mask instead: one row for each query of each group.
     return query.shape[2] < key.shape[1] * (key.shape[3] + value.shape[3])
 
 
@@ -238,8 +238,8 @@ def attend_folded(
         key (`(B, kv_heads, K, head_dim)`): The keys.
         value (`(B, kv_heads, K, value_dim)`): The values.
         mask (`(B, 1, n, K)`): Added to the scores, or false where a key is hidden.
-        scaling: Of the scores.
-        attention: What attends, with as many heads of queries as of keys.
+        scaling: Factor of the scores.
+        attention: Attention function for as many query heads as key heads.
 
     Returns:
         `(B, groups * kv_heads, n, value_dim)`.
@@ -254,11 +254,11 @@ def attend_folded(
 def _folded_mask(mask: torch.Tensor, num_groups: int) -> torch.Tensor:
     """Returns `(B, 1, num_groups * n, K)`: a mask `(B, 1, n, K)` for folded rows, made once in a pass."""
     known = getattr(_passes, "folded_masks", None)
-    if known is None or torch.compiler.is_compiling():  # which makes equal things once anyway
+    if known is None or torch.compiler.is_compiling():  # the compiler reuses equal results itself
         return _fold(mask, num_groups)
     key = id(mask), num_groups
     if key not in known:
-        known[key] = mask, _fold(mask, num_groups)  # with the mask, so that no other one gets its id
+        known[key] = mask, _fold(mask, num_groups)  # keeps the mask alive, so that its id stays unique
     folded: torch.Tensor = known[key][1]
     return folded
 

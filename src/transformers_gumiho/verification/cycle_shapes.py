@@ -1,4 +1,4 @@
-"""Cycles of fixed shapes, whose stages are compiled once: the meaning of `cache_implementation="static"` here."""
+"""Cycles of fixed shapes, whose stages are compiled once. `cache_implementation="static"` selects them."""
 
 import functools
 from collections.abc import Callable
@@ -21,18 +21,18 @@ StageCompiler = Callable[[Function], Function]
 
 
 def no_compile(function: Function) -> Function:
-    """The [`StageCompiler`] that compiles nothing."""
+    """Returns the function itself: a [`StageCompiler`] that does not compile."""
     return function
 
 
 @dataclass(frozen=True)
 class CycleShapes:
     """
-    The shapes that the stages of a cycle run in.
+    The shapes of the stages of a cycle.
 
     Attributes:
-        capacity: Least slots of the target's cache where all cycles have the same shapes. `None`: shapes follow the
-            text.
+        capacity: With fixed shapes, the minimum number of slots in the target's cache. `None` if the shapes grow with
+            the text.
         compiler: Compiles a stage.
     """
 
@@ -50,11 +50,11 @@ class CycleShapes:
         return self.compiler is not no_compile
 
     def stage(self, function: Function, num_nodes: int) -> Function:
-        """Compiles a stage for passes over `num_nodes` nodes, apart from other numbers of nodes."""
+        """Compiles a stage for passes over `num_nodes` nodes, separately for each number."""
         return self.compiler(_specialized_copy(function, num_nodes)) if self.are_compiled else function
 
     def slots_for(self, num_slots: int) -> int:
-        """Returns the capacity of a cache of fixed shapes that is to hold `num_slots`."""
+        """Returns the capacity of a cache with fixed shapes that must hold `num_slots`."""
         if self.capacity is None or self.capacity >= num_slots:
             return self.capacity or num_slots
         # Powers of two and three steps between them.
@@ -66,8 +66,8 @@ def cycle_shapes(
     target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], num_nodes: int
 ) -> CycleShapes:
     """
-    Returns the shapes for trees of `num_nodes`, root included: fixed ones with a static cache, and with a compiler
-    wherever plain `generate()` would compile the target.
+    Returns the shapes for trees of `num_nodes`, root included. They are fixed with a static cache, and compiled if
+    plain `generate()` would compile the target.
     """
     if generation_config.cache_implementation != "static":
         return CycleShapes()
@@ -88,8 +88,8 @@ def cycle_shapes(
 @functools.cache
 def _specialized_copy(function: Function, num_nodes: int) -> Function:
     """
-    Returns a copy of a function with a code object for each number of nodes: PyTorch counts recompilations by code
-    object, and gives up after a few.
+    Returns a copy of a function with its own code object for each number of nodes, because PyTorch counts
+    recompilations per code object and stops after a few.
     """
     plain: Any = function
     code = plain.__code__.replace(co_name=f"{plain.__name__}_of_{num_nodes}")
@@ -106,6 +106,6 @@ class _Options(dict):
 
 @functools.cache
 def _compiled(function: Function, options: _Options) -> Function:
-    # The same object for all generations, as it holds what it compiled.
+    # One object for all generations, because it holds the compiled code.
     compiled: Any = torch.compile(function, **options)
     return compiled

@@ -23,8 +23,8 @@ MAX_RESERVED_TOKENS = 512
 
 def prompt_positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
     """
-    Returns the positions `(..., B, T)` of a prompt's tokens. `generate()` passes none to targets that take none; the
-    drafter counts them as `generate()` does for other targets.
+    Returns the positions `(..., B, T)` of a prompt's tokens. For a target without positions, `generate()` passes none.
+    They are then counted as `generate()` counts them for other targets, because the drafter needs them.
     """
     if (position_ids := model_kwargs.get("position_ids")) is not None:
         return position_ids
@@ -47,28 +47,28 @@ def read_prompt(
     layer_ids: Sequence[int] | None = None,
 ) -> tuple["TargetSession", TargetOutput]:
     """
-    Runs the prompt as plain `generate()` does, and all of it through all layers. `input_ids` `(B, T)`, the config and
+    Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
     `model_kwargs` are as prepared by `generate()`, with the cache for the prompt.
 
     Args:
-        num_nodes: The most nodes of a later tree, root included. Longer paths take the slots of later tokens.
-        max_new_tokens: The most tokens that may follow.
-        shapes: The shapes of passes over trees.
+        num_nodes: Most nodes of a later tree, root included. Longer paths use the slots of later tokens.
+        max_new_tokens: Most tokens that may follow.
+        shapes: Shapes of the passes over trees.
         layer_ids: The `target_layer_ids` of the drafter.
 
     Returns:
         The session that continues from here, and the output for the prompt.
     """
     reader, name = FeatureReader(model, layer_ids), traits.cache_argument
-    # Read before the pass, which may put others in their places.
+    # Read before the pass, which may replace them.
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
     cache = model_kwargs.get(name)
     num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
     outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
-    # A prompt that is read in chunks puts the cache of the first chunk into the arguments.
+    # A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
         cache, num_before = outputs[name], 0
-    # A target split over devices moves its inputs itself; the parameters of an offloaded one are nowhere.
+    # Not the device of the parameters: a target may be split over devices, and an offloaded one is on "meta".
     device = states.last.device
     batch_size, num_read = states.last.shape[:2]
     position_ids = position_ids.to(device)
@@ -84,7 +84,7 @@ def read_prompt(
     )
     capacity = length + prompt.num_reserved
     memory = StaticMemory.take(model, batch_size, capacity) if shapes.are_compiled else None
-    # What verifies drafts, with a cache that takes over the entries of the prompt.
+    # The session verifies drafts, with a cache that takes over the entries of the prompt.
     shared = (prompt, max_new_tokens, states.last.dtype, shapes, memory)
     session: TargetSession
     if traits.is_chain:
@@ -111,11 +111,11 @@ def _run_prompt(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> tuple[Any, TargetStates]:
-    """Returns what the target returns for the prompt, and its states."""
+    """Returns the target's outputs for the prompt, and its states."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_kv_shared_layers", 0) and "logits_to_keep" in model_kwargs:
-        # With a number here, decoders whose last layers read the keys and values of earlier ones run these on the
-        # last token alone; the drafter wants the states of the entire prompt.
+        # If this is a number, decoders whose last layers read the keys and values of earlier layers run these last
+        # layers for the last token only. The drafter needs the states of the entire prompt.
         model_kwargs["logits_to_keep"] = torch.tensor([-1])
     with reader.listening():
         begin_capture()
@@ -129,7 +129,7 @@ def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layer_ids: 
     Runs the target on two tokens.
 
     Raises:
-        ValueError: The pass leaves nothing in its cache argument.
+        ValueError: The pass adds nothing to its cache.
         RuntimeError: The states that the drafter reads cannot be read.
     """
     tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=target.device), traits.make_cache()
@@ -143,9 +143,8 @@ def _is_replaced(
     model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], written: Any, name: str
 ) -> bool:
     """
-    Returns whether the target read the prompt into a cache of its own on purpose. Phi-3 hands on no cache of at most
-    as many tokens as its short rotary embedding has, once the text has more. A `forward` that loses its cache argument
-    is something else.
+    Returns whether the target replaced the given cache on purpose. Phi-3 does when the text outgrows its short rotary
+    embedding. A `forward` that loses its cache argument does not count.
     """
     given = model_kwargs[name]
     if written is None or written is given:
@@ -154,15 +153,15 @@ def _is_replaced(
 
 
 def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int, num_before: int) -> int:
-    """Returns the tokens that the prompt's pass, of `num_read`, has left in `cache`, which held `num_before`."""
+    """Returns the entries of `cache` after a prefill of `num_read` tokens; it held `num_before` before."""
     if traits.is_chain:
-        # A cache that holds states alone counts none; the mask has an entry for each.
+        # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
     length: int = cache.get_seq_length()
     if length <= num_before:
         raise ValueError(
-            f"{traits.name} has added nothing to the cache that it was given as `{traits.cache_argument}`, the name "
-            f"by which this release of transformers hands it on. Give its `forward` a parameter of that name, or "
-            f"generate without `assistant_model`."
+            f"{traits.name} added nothing to the cache in its argument `{traits.cache_argument}`, the name that this "
+            f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
+            f"`assistant_model`."
         )
     return length

@@ -1,4 +1,4 @@
-"""What a target is, as far as verifying its drafts depends on it."""
+"""The properties of a target that decide how it verifies drafts."""
 
 import inspect
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ TREE_ATTENTION = {"full_attention", "sliding_attention"}
 @dataclass(frozen=True)
 class TargetTraits:
     """
-    What a target is in one call of `generate()`. Its attention and its adapters may change between calls.
+    The properties of a target in one call of `generate()`. Its attention and its adapters may change between calls.
 
     Attributes:
-        name: Its class.
-        config: That of its text decoder.
-        attention: The name of its attention implementation.
-        windows: For each kind of attention in its layers, as `layer_types` names it, the tokens that a token attends
-            to; `None` for all.
-        cache_argument: The argument of its `forward` that takes the cache.
-        cache_class: The class of its cache: `DynamicCache`, one derived from it, or for states alone a class of its
-            own or `list`. `None` for a target without a cache.
-        tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name; it verifies chains then.
-            `None` where it can.
+        name: Name of its class.
+        config: Config of its text decoder.
+        attention: Name of its attention implementation.
+        windows: For each kind of attention layer, as in `layer_types`, the number of tokens that a token attends to;
+            `None` for all.
+        cache_argument: Name of the argument of `forward` that takes the cache.
+        cache_class: Class of its cache: `DynamicCache` or a subclass. Targets that keep only states have a class of
+            their own, or `list`. `None` for a target without a cache.
+        tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
+            `None` if it can.
     """
 
     name: str
@@ -67,11 +67,11 @@ class TargetTraits:
 
     @property
     def is_chain(self) -> bool:
-        """Whether it verifies chains, by its own causal pass over its own cache."""
+        """Whether it verifies chains, with ordinary causal passes and its own cache."""
         return self.tree_obstacle is not None
 
     def make_cache(self) -> Any:
-        """Returns an empty cache, as `generate()` or the target makes it; `None` where the first pass makes it."""
+        """Returns an empty cache, as `generate()` or the target makes it; `None` if the first pass makes it."""
         own: Any = self.cache_class
         if own is None or own is DynamicCache:
             return DynamicCache(config=self.config)
@@ -103,7 +103,7 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_
 def _cache_class(target: PreTrainedModel) -> type | None:
     name = cache_argument(target)
     parameter = forward_parameters(target).get(name)
-    # XLM has had a dictionary of this name since before there were caches.
+    # XLM has an older argument of this name, which is a dictionary.
     if parameter is None or dict in _annotated(parameter):
         return None
     if keeps_dynamic_cache(target):
@@ -125,6 +125,6 @@ def _is_derived(kind: Any) -> bool:
 
 
 def _holds_states(kind: Any) -> bool:
-    # Not an annotation that is a string, or missing.
+    # An annotation that is a string or missing says nothing.
     says_nothing = kind in (Any, inspect.Parameter.empty) or not isinstance(kind, type)
     return not (says_nothing or issubclass(kind, (Cache, type(None))))
