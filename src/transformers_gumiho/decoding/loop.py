@@ -94,24 +94,14 @@ def decode_with_tree(
     Returns:
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
-    asked = _drafting_settings(target, assistant_model, generation_config, len(input_ids))
-    settings = asked.as_chain() if traits.is_chain else asked
+    settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     max_new_tokens = sequences.max_length - sequences.prompt_length
     num_nodes = settings.num_assistant_tokens + 1
     shapes = _prepare_shapes(target, traits, generation_config, model_kwargs, num_nodes)
-    if traits.is_chain and asked.branching_factor > 1:
-        logger.warning_once(
-            f"{traits.name} {traits.tree_obstacle}. Falling back to chain drafts (`branching_factor=1`)."
-        )
+    is_chain, longest = traits.is_chain, settings.longest_path + 1
     chooser = TokenChooser(
-        sequences,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        shapes,
-        traits.is_chain,
-        settings.longest_path + 1,
+        sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain, longest
     )
     records = CycleRecords(len(input_ids), generation_config)
     events = GenerationEvents.begin(len(input_ids))
@@ -119,16 +109,9 @@ def decode_with_tree(
     with ExitStack() as running:
         running.callback(chooser.release_noise)
         with events.stage("prompt"):
+            layers = assistant_model.config.target_layer_ids
             session, output = read_prompt(
-                target,
-                traits,
-                input_ids,
-                generation_config,
-                model_kwargs,
-                num_nodes,
-                max_new_tokens,
-                shapes,
-                assistant_model.config.target_layer_ids,
+                target, traits, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes, layers
             )
             # Entered first, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
@@ -204,13 +187,24 @@ def check_inputs(
 
 
 def _drafting_settings(
-    target: PreTrainedModel, drafter: GumihoModel, generation_config: GenerationConfig, num_rows: int
+    traits: TargetTraits,
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    generation_config: GenerationConfig,
+    num_rows: int,
 ) -> DraftingSettings:
+    """Returns the settings of this call, and warns if the target takes no trees."""
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
     settings = DraftingSettings.from_generation_config(
         drafter.generation_config, drafter.config, temperature, num_rows, target.device.type
-    )
-    return settings.with_prompt_lookup(generation_config)
+    ).with_prompt_lookup(generation_config)
+    if not traits.is_chain:
+        return settings
+    if settings.branching_factor > 1:
+        logger.warning_once(
+            f"{traits.name} {traits.tree_obstacle}. Falling back to chain drafts (`branching_factor=1`)."
+        )
+    return settings.as_chain()
 
 
 def _prepare_shapes(
