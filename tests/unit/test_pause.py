@@ -161,7 +161,7 @@ def test_the_estimate_of_the_demo_pair() -> None:
                 "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
             },
             "cpu",
-            1.341,
+            1.289,
         ),
         (
             "hub_configs/Gumiho-llama3-8b",
