@@ -56,6 +56,9 @@ def test_tokens_that_the_loss_predicts_are_counted(rows: list[dict[str, Any]]) -
     assert sum(shares).tolist() == expected
     part = Subset(rows, range(0, len(rows), 2))
     assert count_answer_tokens(part, collate, VOCAB_SIZE).tolist() == counts_by_hand(rows[::2])
+    # A user's own dataset of cached rows holds their states, too.
+    with_states = [row | {"hidden_states": torch.zeros(len(row["input_ids"]), 2)} for row in rows]
+    assert count_answer_tokens(with_states, collate, VOCAB_SIZE).tolist() == expected
 
 
 def test_the_most_frequent_tokens_are_chosen() -> None:

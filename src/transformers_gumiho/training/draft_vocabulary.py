@@ -155,8 +155,9 @@ def count_answer_tokens(
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows_without_states(dataset, range(first, len(dataset), step)):
         batch = collate([row])
+        names = [name for name in ("input_ids", "loss_mask", "position_ids") if name in batch]
         # Without the padding, whose first token a row's last state does not predict.
-        tokens = {name: values[0, : len(row["input_ids"])] for name, values in batch.items()}
+        tokens = {name: batch[name][0, : len(row["input_ids"])] for name in names}
         counts += torch.bincount(_predicted_tokens(**tokens), minlength=vocab_size)
     return counts
 
