@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from ..benchmarking import BenchmarkSettings, decoding_modes, read_questions, run_benchmark, summarize
 from ..benchmarking.modes import PROMPT_LOOKUP, choose_modes
@@ -19,7 +18,7 @@ from ..measuring.conditions import measuring_conditions
 from ..measuring.journal import Journal
 from ..model.configuration_gumiho import GumihoConfig
 from ..pairs import PairArguments, load_pair
-from ..training import GumihoTrainingArguments, cache_size, load_conversations, write_feature_cache
+from ..training import GumihoTrainingArguments, cache_size, load_conversations, split_rows, write_feature_cache
 from ..tuning import TuningArguments, describe, tune
 from .arguments import STAGES, RecipeArguments
 from .plan import describe as describe_plan
@@ -66,7 +65,10 @@ class Run:
         args = self.args
         if args.features is not None:
             return
-        num_rows = args.num_prompts if args.writes_prompts else len(load_rows(args))
+        num_rows = args.num_prompts
+        if not args.writes_prompts:
+            rows = load_rows(args, load_tokenizer(args), self.target.config, answered=not args.regenerate)[0]
+            num_rows = len(rows)
         config = GumihoConfig.from_target(self.target.config, **self.fields)
         speed = measure_speed(self.target, args.writing_batch_size)
         epochs = [phase.num_train_epochs for phase in self.phases.values()]
@@ -96,7 +98,7 @@ class Run:
         args = self.args
         if args.features is None and args.regenerate:
             target = None if args.endpoint is not None else self.target
-            write_answers(args, target, load_tokenizer(args), self.answers, self.training_args.seed, args.max_length)
+            write_answers(args, load_tokenizer(args), self.answers, self.training_args.seed, target)
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""
@@ -123,7 +125,7 @@ class Run:
         shutil.rmtree(self.work / "evaluation", ignore_errors=True)
         (self.folder / "tuning.jsonl").unlink(missing_ok=True)
         if args.features is not None:
-            data = cached_data(args.features, args.num_eval_rows)
+            data = cached_data(args.features, args.num_eval_rows, seed=self.training_args.seed)
         elif args.cache_features:
             self._target = None  # its memory is the training's
             has_held_out = (held_out / "cache.json").exists()
@@ -199,10 +201,13 @@ class Run:
     def _split(self) -> tuple[Any, Any]:
         """Returns the rows to train on and those to hold out, `None` where these are none."""
         args = self.args
-        rows: Dataset = load_conversations(str(self.answers)) if args.regenerate else load_rows(args)
-        num_held_out = min(args.num_eval_rows, len(rows) // 10)
-        held_out = rows.select(range(num_held_out)) if num_held_out else None
-        return rows.select(range(num_held_out, len(rows))), held_out
+        if args.regenerate:
+            rows = load_conversations(str(self.answers))  # a line for each row of the data, so the split is theirs
+        else:
+            config = AutoConfig.from_pretrained(args.target)
+            rows, report = load_rows(args, load_tokenizer(args), config, answered=True)
+            self._say(report)
+        return split_rows(rows, args.num_eval_rows, self.training_args.seed)
 
     def _limit_vocabulary(self, target_config: Any) -> None:
         share = RECIPES[self.args.recipe].vocabulary_share
