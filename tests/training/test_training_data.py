@@ -21,17 +21,15 @@ from training_data import (
     make_tokenizer,
     write_jsonl,
 )
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from transformers_gumiho.measuring.prompts import encode_turn
 from transformers_gumiho.training import (
     GumihoDataCollator,
-    held_out_numbers,
     load_conversations,
     prepare_dataset,
-    split_rows,
-    usable_rows,
 )
+from transformers_gumiho.training.data.usable_rows import held_out_numbers, split_rows, usable_rows
 
 
 SHAREGPT = [
@@ -467,6 +465,20 @@ def test_packed_rows_and_others_share_a_batch() -> None:
 def test_unfit_rows_are_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GumihoDataCollator(vocab_size=10, max_length=5)([row])
+
+
+def test_a_tokenizer_without_special_tokens_to_look_at_is_refused(
+    config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mistral-common's is, which has no template to render either."""
+
+    def unknown(_: Any) -> None:
+        raise NotImplementedError
+
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(PreTrainedTokenizerFast, "added_tokens_decoder", property(unknown))
+    with pytest.raises(ValueError, match=r"does not say which of its tokens are special\. Load the target's"):
+        prepare_dataset(Dataset.from_list([{"text": "import os"}]), tokenizer, config, max_length=64)
 
 
 def test_a_stream_and_a_foreign_tokenizer_are_refused(config: PreTrainedConfig) -> None:

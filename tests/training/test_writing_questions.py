@@ -63,12 +63,16 @@ def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
 
 
 def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel, tmp_path: Path) -> None:
-    tokenizer, settings = make_chat_tokenizer(), {"batch_size": 1, "sampling": Sampling(temperature=0.01)}
-    with pytest.raises(ValueError, match=r"Dropped: 10 \(does not end\)"):
-        synthesize(target, tmp_path / "a.jsonl", 1, openings=["import numpy as"], max_prompt_tokens=12, **settings)
-    ids = tokenizer("<|im_start|>user\nimport numpy as", return_tensors="pt", add_special_tokens=False)
-    expected = tokenizer.decode(target.generate(**ids, max_new_tokens=12, do_sample=False)[0])
-    assert read(tmp_path / "a.jsonl")[0]["prompt"] == expected.split("user\n", 1)[1].strip()
+    tokenizer, openings = make_chat_tokenizer(), ["import numpy as", "def f(", "x = ", "class A", "return self."]
+    settings: dict[str, Any] = {"batch_size": 5, "sampling": Sampling(temperature=0.01), "max_prompt_tokens": 12}
+    with pytest.raises(ValueError, match="0 are of use"):
+        synthesize(target, tmp_path / "a.jsonl", 1, openings=openings, **settings)
+    found = [row["prompt"] for row in read(tmp_path / "a.jsonl")[:5]]
+    for opening, text in zip(openings, found, strict=True):
+        ids = tokenizer(f"<|im_start|>user\n{opening}", return_tensors="pt", add_special_tokens=False)
+        said = tokenizer.decode(target.generate(**ids, max_new_tokens=12, do_sample=False)[0])
+        assert text == said.split("user\n", 1)[1].split("<|im_end|>")[0].strip()
+    assert max(len(text) - len(opening) for opening, text in zip(openings, found, strict=True)) > 10
 
 
 def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel, tmp_path: Path) -> None:

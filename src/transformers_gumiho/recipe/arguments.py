@@ -93,6 +93,7 @@ class WritingArguments:
         """Raises `ValueError` for options that are missing or contradict each other."""
         if self.target is None or self.data is None:
             raise ValueError("Give the target with --target, and the data with --data FILE, --data DATASET or none.")
+        _ = self.template_kwargs  # is refused here rather than after the target is loaded
         if not self.writes_prompts and self.openings:
             raise ValueError("--openings are for prompts of the target: use --data none.")
 

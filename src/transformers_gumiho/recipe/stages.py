@@ -18,7 +18,8 @@ from ..measuring.conditions import measuring_conditions
 from ..measuring.journal import Journal
 from ..model.configuration_gumiho import GumihoConfig
 from ..pairs import PairArguments, load_pair
-from ..training import GumihoTrainingArguments, cache_size, load_conversations, split_rows, write_feature_cache
+from ..training import GumihoTrainingArguments, cache_size, load_conversations, write_feature_cache
+from ..training.data.usable_rows import split_rows
 from ..tuning import TuningArguments, describe, tune
 from .arguments import STAGES, RecipeArguments
 from .plan import describe as describe_plan

@@ -19,11 +19,11 @@ from ..training import (
     FeatureDataset,
     GumihoTrainer,
     GumihoTrainingArguments,
-    held_out_numbers,
     last_complete_checkpoint,
     prepare_dataset,
 )
 from ..training.data.conversations import MalformedRowError, RawText, read_row
+from ..training.data.usable_rows import held_out_numbers
 from .arguments import RecipeArguments
 from .writing import row_length
 

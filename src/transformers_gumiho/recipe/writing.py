@@ -24,12 +24,12 @@ from ..training import (
     ServerEngine,
     WritingSettings,
     load_conversations,
-    processes,
     regenerate_dataset,
     synthesize_dataset,
-    usable_rows,
-    with_template_kwargs,
 )
+from ..training.data.rendering import with_template_kwargs
+from ..training.data.usable_rows import usable_rows
+from ..training.writing.answer_file import processes
 from .arguments import WritingArguments
 
 

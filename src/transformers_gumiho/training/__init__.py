@@ -16,15 +16,13 @@ from .arguments import GumihoTrainingArguments
 from .checkpoints import last_complete_checkpoint
 from .collator import GumihoDataCollator
 from .data.preparation import PreparationReport, prepare_dataset
-from .data.rendering import with_template_kwargs
 from .data.sources import load_conversations
-from .data.usable_rows import held_out_numbers, split_rows, usable_rows
 from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
 from .measured_tau import measure_acceptance
 from .target_features import OnlineFeatures
 from .trainer import GumihoTrainer
-from .writing.answer_file import processes, regenerate_dataset
+from .writing.answer_file import regenerate_dataset
 from .writing.answers import WritingSettings
 from .writing.local import LocalEngine
 from .writing.questions import UserTurnNotFoundError, synthesize_dataset
@@ -51,16 +49,11 @@ __all__ = [
     "chunked_gumiho_loss",
     "expected_acceptance_length",
     "gumiho_loss",
-    "held_out_numbers",
     "last_complete_checkpoint",
     "load_conversations",
     "measure_acceptance",
     "prepare_dataset",
-    "processes",
     "regenerate_dataset",
-    "split_rows",
     "synthesize_dataset",
-    "usable_rows",
-    "with_template_kwargs",
     "write_feature_cache",
 ]

@@ -129,6 +129,7 @@ def prepare_dataset(
     report = PreparationReport()
     settings = {"vocab_size": target_config.get_text_config(decoder=True).vocab_size, "max_length": max_length}
     tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
+    Renderer(tokenizer)  # refuses a tokenizer that it cannot read
     encoded = dataset.map(
         _encode_batch,
         with_indices=True,

@@ -46,7 +46,13 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.items()
+        try:
+            added = tokenizer.added_tokens_decoder.items()
+        except (AttributeError, NotImplementedError) as error:
+            raise ValueError(
+                f"{type(tokenizer).__name__} does not say which of its tokens are special. Load the target's "
+                f"`tokenizer.json` instead (`PreTrainedTokenizerFast`)."
+            ) from error
         self._special = {tokenizer.eos_token_id} | {number for number, token in added if token.special}
         self._is_marked = False
         if tokenizer.chat_template:

@@ -72,6 +72,7 @@ def regenerate_dataset(
     """
     settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
     state, path = processes(), Path(output_file)
+    writer = AnswerWriter(tokenizer, settings)
     part = path if state.is_main_process else path.with_name(f"{path.name}.part{state.process_index}")
     with sole_writer(part):
         if state.is_main_process:
@@ -81,7 +82,7 @@ def regenerate_dataset(
             _collect(path)
         state.wait_for_everyone()
         if state.is_main_process or engine.batch_size is not None:
-            _write_share(dataset, engine, AnswerWriter(tokenizer, settings), path, part, state)
+            _write_share(dataset, engine, writer, path, part, state)
         state.wait_for_everyone()
         if state.is_main_process:
             _collect(path)

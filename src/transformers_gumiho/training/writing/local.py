@@ -34,6 +34,9 @@ class LocalEngine:
     Args:
         target: The target.
         batch_size: Tasks at a time.
+
+    Raises:
+        ValueError: The batch size is below 1.
     """
 
     def __init__(self, target: PreTrainedModel, batch_size: int = 32):
@@ -49,7 +52,7 @@ class LocalEngine:
         return model_fingerprint(self.target)
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields the number and the row of each task as it ends; all of them are one batch."""
+        """Yields the rows of tasks as these end; all are one batch. The arguments are those of [`Engine.run`]."""
         running = dict(tasks)
         completions: dict[int, Any] = dict.fromkeys(running)
         while completions:

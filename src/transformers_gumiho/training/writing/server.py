@@ -38,6 +38,9 @@ class ServerEngine:
         api_key: For servers that require one.
         max_retries: Times that a request is sent again if a server is busy or does not answer, after growing waits.
         timeout: Seconds until a request is sent again.
+
+    Raises:
+        ValueError: An address is none, or the concurrency is below 1.
     """
 
     batch_size = None
@@ -77,7 +80,7 @@ class ServerEngine:
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the number and the row of each task as it ends.
+        Yields the rows of tasks as these end. The arguments are those of [`Engine.run`].
 
         Raises:
             EndpointError: The server does not answer, or answers none of the first tasks, of which none is yielded.
