@@ -1,6 +1,7 @@
 """The `gumiho` command."""
 
 import inspect
+import io
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from transformers.utils import logging
 
 from . import __version__
 from .options import HelpFormatter
-from .user_errors import reported_in_one_line
+from .user_errors import INTERRUPTED, reported_in_one_line
 
 
 Options = TypeVar("Options")
@@ -43,6 +44,8 @@ def main() -> None:
         "train": run_train_command,
         "data": run_data_command,
     }
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # texts and tree marks, where its encoding lacks a character
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "--version":
         sys.stdout.write(f"gumiho {__version__}\n")
@@ -61,7 +64,10 @@ def run_generate_command(arguments: list[str]) -> None:
     """`gumiho generate`."""
     from .presenting import GenerateArguments, generate
 
-    generate(_parse(GenerateArguments, "generate", generate, arguments))
+    args = _parse(GenerateArguments, "generate", generate, arguments)
+    answers = generate(args)
+    if args.has_prompts and answers[-1].progress == "stopped":
+        raise SystemExit(INTERRUPTED)
 
 
 def run_show_command(arguments: list[str]) -> None:
