@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..user_errors import UserOSError
 
-class DamagedFileError(OSError):
+
+class DamagedFileError(UserOSError):
     """A file is there, and does not hold what a file of its name holds."""
 
     def __init__(self, file: str, name_or_path: Any, finding: str):

@@ -14,6 +14,8 @@ from typing import Any
 from transformers import LlamaConfig
 from transformers.utils import logging
 
+from ..user_errors import UserValueError
+
 
 logger = logging.get_logger(__name__)
 
@@ -173,8 +175,8 @@ def _refused_tensors(shapes: Shapes) -> str | None:
     return None
 
 
-def _refusal(name_or_path: Any, what: str) -> ValueError:
-    return ValueError(
+def _refusal(name_or_path: Any, what: str) -> UserValueError:
+    return UserValueError(
         f"{str(name_or_path)!r} is {what}. This is not available here: of other methods, EAGLE-1, EAGLE-2 and EAGLE-3 "
         f"heads with Llama or Qwen3 layers are. Use such a head, or one of Gumiho's, that was made for your target."
     )

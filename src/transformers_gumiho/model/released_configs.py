@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from ..user_errors import UserValueError
 from .eagle_configs import claims_to_draft, eagle_fields
 from .weight_files import tensor_shapes
 
@@ -75,12 +76,12 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
             return found
     where = f"{str(name_or_path)!r} is not a Gumiho drafter"
     if model_type != LlamaConfig.model_type:
-        raise ValueError(
+        raise UserValueError(
             f"{where}: its config.json has the model_type {model_type!r}. A drafter's is 'gumiho', 'llama' in the "
             f"layout of the reference implementation, or that of an EAGLE head."
         )
     if not is_small:
-        raise ValueError(
+        raise UserValueError(
             f"{where}: its config.json describes a Llama of {num_layers} layers, where the serial head of a drafter "
             f"has 2 (at most {_MOST_LAYERS} are taken for one). Pass the name of a drafter, or its `GumihoConfig` as "
             f"`config`."

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..user_errors import UserValueError
+
 
 @dataclass(frozen=True)
 class TargetLayers:
@@ -34,7 +36,7 @@ class TargetLayers:
         if ids is None:
             ids = (1, num_layers // 2 - 1, num_layers - 4)
             if not ids[0] < ids[1] < ids[2]:
-                raise ValueError(
+                raise UserValueError(
                     f"This EAGLE-3 head names no layers of the target, and a target of {num_layers} layers is too "
                     f"small for the three that EAGLE-3 reads by default. Pass `target_layer_ids=[...]`."
                 )

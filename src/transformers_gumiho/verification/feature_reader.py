@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.target_layers import TargetLayers
+from ..user_errors import UserValueError
 from .prediction_head import projected_states
 
 
@@ -75,14 +76,14 @@ def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.M
     """
     name, num_layers = type(target).__name__, target.config.get_text_config(decoder=True).num_hidden_layers
     if max(layers.ids) >= num_layers:
-        raise ValueError(
+        raise UserValueError(
             f"This Gumiho drafter reads the layers {list(layers.ids)} (`target_layer_ids`), and {name} has "
             f"{num_layers}, 0 to {num_layers - 1}. Use a drafter that was trained for this target."
         )
     lists = [module for module in find_decoder(target).children() if isinstance(module, nn.ModuleList)]
     modules = next((found for found in lists if len(found) == num_layers), None)
     if modules is None:
-        raise ValueError(
+        raise UserValueError(
             f"The {num_layers} layers of {name} were not found in one list of its decoder, so their states cannot be "
             f"read. Use a drafter without `target_layer_ids`."
         )
@@ -152,7 +153,7 @@ class FeatureReader:
             if number in self._modules:
                 states = _joined([dict(layers)[number] for _, layers in captured]).to(last.device)
             if states.shape != last.shape:
-                raise ValueError(
+                raise UserValueError(
                     f"Layer {number} of {type(self.target).__name__} returns states of shape {tuple(states.shape)}, "
                     f"which cannot be fused with its last states {tuple(last.shape)}. Use a drafter without "
                     f"`target_layer_ids`."

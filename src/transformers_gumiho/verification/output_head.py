@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..internals import runs_as_defined
 from ..model.modeling_gumiho import GumihoModel
+from ..user_errors import UserValueError
 from .static_memory import StaticMemory
 
 
@@ -83,7 +84,7 @@ def _own_head(
         row_of[own] = torch.arange(len(own), device=own.device)
         rows = row_of[token_ids]
         if unscored := token_ids[rows < 0].tolist():
-            raise ValueError(
+            raise UserValueError(
                 f"`draft_vocabulary` has {len(unscored)} tokens that the drafter's own output head does not score, "
                 f"such as {unscored[0]}. It scores {len(own)} tokens (`d2t`). Leave the others out."
             )

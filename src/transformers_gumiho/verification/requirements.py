@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..internals import attention_implementation
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
+from ..user_errors import UserValueError
 from .attention import MASKED_IMPLEMENTATIONS, tree_attention_obstacle
 from .chain_cache import BLOCK_INDEX_KIND, can_roll_back
 from .feature_reader import find_layers
@@ -22,7 +23,7 @@ from .tree_cache import is_convertible
 logger = logging.get_logger(__name__)
 
 
-class Unsupported(ValueError):
+class Unsupported(UserValueError):
     """
     A call of `generate()` that cannot be drafted. With an attached drafter, such a call decodes plainly instead.
     """
