@@ -188,22 +188,21 @@ def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) 
 
 
 def adopt_released_vocabulary(
-    generation_config: GenerationConfig,
-    unexpected_keys: Iterable[str],
-    config: GumihoConfig,
-    name_or_path: Any,
-    options: Mapping[str, Any],
+    drafter: Any, unexpected_keys: Iterable[str], name_or_path: Any, options: Mapping[str, Any]
 ) -> set[str]:
     """
-    Sets `draft_vocabulary` of `generation_config` to the vocabulary that a checkpoint holds as a tensor, unless it is
-    set. An EAGLE-3 head keeps its own, whose mask is left out. `options` are the arguments of `from_pretrained`.
-    Returns the keys that are still unexpected.
+    Sets the `draft_vocabulary` of a drafter to the vocabulary that its checkpoint holds as a tensor, unless it is set.
+    That of an EAGLE-3 head belongs to its weights and is only checked. `options` are the arguments of
+    `from_pretrained`. Returns the keys that are still unexpected.
 
     Raises:
         ValueError: The checkpoint carries several vocabularies, or one that does not fit the drafter.
     """
     unexpected = set(unexpected_keys)
-    if config.is_eagle3:
+    generation_config, vocab_size = drafter.generation_config, drafter.config.get_text_config().vocab_size
+    if drafter.config.is_eagle3:
+        if drafter.config.draft_vocab_size is not None:
+            entry_token_ids(_OFFSETS, drafter.d2t.cpu(), vocab_size, name_or_path)
         return {key for key in unexpected if not is_vocabulary_mask(key)}
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if not keys:
@@ -218,9 +217,7 @@ def adopt_released_vocabulary(
         entry = read_entry(name_or_path, key, options)
         if entry is None:
             return unexpected
-        generation_config.draft_vocabulary = entry_token_ids(
-            key, entry, config.get_text_config().vocab_size, name_or_path
-        )
+        generation_config.draft_vocabulary = entry_token_ids(key, entry, vocab_size, name_or_path)
     redundant = {other for other in unexpected if is_vocabulary_mask(other)}
     return unexpected - {key} - (redundant if plain_name(key) == _OFFSETS else set())
 

@@ -216,7 +216,7 @@ class GumihoModel(GumihoPreTrainedModel):
             info["unexpected_keys"], info["missing_keys"], config, name
         )
         unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
-        info["unexpected_keys"] = adopt_released_vocabulary(settings, unexpected, config, name, kwargs)
+        info["unexpected_keys"] = adopt_released_vocabulary(model, unexpected, name, kwargs)
         check_fit(info, name, allow_mismatch)
         return (model, info) if output_loading_info else model
 
