@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfi
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.verification import chain_cache
-from transformers_gumiho.verification.chain_cache import StateSnapshot
+from transformers_gumiho.verification import chains
+from transformers_gumiho.verification.chains import StateSnapshot
 
 
 @dataclass
@@ -84,11 +84,11 @@ def counting_memory() -> Iterator[Memory]:
             kept_layers[id(layer)] = sum(tensor.nbytes for tensor in copies)
             memory.kept = max(memory.kept, sum(kept_layers.values()))
 
-    chain_cache.StateSnapshot = CountedLayer
+    chains.StateSnapshot = CountedLayer
     try:
         yield memory
     finally:
-        chain_cache.StateSnapshot = StateSnapshot
+        chains.StateSnapshot = StateSnapshot
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.verification.session import CommittedTokens
 
 
 @contextmanager

@@ -140,6 +140,15 @@ def run_prompt(
     return target._prefill(input_ids, generation_config, model_kwargs)
 
 
+# Releases that mark the caller's cache. In others any cache may be the caller's.
+_MARKS_CACHES = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
+
+
+def is_callers_cache(cache: Any) -> bool:
+    """Whether the caller passed this cache to the running call of `generate()`, as far as the release says it."""
+    return bool(getattr(cache, "_is_user_defined", not _MARKS_CACHES))
+
+
 def pad_token_id(generation_config: GenerationConfig) -> int | None:
     """
     Returns the token that `generate()` pads with. The call determines it from several settings, and stores it only as

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_reader import VllmDrafter, read_config, read_names
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.verification.output_head import output_head
+from transformers_gumiho.verification.session import CommittedTokens
 
 
 ROOT = Path(__file__).parents[2]

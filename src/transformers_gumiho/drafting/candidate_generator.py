@@ -18,8 +18,8 @@ from ..verification.output_head import head_for_drafting
 from ..verification.placement import input_device
 from ..verification.prediction_head import projected_states
 from ..verification.requirements import check_pair
+from ..verification.session import CommittedTokens
 from ..verification.tree_cache import GROWTH, TreeCache
-from .committed_tokens import CommittedTokens
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GumihoDrafter, last_of_rows
 from .pause import DraftingPause, DraftOrigin

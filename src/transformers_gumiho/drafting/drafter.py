@@ -9,15 +9,14 @@ from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..model.transition import NUM_CANDIDATES
-from ..tree.conditional import extend_paths
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..uploads import upload
 from ..verification.attention import groups_in_place
 from ..verification.cycle_shapes import CycleShapes
-from ..verification.tree_cache import FixedTreeCache, TreeCache
-from .committed_tokens import CommittedTokens
+from ..verification.session import CommittedTokens
+from ..verification.tree_cache import TreeCache
 from .settings import DraftingSettings
-from .transitions import DraftTransitions
+from .transitions import DraftTransitions, extend_paths
 
 
 class GumihoDrafter:
@@ -91,7 +90,9 @@ class GumihoDrafter:
                 # Not compiled, as this happens only after a pause.
                 self._read(*_stage_inputs(part))
             # A copy: a captured graph may overwrite what it returned before.
-            return self._draft_fixed(self, *_stage_inputs(newest), noise).clone()
+            tree = self._draft_fixed(self, *_stage_inputs(newest), noise).clone()
+            self.cache.count(committed.accepted_lengths)
+            return tree
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
         if self._has_read_prompt:
             features = self._read(tokens, committed.drafter_input, position_ids, lengths)
@@ -111,9 +112,9 @@ class GumihoDrafter:
         self.cache.hide(prompt.attention_mask)
         fused = self._fuse(prompt.tokens, prompt.drafter_input, are_targets=True)
         features = self._run_serial_head(fused, prompt.attention_mask, prompt.position_ids)
-        self.cache.advance(prompt.accepted_lengths)
+        self.cache.commit(prompt.accepted_lengths)
         if self.has_fixed_shapes:
-            self.cache = FixedTreeCache(self.cache, prompt.tokens.device)
+            self.cache.fix_shapes(prompt.tokens.device)
         return features
 
     def _read(
@@ -130,7 +131,10 @@ class GumihoDrafter:
             causal, offsets = self._causal_block(n)
         fused = self._fuse(tokens, drafter_input, are_targets=True)
         features = self._run_block(fused, causal, offsets, position_ids)
-        self.cache.advance(accepted_lengths)
+        if isinstance(accepted_lengths, torch.Tensor):
+            self.cache.commit_on_device(accepted_lengths)
+        else:
+            self.cache.commit(accepted_lengths)
         return features
 
     def _draft_in_fixed_shapes(

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..internals import runs_as_defined
-from .static_memory import StaticMemory
+from .cycle_shapes import StaticMemory
 
 
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
