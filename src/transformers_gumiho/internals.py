@@ -387,6 +387,11 @@ def mark_static_address(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_static_address(tensor, guard=False)
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Returns how often a tensor was written to; `None` for one of inference mode, which does not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def num_compiled_graphs() -> int:
     """Returns the number of graphs that `torch.compile` has compiled so far."""
     graphs: Counter[str] = torch._dynamo.utils.counters["stats"]

@@ -23,6 +23,7 @@ def make_generator(
     chooser: TokenChooser,
     states: TargetStates,
     events: GenerationEvents,
+    prompt_chunk_size: int | None,
 ) -> GumihoCandidateGenerator:
     """
     Returns the candidate generator of a generation.
@@ -34,6 +35,7 @@ def make_generator(
         chooser: Chooses the target's tokens; knows the noise of the coming draws.
         states: The target's states of the prompt.
         events: Receives the passes of the drafter.
+        prompt_chunk_size: Most tokens of the prompt that are read in one pass; `None` for all.
     """
     # Only their device and dtype: the drafter must not keep the states of the prompt.
     device, dtype = states.last.device, states.last.dtype
@@ -53,7 +55,9 @@ def make_generator(
         break_even=break_even,
         shapes=session.shapes,
         token_ids=token_ids,
+        head_module=session.model.get_output_embeddings(),
         peek_noise=chooser.peek_noise,
+        prompt_chunk_size=prompt_chunk_size,
         # A compiled function cannot call observers.
         around_pass=nullcontext if session.shapes.are_compiled else events.each("drafter_pass"),
     )

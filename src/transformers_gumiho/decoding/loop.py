@@ -131,7 +131,8 @@ def decode_with_tree(
         sequences.records.add_prompt(output.hidden_states)
         commit(tree, output.logits)
         if not sequences.finished:
-            drafts = make_generator(session, assistant_model, settings, chooser, output.states, events)
+            chunk_size = generation_config.prefill_chunk_size
+            drafts = make_generator(session, assistant_model, settings, chooser, output.states, events, chunk_size)
             vocab_size = assistant_model.config.get_text_config().vocab_size
             committed = session.committed_prompt(sequences.prefix(sequences.lengths[0]), output, vocab_size)
         while not sequences.finished:

@@ -11,11 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import linear, pad
 
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftLevel, extend_level, gather_rows
 from ..verification.cycle_shapes import StaticMemory
+from ..verification.kept import kept
+from ..verification.output_head import is_plain_linear
 
 
 # The output head gets a small multiple of each direction, because it may cap its logits.
@@ -25,14 +28,15 @@ _STEP = 1 / 16
 class DraftTransitions:
     """
     What the token above a parallel head's draft adds to the draft's logit, as two tables over the `K` tokens that may
-    be drafted: the product of one row of each. They are made once per call of `generate()`.
+    be drafted: the product of one row of each. They are kept while the weights stay the same.
 
     Args:
         model: A drafter with transitions.
         num_heads: The heads that draft.
         lm_head: As in [`GumihoDrafter`].
         token_ids (`(K,)`, *optional*): As in [`GumihoDrafter`].
-        memory: Holds the tables if captured graphs read them.
+        head_module (*optional*): As in [`GumihoDrafter`].
+        memory: Given if captured graphs read the tables.
     """
 
     def __init__(
@@ -41,20 +45,30 @@ class DraftTransitions:
         num_heads: int,
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         token_ids: torch.Tensor | None,
+        head_module: nn.Module | None = None,
         memory: StaticMemory | None = None,
     ):
         heads: list[Any] = list(model.transition or ())[:num_heads]
         embedding = model.embed_tokens.weight.detach()
-        drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
-        up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2) * _STEP  # (heads, rank, H)
-        # The output head is linear, but for its bias.
-        below = (lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))) / _STEP
-        self.below = below.transpose(1, 2).contiguous()  # (heads, K, rank)
-        above = [linear(drafted.to(head.down), head.down.detach()) for head in heads]
-        self.above = torch.stack(above).to(below)  # (heads, K, rank)
-        if memory is not None:
-            self.below, self.above = memory.copy(self.below), memory.copy(self.above)
-        self._heads = torch.arange(num_heads, device=below.device)[:, None, None]
+
+        def make() -> list[torch.Tensor]:
+            drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
+            up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2) * _STEP  # (heads, rank, H)
+            # The output head is linear, but for its bias.
+            below = (lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))) / _STEP
+            above = [linear(drafted.to(head.down), head.down.detach()) for head in heads]
+            # (heads, K, rank) both
+            return [torch.stack(above).to(below), below.transpose(1, 2).contiguous()]
+
+        if head_module is not None and is_plain_linear(head_module):
+            weights = [parameter for head in heads for parameter in head.parameters()]
+            weights = [embedding, *weights, *head_module.parameters()]
+            key = (num_heads, token_ids)
+            tables = kept("transitions", (model, head_module), weights, key, make, memory is not None)
+        else:
+            tables = make() if memory is None else [memory.copy(table) for table in make()]
+        self.above, self.below = tables
+        self._heads = torch.arange(num_heads, device=self.below.device)[:, None, None]
 
     def apply(
         self, serial_tokens: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, scales: torch.Tensor
@@ -70,8 +84,9 @@ class DraftTransitions:
             scales (`(heads, 1, 1, 1)`): Factors of the logits of each head.
         """
         first = serial_tokens[:, None, :, None].expand(-1, 1, -1, tokens.shape[3])
-        above = self.above[self._heads, torch.cat((first, tokens[:, :-1]), dim=1)].float()
-        below = self.below[self._heads, tokens].float()  # (B, heads, P, M, rank)
+        heads = self._heads[: tokens.shape[1]]
+        above = self.above[heads, torch.cat((first, tokens[:, :-1]), dim=1)].float()
+        below = self.below[heads, tokens].float()  # (B, heads, P, M, rank)
         return condition(log_probs, above @ below.transpose(-1, -2) * scales)
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..internals import runs_as_defined
 from .cycle_shapes import StaticMemory
+from .kept import kept
 
 
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -25,7 +26,7 @@ def output_head(
     head = target.get_output_embeddings()
     if token_ids is not None:
         return cut_head(head, target.config, token_ids, memory)
-    return scaled_head(_by_rows(head) if _is_plain_linear(head) else head, target.config)
+    return scaled_head(_by_rows(head) if is_plain_linear(head) else head, target.config)
 
 
 def cut_head(
@@ -34,17 +35,19 @@ def cut_head(
     """
     Returns the function from features `(..., H)` to the logits of some tokens, `(..., K)`.
 
-    A plain linear head is cut to the rows of these tokens: a copy of the weights as they are now. Of any other head
-    (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing. `memory` allocates the
-    cut head, where a captured graph reads it.
+    A plain linear head is cut to the rows of these tokens: a copy of the weights, which is kept while they stay the
+    same. Of any other head (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
+    With `memory` captured graphs read the cut head.
     """
-    if not _is_plain_linear(head):
+    if not is_plain_linear(head):
         return scaled_head(lambda features: _select_last(head(features), token_ids), target_config)
+    whole = [parameter.detach() for parameter in (head.weight, head.bias) if parameter is not None]
     rows = token_ids.to(head.weight.device)
-    weight = head.weight.detach().index_select(0, rows)
-    bias = None if head.bias is None else head.bias.detach().index_select(0, rows)
-    if memory is not None:
-        weight, bias = memory.copy(weight), None if bias is None else memory.copy(bias)
+
+    def cut() -> list[torch.Tensor]:
+        return [parameter.index_select(0, rows) for parameter in whole]
+
+    weight, bias = (*kept("cut head", (head, head), whole, (token_ids,), cut, memory is not None), None)[:2]
     return scaled_head(_by_rows(lambda features: nn.functional.linear(features, weight, bias)), target_config)
 
 
@@ -60,7 +63,13 @@ def head_for_drafting(
     may be drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states of
     this device and dtype.
     """
-    token_ids = None if draft_vocabulary is None else torch.tensor(draft_vocabulary, device=device)
+    token_ids = None
+    if draft_vocabulary is not None:
+        module = target.get_output_embeddings()
+        ids = list(draft_vocabulary)
+        (token_ids,) = kept(
+            "draft vocabulary", (module, module), (), (ids, device), lambda: [torch.tensor(ids, device=device)]
+        )
     head = output_head(target, token_ids, memory)
     return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
 
@@ -95,7 +104,7 @@ def _by_rows(head: LogitsFunction) -> LogitsFunction:
     return logits_of
 
 
-def _is_plain_linear(head: nn.Module) -> bool:
+def is_plain_linear(head: nn.Module) -> bool:
     """Whether the head multiplies with its weight, adds its bias, and does nothing else."""
     return (
         type(head) is nn.Linear
