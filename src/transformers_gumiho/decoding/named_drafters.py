@@ -10,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
 from ..model.released_configs import find_packaged_folder
+from ..user_errors import UserValueError
 from ..verification.placement import drafter_device
 
 
@@ -29,7 +30,7 @@ def is_drafter(name: str | os.PathLike) -> bool:
     try:
         config, _ = PreTrainedConfig.get_config_dict(str(name))
     except OSError as error:
-        raise ValueError(
+        raise UserValueError(
             f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
         ) from error
     # As in `as_drafter_fields`, except for the reference's layout, which looks like a small Llama.

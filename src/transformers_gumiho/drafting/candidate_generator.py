@@ -14,9 +14,10 @@ from transformers.utils import ModelOutput
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
+from ..user_errors import UserValueError
+from ..verification.feature_reader import projected_states
 from ..verification.output_head import head_for_drafting
 from ..verification.placement import input_device
-from ..verification.prediction_head import projected_states
 from ..verification.requirements import check_pair
 from ..verification.session import CommittedTokens
 from ..verification.tree_cache import GROWTH, TreeCache
@@ -237,7 +238,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
             ValueError: There are no hidden states, or several sequences.
         """
         if input_ids.shape[0] != 1:
-            raise ValueError(
+            raise UserValueError(
                 f"A single path fits one sequence, got a batch of {input_ids.shape[0]}; use `draft_tree`."
             )
         budget = self.drafter.settings.tree_depth
@@ -259,7 +260,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         hidden_states = getattr(model_outputs, "hidden_states", None)
         if not hidden_states:
             given = "no outputs" if model_outputs is None else f"a {type(model_outputs).__name__} without them"
-            raise ValueError(
+            raise UserValueError(
                 f"Gumiho drafts from the target's last hidden states, but got {given}. Run the target with "
                 f"`output_hidden_states=True` and pass what it returns as `model_outputs`, or pass them as "
                 f"`hidden_states`."

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.decoding_settings import vocabulary_fault
 from ..model.per_rows import value_for_rows
+from ..user_errors import UserValueError
 
 
 # Below 1, because the target takes the most likely token (under the noise of its draw when sampling), which the
@@ -149,23 +150,23 @@ class DraftingSettings:
         for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
+                raise UserValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
         if self.tree_depth > config.max_draft_depth:
-            raise ValueError(
+            raise UserValueError(
                 f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
                 f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
             )
         if self.break_even is not None and not _is_positive(self.break_even):
-            raise ValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")
+            raise UserValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")
         if not isinstance(self.full_tree_attention, bool):
-            raise ValueError(
+            raise UserValueError(
                 f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
             )
         self._validate_temperature()
         _check_lookup(self, _WHERE)
         vocab_size = config.get_text_config().vocab_size
         if self.draft_vocabulary is not None and (fault := vocabulary_fault(self.draft_vocabulary, vocab_size)):
-            raise ValueError(
+            raise UserValueError(
                 f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
                 f"{fault}. {_WHERE}"
             )
@@ -175,7 +176,7 @@ class DraftingSettings:
         values = given if isinstance(given, tuple) else (given,)
         if not values or not all(map(_is_positive, values)):
             shown = list(given) if isinstance(given, tuple) else given
-            raise ValueError(
+            raise UserValueError(
                 f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
                 f"depth 1 down) or None, got {shown!r}. {_WHERE}"
             )
@@ -198,14 +199,14 @@ def _for_rows(name: str, value: Any, num_rows: int) -> Any:
     try:
         return value_for_rows(value, num_rows)
     except ValueError as error:
-        raise ValueError(f"`{name}` is {value!r}, but {error}. {_WHERE}") from None
+        raise UserValueError(f"`{name}` is {value!r}, but {error}. {_WHERE}") from None
 
 
 def _check_lookup(settings: DraftingSettings, where: str) -> None:
     for name, least in _LEAST_OF_LOOKUP.items():
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
+            raise UserValueError(
                 f"`{name}` must be an integer of at least {least}, got {value!r}. {where} With "
                 f"`prompt_lookup_num_tokens` 0 there is no prompt lookup."
             )

@@ -26,6 +26,7 @@ from transformers.utils import (
 )
 
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
+from ..user_errors import UserValueError
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import vocabulary_fault
 
@@ -139,7 +140,7 @@ def set_new_fusion_aside(
         return missing
     own_ids = _layer_ids_of(name_or_path, kwargs)
     if own_ids is not None and own_ids != layer_ids:
-        raise ValueError(
+        raise UserValueError(
             f"The drafter {str(name_or_path)!r} was trained to read the target's layers {own_ids}, and cannot be "
             f"loaded with `target_layer_ids={layer_ids}`. Leave `target_layer_ids` out, or train a new drafter that "
             f"reads those."
@@ -147,7 +148,7 @@ def set_new_fusion_aside(
     if _FUSION_TENSOR not in missing:
         return missing
     if own_ids is not None:
-        raise ValueError(
+        raise UserValueError(
             f"The checkpoint {str(name_or_path)!r} is damaged: its config says that it reads the target's layers "
             f"{own_ids} (`target_layer_ids`), and its weights lack `{_FUSION_TENSOR}`. Save or download it again."
         )
@@ -188,7 +189,7 @@ def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) 
         reason = "is not a Gumiho drafter: it has no `fc`, which fuses a token with the state before it."
     else:
         reason = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
-    raise ValueError(f"The checkpoint {str(name_or_path)!r} {reason}\n" + "\n".join(problems))
+    raise UserValueError(f"The checkpoint {str(name_or_path)!r} {reason}\n" + "\n".join(problems))
 
 
 def adopt_released_vocabulary(
@@ -211,7 +212,7 @@ def adopt_released_vocabulary(
         return unexpected
     key, *others = keys
     if others:
-        raise ValueError(
+        raise UserValueError(
             f"The checkpoint {str(name_or_path)!r} carries its draft vocabulary more than once: {', '.join(keys)}. "
             f"Keep one of them."
         )
@@ -247,7 +248,7 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
     """
     values, where = torch.as_tensor(entry), f"In the checkpoint {str(name_or_path)!r}, `{key}`"
     if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise ValueError(
+        raise UserValueError(
             f"{where} must be 1-D and of integers, got {values.dtype} of shape {tuple(values.shape)}. Correct it, or "
             f"take it out to draft from all of the vocabulary."
         )
@@ -256,7 +257,7 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
         values = values + torch.arange(len(values))
     token_ids = values.tolist()
     if fault := vocabulary_fault(token_ids, vocab_size):
-        raise ValueError(
+        raise UserValueError(
             f"{where} must name distinct token ids from 0 to {vocab_size - 1}, but {fault}. Correct it, or take it "
             f"out to draft from all of the vocabulary."
         )

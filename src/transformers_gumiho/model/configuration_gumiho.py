@@ -10,6 +10,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from ..user_errors import UserOSError, UserValueError
 from .damaged_files import damaged_json_named
 from .released_configs import as_drafter_fields, find_packaged_folder, released_names
 from .target_widths import embedding_width, state_width
@@ -100,7 +101,9 @@ class GumihoConfig(PreTrainedConfig):
         elif isinstance(self.model, dict):
             model_type = self.model.get("model_type", LlamaConfig.model_type)
             if model_type != LlamaConfig.model_type:
-                raise ValueError(f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}.")
+                raise UserValueError(
+                    f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}."
+                )
             self.model = LlamaConfig(**self.model)
         super().__post_init__(**kwargs)
 
@@ -114,16 +117,16 @@ class GumihoConfig(PreTrainedConfig):
         smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
         for name, minimum in smallest.items():
             if getattr(self, name) < minimum:
-                raise ValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
+                raise UserValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
         if not isinstance(self.model, LlamaConfig):
-            raise ValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
+            raise UserValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
         if self.model.num_hidden_layers < 1:
-            raise ValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
+            raise UserValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
         if self.embedding_size is not None and self.embedding_size < 1:
-            raise ValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
+            raise UserValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
         ids = self.target_layer_ids
         if ids is not None and (not ids or ids[0] < 0 or ids != sorted(set(ids))):
-            raise ValueError(
+            raise UserValueError(
                 f"`target_layer_ids` must be None or numbers of layers in rising order, from 0 up, got {ids!r}."
             )
 
@@ -154,12 +157,12 @@ class GumihoConfig(PreTrainedConfig):
         if not fields:
             folder = find_packaged_folder(name)
             if folder is None and os.path.isfile(os.path.join(name, "generation_config.json")):
-                raise OSError(
+                raise UserOSError(
                     f"{str(name)!r} {lack}, but a generation_config.json: decoding settings alone, as `gumiho tune` "
                     f"writes them. Copy that file over the one in the drafter's folder, and give the drafter's folder."
                 ) from cause
             if folder is None:
-                raise OSError(
+                raise UserOSError(
                     f"{str(name)!r} {lack}, and is not one of the released drafters: {', '.join(released_names())}. "
                     f"Pass `config=`: a `GumihoConfig`, or the name of the released drafter that it is a copy of."
                 ) from cause
@@ -177,7 +180,7 @@ class GumihoConfig(PreTrainedConfig):
             ValueError: It asks for vLLM's `add_para_norm`.
         """
         if config_dict.get("add_para_norm"):
-            raise ValueError(
+            raise UserValueError(
                 "The config asks for `add_para_norm`, two norms before `fc` that the published drafters do not have, "
                 "and that are not available here. Load this drafter with vLLM."
             )
@@ -245,7 +248,7 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
     """Returns the fields of the drafter's Llama config that follow from the target's text config."""
     for name in ("vocab_size", "hidden_size"):
         if not hasattr(target, name) and name not in overrides:
-            raise ValueError(
+            raise UserValueError(
                 f"{type(target).__name__} has no `{name}`, which a drafter's configuration is derived from. Pass "
                 f"`{name}` as an override."
             )
@@ -289,12 +292,12 @@ def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int])
     text_config = target_config.get_text_config(decoder=True)
     num_layers, width = text_config.num_hidden_layers, state_width(text_config)
     if width != text_config.hidden_size:
-        raise ValueError(
+        raise UserValueError(
             f"`target_layer_ids` cannot be read: the target's layers are {text_config.hidden_size} wide, and what its "
             f"output projection reads is {width} wide. Leave them out."
         )
     if any(not -num_layers <= number < num_layers for number in layer_ids):
-        raise ValueError(
+        raise UserValueError(
             f"`target_layer_ids` must be layers of the target, which has {num_layers}: numbers from 0 to "
             f"{num_layers - 1}, or from -{num_layers} to -1. Got {list(layer_ids)}."
         )

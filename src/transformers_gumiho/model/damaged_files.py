@@ -10,8 +10,10 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
+from ..user_errors import UserOSError
 
-class DamagedFileError(OSError):
+
+class DamagedFileError(UserOSError):
     """A file is there, and does not hold what a file of its name holds."""
 
     def __init__(self, file: str, name_or_path: Any, finding: str):

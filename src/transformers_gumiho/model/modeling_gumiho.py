@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
+from ..user_errors import UserValueError
 from .attaching import AttachingMixin, unwrap_model
 from .checkpoint_conversion import (
     IGNORED_KEYS,
@@ -330,12 +331,12 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         width = self.config.drafter_input_size
         if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != width:
-            raise ValueError(
+            raise UserValueError(
                 f"`hidden_states` must have shape (batch, tokens, {width}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
         if unroll and (cache is not None or use_cache):
-            raise ValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
+            raise UserValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from ..user_errors import UserValueError
+
 
 # In a wheel the configs are inside the package; a clone keeps them in its top-level folder.
 _FOLDERS = (Path(__file__).parents[1] / "hub_configs", Path(__file__).parents[3] / "hub_configs")
@@ -63,13 +65,13 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any) -> dict[str, An
         return fields
     where = f"{str(name_or_path)!r} is not a Gumiho drafter"
     if model_type != LlamaConfig.model_type:
-        raise ValueError(
+        raise UserValueError(
             f"{where}: its config.json has the model_type {model_type!r}. A drafter's is 'gumiho', or 'llama' in the "
             f"layout of the reference implementation."
         )
     num_layers = fields.get("num_hidden_layers", LlamaConfig.num_hidden_layers)
     if num_layers > _MOST_LAYERS:
-        raise ValueError(
+        raise UserValueError(
             f"{where}: its config.json describes a Llama of {num_layers} layers, where the serial head of a drafter "
             f"has 2 (at most {_MOST_LAYERS} are taken for one). Pass the name of a drafter, or its `GumihoConfig` as "
             f"`config`."

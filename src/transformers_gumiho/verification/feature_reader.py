@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .prediction_head import projected_states
+from ..internals import without_layer
+from ..user_errors import UserValueError
 
 
+# Where the layers before the projection stand beside it in the target: in ELECTRA, and in ModernBERT's decoder.
+_BESIDE_THE_PROJECTION = ("generator_predictions", "lm_head")
 # The last states `(B, n, H)` of a pass, and the number and states of each hooked layer.
 CapturedPass = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]
 
@@ -52,6 +55,25 @@ class TargetStates:
         return TargetStates(last if self.drafter_input is self.last else function(self.drafter_input), last)
 
 
+def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> Any:
+    """
+    Returns the input `(..., H)` of the target's output projection. After the decoder of BERT, RoBERTa and ELECTRA
+    comes a dense layer with a norm, which may change the width. It runs here, so that the projection alone turns
+    states, and a drafter's features, into logits. `last_hidden_states` `(B, T, ...)` are what the decoder returns.
+    """
+    projection = target.get_output_embeddings()
+    parent = next((module for module in target.modules() if any(m is projection for m in module.children())), target)
+    if not isinstance(parent, PreTrainedModel):
+        # The `forward` of its class: one that was put on the object would run all of the head.
+        states = type(parent).forward(without_layer(parent, projection), last_hidden_states)
+        return states[0] if isinstance(states, tuple) else states  # XLM's head returns a tuple
+    for name in _BESIDE_THE_PROJECTION:
+        beside = getattr(parent, name, None)
+        if isinstance(beside, nn.Module) and beside is not projection:
+            return beside(last_hidden_states)
+    return last_hidden_states
+
+
 def find_decoder(target: PreTrainedModel) -> nn.Module:
     """
     Returns the module that ends with the final norm. `get_decoder` returns the target itself where its class names a
@@ -74,14 +96,14 @@ def find_layers(target: PreTrainedModel, layer_ids: Sequence[int]) -> dict[int, 
     """
     name, num_layers = type(target).__name__, target.config.get_text_config(decoder=True).num_hidden_layers
     if max(layer_ids) >= num_layers:
-        raise ValueError(
+        raise UserValueError(
             f"This Gumiho drafter reads the layers {list(layer_ids)} (`target_layer_ids`), and {name} has "
             f"{num_layers}, 0 to {num_layers - 1}. Use a drafter that was trained for this target."
         )
     lists = [module for module in find_decoder(target).children() if isinstance(module, nn.ModuleList)]
     layers = next((found for found in lists if len(found) == num_layers), None)
     if layers is None:
-        raise ValueError(
+        raise UserValueError(
             f"The {num_layers} layers of {name} were not found in one list of its decoder, so their states cannot be "
             f"read. Use a drafter without `target_layer_ids`."
         )
@@ -150,7 +172,7 @@ class FeatureReader:
             if number in self._layers:
                 states = _joined([dict(layers)[number] for _, layers in captured]).to(last.device)
             if states.shape != last.shape:
-                raise ValueError(
+                raise UserValueError(
                     f"Layer {number} of {type(self.target).__name__} returns states of shape {tuple(states.shape)}, "
                     f"which cannot be fused with its last states {tuple(last.shape)}. Use a drafter without "
                     f"`target_layer_ids`."

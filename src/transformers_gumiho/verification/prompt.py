@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
+from ..user_errors import UserValueError
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, StaticMemory
 from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
@@ -171,7 +172,7 @@ def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, nu
         return num_read if mask is None else mask.shape[1]
     length: int = cache.get_seq_length()
     if length <= num_before:
-        raise ValueError(
+        raise UserValueError(
             f"{traits.name} added nothing to the cache in its argument `{traits.cache_argument}`, the name that this "
             f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
             f"`assistant_model`."

@@ -11,6 +11,7 @@ from transformers.generation import GenerationMode
 from ..internals import attention_implementation
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
+from ..user_errors import UserValueError
 from .attention import MASKED_IMPLEMENTATIONS, tree_attention_obstacle
 from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .feature_reader import find_layers
@@ -18,7 +19,7 @@ from .traits import TargetTraits
 from .tree_cache import is_convertible
 
 
-class Unsupported(ValueError):
+class Unsupported(UserValueError):
     """
     A call of `generate()` that cannot be drafted. With an attached drafter, such a call decodes plainly instead.
     """

@@ -9,6 +9,7 @@ import gradio as gr
 from transformers import PreTrainedModel
 
 from ...drafting.settings import DraftingSettings
+from ...user_errors import UserValueError
 from ..arguments import GenerateArguments
 from .markup import answer_html, tree_html, verdict_html
 from .race import Host, Race
@@ -67,9 +68,9 @@ class Page(Host):
             most = most or self.max_new_tokens
             # Anything can be sent, of any length; only numbers are worth repeating.
             if not isinstance(value, (int, float)):
-                raise ValueError(f"{label} must be a number from {least} to {most}.")
+                raise UserValueError(f"{label} must be a number from {least} to {most}.")
             if not least <= value <= most:
-                raise ValueError(f"{label} must be from {least} to {most}, got {value}.")
+                raise UserValueError(f"{label} must be from {least} to {most}, got {value}.")
             values[name] = int(value) if step == 1 else float(value)
         return GenerateArguments(prompt=text, **values)
 
