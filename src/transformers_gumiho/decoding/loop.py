@@ -45,7 +45,8 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
             row that is far ahead of the others takes one token per cycle.
         tree_sizes (`list[int]`):
             For each cycle, the number of draft tokens verified in every row. While the drafter is paused, this is the
-            number of prompt-lookup drafts, or 0. With a static cache it is the same in every cycle.
+            number of prompt-lookup drafts, or 0. Trees are smaller where few tokens are missing, and 0 where one is.
+            With a static cache it is the same in every cycle.
 
     In a batch, `scores`, `logits` and `hidden_states` are zero for a row that has ended before the others, because the
     target does not run on padding.
@@ -181,7 +182,7 @@ def check_inputs(
     trial of a few tokens in the first call of a chain's class and config.
 
     Args:
-        target: The target.
+        target: A decoder-only model.
         traits: Its traits.
         input_ids (`(B, T)`): The prompt.
         arguments: What `generate()` hands to its decoding loop, the cache among them.

@@ -32,7 +32,7 @@ class DraftTransitions:
 
     Args:
         model: A drafter with transitions.
-        num_heads: The heads that draft.
+        num_heads: Number of heads that draft.
         lm_head: As in [`GumihoDrafter`].
         token_ids (`(K,)`, *optional*): As in [`GumihoDrafter`].
         head_module (*optional*): As in [`GumihoDrafter`].
@@ -126,16 +126,16 @@ def extend_paths(
     return [replace(level, tokens=own) for level, own in zip(levels, found, strict=True)]
 
 
-def condition(log_probs: torch.Tensor, moves: torch.Tensor) -> torch.Tensor:
+def condition(log_probs: torch.Tensor, logit_offsets: torch.Tensor) -> torch.Tensor:
     """
-    Returns the log-probabilities `(..., A, M)` of candidates after their logits have moved; the logits of all other
+    Returns the log-probabilities `(..., A, M)` of candidates with offsets of their logits; the logits of all other
     tokens stay.
 
     Args:
         log_probs (`(..., M)`): Log-probabilities before.
-        moves (`(..., A, M)`): What is added to the logits, in `A` cases.
+        logit_offsets (`(..., A, M)`): What is added to the logits, in `A` cases.
     """
     others = torch.log1p(-log_probs.exp().sum(dim=-1, keepdim=True).clamp(max=1.0))
-    logits = torch.cat((log_probs, others), dim=-1)[..., None, :] + pad(moves, (0, 1))
+    logits = torch.cat((log_probs, others), dim=-1)[..., None, :] + pad(logit_offsets, (0, 1))
     # A log-softmax is at most 0, so no node scores above its parent; an overflow makes it NaN.
     return logits.log_softmax(dim=-1)[..., :-1].nan_to_num(nan=-torch.inf, neginf=-torch.inf)

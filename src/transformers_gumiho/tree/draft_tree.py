@@ -269,7 +269,7 @@ def block_attention_mask(
         lengths: Committed slots of each row; the new slots of row b start at `lengths[b]`.
         dtype: Dtype of the attention scores.
         context_mask (`(B, max(lengths))`, bool, *optional*): False at committed slots that no query sees (padding).
-        window (`int`, *optional*): A query sees slots less than this many positions behind it. Unlimited by default.
+        window (`int`, *optional*): A query sees slots less than this many positions before it. Unlimited by default.
 
     Returns:
         `(B, 1, Q, max(lengths) + n)`: 0 where a query sees a slot, the dtype's minimum where it does not. Every

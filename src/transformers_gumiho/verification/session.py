@@ -252,7 +252,7 @@ class TargetSession:
 
         Args:
             text (`(B, T + 1)`): The prompt and the first new token. With `inputs_embeds` the new token alone.
-            output: The output of the prefill.
+            output: What [`read_prompt`] returned.
             vocab_size: Number of tokens that the drafter knows. A multimodal prompt may mark its images by others.
         """
         states, mask = output.states.drafter_input, self.prompt.mask

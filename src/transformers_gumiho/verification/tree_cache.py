@@ -99,7 +99,7 @@ class TreeCache(Cache):
         them back. A sliding layer has dropped the entries before its window: their slots stay empty.
 
         Args:
-            cache: The cache.
+            cache: A cache that the target has written.
             capacity: Slots to allocate per row.
             context_mask (`(B, T)`, *optional*): Zero at padding.
             memory: Allocates the buffers, where a captured graph reads them.
