@@ -8,7 +8,7 @@ import torch
 from draft_trees import paths_of
 from eagle import EPS, FFN, HIDDEN, KV_HEADS, VOCAB, EagleHead, llama_fields, make_eagle_target, make_head, write_head
 from targets import equals_plain
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, pipeline
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel, attached
 from transformers_gumiho.drafting.break_even import estimate_break_even
