@@ -7,7 +7,9 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    TrainingArguments,
 )
 
 import transformers_gumiho
@@ -51,6 +54,8 @@ from transformers_gumiho.presenting import (
 )
 from transformers_gumiho.presenting.answering import describe_comparison, logit_gap
 from transformers_gumiho.presenting.streaming import colored_writer, wants_colors
+from transformers_gumiho.recipe.arguments import RecipeArguments
+from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.tuning import TuningArguments
 from transformers_gumiho.tuning.turns import Contest, TurnDecoder
 
@@ -375,6 +380,12 @@ def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
     written = capsys.readouterr()
     assert written.out.count(" | interrupted]") == 1
     assert written.err.splitlines()[-1] == "gumiho show: Interrupted."
+    # Importing the package takes seconds, too.
+    monkeypatch.delitem(sys.modules, "transformers_gumiho.cli")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupt), *sys.meta_path])
+    with pytest.raises(SystemExit, match="130"):
+        gumiho("show")
+    assert capsys.readouterr().err.splitlines()[-1] == "gumiho show: Interrupted."
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
@@ -580,19 +591,44 @@ def test_a_target_alone_is_named_by_a_pair_too() -> None:
         load_pair(PairArguments(target=PAIR["target"]))
 
 
-@pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune"])
-def test_help_shows_each_default_once(
+@pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune", "attach", "data", "train"])
+def test_help_shows_each_option_and_default_once(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")  # an option on each line
     with pytest.raises(SystemExit) as caught:
         gumiho(command, "--help")
     assert caught.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert not any("args." in line for line in lines)
-    assert ("Turns --tune_vocabulary off." in "".join(lines)) == (command == "tune")
-    assert any("(default: auto)" in line for line in lines), "of --dtype"
-    assert not [line for line in lines if line.count("(default") > 1 or "(default: None)" in line]
+    text = capsys.readouterr().out
+    shown = re.findall(r"^  (?:-h, )?--(\S+)", text, flags=re.M)
+    assert len(shown) == len(set(shown))
+    assert not any("-" in name or name.startswith("no_") for name in shown), "a second spelling"
+    assert "args." not in text
+    assert not [line for line in text.splitlines() if line.count("(default") > 1 or "(default: None)" in line]
+    if command != "train":
+        return
+    own = {field.name for kind in (RecipeArguments, GumihoTrainingArguments) for field in fields(kind)}
+    own -= {field.name for field in fields(TrainingArguments)}
+    assert own < set(shown)
+    monkeypatch.setenv("COLUMNS", "110")
+    with pytest.raises(SystemExit):
+        gumiho(command, "--help")
+    assert len(capsys.readouterr().out.splitlines()) <= 100, "two screens"
+    with pytest.raises(SystemExit):
+        gumiho(command, "--help_all")
+    assert {field.name for field in fields(TrainingArguments) if field.init} <= set(
+        re.findall(r"^  --(\S+)", capsys.readouterr().out, flags=re.M)
+    )
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["--help"], 0), ([], 2), (["tun"], 2)])
+def test_what_needs_no_model_answers_without_importing_the_package(words: list[str], code: int) -> None:
+    program = "import atexit, sys; from transformers_gumiho_cli import main; atexit.register(lambda: print('torch' in sys.modules)); main()"  # noqa: E501
+    process = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert process.returncode == code
+    assert process.stdout.splitlines()[-1] == "False"
+    expected = {"--version": f"gumiho {version('transformers-gumiho')}", "tun": "gumiho: unknown command 'tun'"}
+    assert expected.get(next(iter(words), ""), "usage: gumiho COMMAND") in process.stdout + process.stderr
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def _assisted_decoding(
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
-    verifier = without_graphs(target, assistant.config.target_layer_ids)
+    verifier = without_graphs(target, assistant.config.layers_read(target.config))
     traits = TargetTraits.of(verifier)
     reason = reason_against(check_inputs, verifier, traits, input_ids, kwargs)
     if reason is None:
@@ -142,11 +142,11 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
     """
     traits = check_target(target)
     check_pair(target, drafter)
-    verifier = without_graphs(target, drafter.config.target_layer_ids)
+    verifier = without_graphs(target, drafter.config.layers_read(target.config))
     if traits.is_chain:
         check_multi_token_decode(verifier, traits, None, batch_size=1)
     elif not type(target).__module__.startswith("transformers."):
-        check_prompt_pass(verifier, traits, drafter.config.target_layer_ids)
+        check_prompt_pass(verifier, traits, drafter.config.layers_read(target.config))
 
 
 # Attribute of a step that was replaced.

@@ -5,18 +5,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
-
-from ..options import REQUIRED, HelpFormatter, option
+from .. import options
+from ..options import REQUIRED, option
 from ..training import GumihoTrainingArguments, SynthesisSettings
 from ..user_errors import UserValueError
 from .recipes import RECIPES
 
 
-_USAGES = {
-    "train": "--target NAME --data FILE|DATASET|none --output_dir DIR",
-    "data": "--target NAME --data FILE|DATASET|none --output_file FILE",
-}
 STAGES = ["write", "features", "train", "tune", "evaluate"]
 
 
@@ -146,40 +141,39 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         raise UserValueError("--device_map splits the target of one process: start a single process.")
 
 
-def parse(kind: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
+def parse(kinds: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
     """Returns an object of each kind. `defaults` replace those of options that `words` does not give."""
-    parser = HfArgumentParser(
-        kind,
-        prog=f"gumiho {name}",
-        usage=f"gumiho {name} {_USAGES[name]} [options]",
-        description=summary,
-        formatter_class=HelpFormatter,
-    )
-    known = {item.name for options in kind for item in fields(options)}
-    parser.set_defaults(**{option: value for option, value in defaults.items() if option in known})
-    for word in words:
-        option = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and option in REMOVED:
-            parser.error(f"--{option} was removed: {REMOVED[option]}")
-    *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return parsed
+    known = {item.name for kind in kinds for item in fields(kind)}
+    defaults = {option: value for option, value in defaults.items() if option in known}
+    output = "--output_dir DIR" if name == "train" else "--output_file FILE"
+    usage = f"--target NAME --data FILE|DATASET|none {output}"
+    groups = HELP if name == "train" else None
+    return options.parse(kinds, name, words, summary, usage=usage, defaults=defaults, groups=groups)
 
 
-# Options of earlier command lines, and why they are gone.
-REMOVED = {
-    "serial_unroll_steps": "steps beyond those of drafting lost 4.8% of the tokens per cycle. Leave it out, or use "
-    "--unroll_serial_head.",
-    "weigh_by_reach": "it made no difference (-0.4%). Leave it out, or use --parallel_decay and --parallel_weight.",
-    "unrolled_weight": "no recipe used another than 1. Leave it out.",
-    "loss_term_weights": "use --feature_weight, --serial_ce_weight and --parallel_ce_weight, or a subclass of "
-    "GumihoTrainer.",
-    "streaming": "the data is read before training. Leave it out, and limit the rows with --num_rows.",
-    "system_prompts": "put the system prompt into the chat template (--chat_template FILE).",
-    "parallel_ce_start_epoch": "use --parallel_ce_start, a share of the training.",
-    "acceptance_steps": "use --num_acceptance_prompts, --eval_strategy steps and --eval_steps.",
-    "target_model": "use --target.",
-    "dataset_name": "use --data.",
-    "features_dir": "use --features.",
-}
+# What `gumiho train --help` shows, by heading. All else are options of `TrainingArguments`.
+HELP = {
+    "target and data": [
+        "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
+        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "plan", "num_proc",
+    ],
+    "answers of the target": [
+        "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
+        "sampled_share", "temperature", "top_p", "endpoint", "endpoint_model", "concurrency",
+    ],
+    "drafter": ["drafter", "transition_rank", "target_layer_ids", "lora_rank", "train_only", "linear_start",
+        "draft_vocabulary_size",
+    ],
+    "training": [
+        "num_train_epochs", "learning_rate", "warmup_steps", "per_device_train_batch_size", "packing",
+        "cache_features", "features_dtype", "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
+    ],
+    "loss": [
+        "feature_weight", "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start", "parallel_decay",
+        "parallel_weight", "loss_chunk_size",
+    ],
+    "scores": [
+        "num_acceptance_prompts", "acceptance_max_new_tokens", "calibrate", "num_measured_prompts",
+        "measured_new_tokens",
+    ],
+}  # fmt: skip

@@ -44,6 +44,9 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
+    if drafter.config.draft_vocab_size is not None:
+        # Its own output head scores a part of the vocabulary already, and no other tokens.
+        args = replace(args, tune_vocabulary=False)
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)
     options = asdict(replace(args, target=None, assistant=None, output_dir=None))  # folders may have other names
