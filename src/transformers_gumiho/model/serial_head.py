@@ -23,9 +23,12 @@ class GumihoSerialHead:
 
     Attributes:
         fuses_tokens: Whether `fc` runs for each drafted token; else once for each state of the target.
+        ignored_keys: Patterns of tensors that a checkpoint may bring along.
     """
 
     fuses_tokens = True
+    # Features are turned into tokens by the output head of the target.
+    ignored_keys = (r"^(?:model\.){0,2}lm_head\.",)
 
     def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
         """Gives a new drafter the modules of this head."""
@@ -68,6 +71,8 @@ class Eagle3SerialHead(GumihoSerialHead):
     """
 
     fuses_tokens = False
+    # The tokens of `d2t` once more, as a mask.
+    ignored_keys = (r"^(?:model\.){0,2}t2d$",)
 
     def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
         llama, width = config.get_text_config(), config.drafter_input_size
