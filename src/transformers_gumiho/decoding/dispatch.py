@@ -40,6 +40,8 @@ from .named_drafters import named_drafter
 
 logger = logging.get_logger(__name__)
 
+_TREE_SIZE = "num_assistant_tokens"
+
 # The target whose attached drafter is used in the running call of `generate()`.
 _attached_call: ContextVar[PreTrainedModel | None] = ContextVar("gumiho_attached_call", default=None)
 
@@ -60,6 +62,8 @@ def _generate(plain: Callable[..., Any], target: PreTrainedModel, *args: Any, **
             drafter = None
         else:
             given["assistant_model"] = drafter
+    if unwrap_drafter(given.get("assistant_model")) is not None:
+        _warn_of_drafter_settings(given)
     token = _attached_call.set(None if drafter is None else target)
     try:
         return plain(**given)
@@ -72,6 +76,16 @@ def _generate_batch(plain: Callable[..., Any], target: PreTrainedModel, *args: A
     if kwargs.pop("assistant_model", None) is not None:
         logger.warning_once("`generate_batch` takes no `assistant_model`: it decodes without a drafter.")
     return plain(*args, **kwargs)
+
+
+def _warn_of_drafter_settings(given: dict[str, Any]) -> None:
+    """Warns of a setting of assistants in a call. As in transformers, only that of the assistant has an effect."""
+    value = given.get(_TREE_SIZE, getattr(given.get("generation_config"), _TREE_SIZE, None))
+    if value is not None:
+        logger.warning_once(
+            f"`{_TREE_SIZE}={value!r}` in a call of `generate()` has no effect: it is a setting of the drafter. Set "
+            f"`assistant_model.generation_config.{_TREE_SIZE} = {value!r}`."
+        )
 
 
 def _warn_of_plain_decoding(reason: str) -> None:
