@@ -19,7 +19,6 @@ from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outp
 from ..user_errors import UserValueError
 from .attaching import AttachingMixin, unwrap_model
 from .checkpoint_conversion import (
-    IGNORED_KEYS,
     adopt_released_vocabulary,
     check_fit,
     set_new_fusion_aside,
@@ -48,7 +47,6 @@ class GumihoPreTrainedModel(AttachingMixin, SavingMixin, DecodingSettingsMixin, 
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["cache", CACHE_NAME]
-    _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -102,6 +100,7 @@ class GumihoModel(GumihoPreTrainedModel):
             self.embed_tokens = nn.Embedding(llama.vocab_size, config.embedding_width)
         self.serial_head = SERIAL_HEADS[config.serial_head]
         self.serial_head.add_modules(self, config)
+        self._keys_to_ignore_on_load_unexpected = set(self.serial_head.ignored_keys)
         self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
