@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import gumiho, refuse
+from commands import gumiho
 from origins import Origins
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
@@ -277,7 +277,7 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
 
 
 def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
-    with pytest.raises(SystemExit, match="not a folder; give --output_dir"):
+    with pytest.raises(ValueError, match="not a folder; give --output_dir"):
         tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
 
 
@@ -326,7 +326,9 @@ def test_command_keeps_the_settings_with_the_drafter(
     if has_prompts:
         with monkeypatch.context() as patched:
             patched.setattr(Runner, "compare", stop)
-            refuse("Stopped. The drafter's settings are as they were.", *command)
+            with pytest.raises(SystemExit, match="130"):
+                gumiho(*command)
+        assert capsys.readouterr().err.endswith("gumiho tune: Stopped. The drafter's settings are as they were.\n")
         assert not list(tmp_path.iterdir())
     gumiho(*command)
     captured = capsys.readouterr()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..measuring.modes import PLAIN, DecodingMode, Runner
 from ..measuring.prompts import Question, encode_turn
 from ..measuring.timing import DecodingTime
+from ..user_errors import UserValueError
 from .journal import Journal
 from .sample import Sample
 
@@ -85,7 +86,7 @@ def run_benchmark(
         ValueError: The first mode is not plain decoding.
     """
     if not modes or modes[0].name != PLAIN.name:
-        raise ValueError(f"The first mode must be {PLAIN.name!r}, which the others are compared with.")
+        raise UserValueError(f"The first mode must be {PLAIN.name!r}, which the others are compared with.")
     batches = list(_batches(questions, settings))
     samples: list[Sample] = []
     run = _Run(target, tokenizer, modes, settings, journal)

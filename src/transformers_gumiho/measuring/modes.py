@@ -102,7 +102,7 @@ class Runner:
         self, mode: DecodingMode, prompts: Sequence[Sequence[int]], temperature: float, seed: int, **timing: bool
     ) -> DecodingTime:
         inputs = pad_left(prompts, self._pad_token_id, input_device(self._target))
-        options = {"max_new_tokens": self._max_new_tokens, "do_sample": temperature > 0}
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": temperature > 0}
         if temperature:
             options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(seed)

@@ -11,6 +11,7 @@ from ..decoding.observers import GenerationObserver, observing
 from ..drafting.pause import DraftOrigin
 from ..tree.draft_tree import DraftTree
 from ..tree.walk import AcceptedPath, ChildFinder
+from ..user_errors import UserValueError
 
 
 _CONTEXT = 16  # tokens of the text before the root that are shown, and that the tokens' texts may depend on
@@ -100,7 +101,7 @@ class _CycleWatcher(GenerationObserver):
 
     def on_generation_begin(self, batch_size: int) -> None:
         if batch_size != 1:
-            raise ValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
+            raise UserValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
 
     def on_tree(self, origin: DraftOrigin) -> None:
         self._origin = origin

@@ -8,6 +8,7 @@ from typing import Any
 from .. import options
 from ..options import REQUIRED, option
 from ..training import GumihoTrainingArguments, SynthesisSettings
+from ..user_errors import UserValueError
 from .recipes import RECIPES
 
 
@@ -58,9 +59,11 @@ class WritingArguments:
     def check(self) -> None:
         """Raises `ValueError` for options that are missing or contradict each other."""
         if self.target is None or self.data is None:
-            raise ValueError("Give the target with --target, and the data with --data FILE, --data DATASET or none.")
+            raise UserValueError(
+                "Give the target with --target, and the data with --data FILE, --data DATASET or none."
+            )
         if not self.writes_prompts and self.openings:
-            raise ValueError("--openings are for prompts of the target: use --data none.")
+            raise UserValueError("--openings are for prompts of the target: use --data none.")
 
 
 @dataclass(kw_only=True)
@@ -101,19 +104,19 @@ class RecipeArguments(WritingArguments):
 
     def check(self) -> None:
         if self.recipe not in RECIPES:
-            raise ValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
+            raise UserValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
         if unknown := set(self.stages) - set(STAGES):
-            raise ValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
+            raise UserValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
         if self.features is None:
             super().check()
         elif self.data is not None:
-            raise ValueError("--features holds prepared data: leave --data out.")
+            raise UserValueError("--features holds prepared data: leave --data out.")
         if self.num_eval_rows < 0 or self.lora_rank < 0:
-            raise ValueError("--num_eval_rows and --lora_rank must not be negative.")
+            raise UserValueError("--num_eval_rows and --lora_rank must not be negative.")
         if self.lora_rank and self.drafter is None:
-            raise ValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
+            raise UserValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
         if self.lora_rank and (self.transition_rank or self.target_layer_ids is not None):
-            raise ValueError(
+            raise UserValueError(
                 "Adapters hold neither transitions nor a fusion of layers: train these without --lora_rank, on the "
                 "merged drafter."
             )
@@ -123,15 +126,19 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
     if args.num_acceptance_prompts and (args.features is not None or args.cache_features):
-        raise ValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
+        raise UserValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
     if args.lora_rank and part:
-        raise ValueError("--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out.")
+        raise UserValueError(
+            "--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out."
+        )
     if training_args.linear_start and has_drafter:
-        raise ValueError("--linear_start is for new drafters: leave --drafter or --linear_start out.")
+        raise UserValueError("--linear_start is for new drafters: leave --drafter or --linear_start out.")
     if part in ("parallel", "transition") and not has_drafter:
-        raise ValueError(f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter.")
+        raise UserValueError(
+            f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter."
+        )
     if args.device_map is not None and training_args.world_size > 1:
-        raise ValueError("--device_map splits the target of one process: start a single process.")
+        raise UserValueError("--device_map splits the target of one process: start a single process.")
 
 
 def parse(kinds: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:

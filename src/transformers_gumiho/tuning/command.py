@@ -1,6 +1,7 @@
 """`gumiho tune`: finds the settings that decode fastest on this machine, and saves them with the drafter."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from ..measuring.timing import DecodingTime
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
+from ..user_errors import UserValueError, as_user_errors
 from ..verification.placement import input_device
 from ..verification.traits import TargetTraits
 from .arguments import TuningArguments
@@ -28,13 +30,13 @@ def tune(args: TuningArguments) -> TuningResult:
     trees decode prompts in turns with plain decoding, and the slower half leaves after each round.
 
     Raises:
-        SystemExit: There is no folder to write into, the target has no token to begin prompts with, or the run was
-            stopped.
-        ValueError: An option is out of range.
+        KeyboardInterrupt: The run was stopped.
+        ValueError: An option is out of range, there is no folder to write into, or the target has no token to begin
+            prompts with.
     """
     is_named = args.assistant is not None or args.pair is None
     if args.output_dir is None and is_named and not Path(args.assistant or "").is_dir():
-        raise SystemExit("The drafter is not a folder; give --output_dir for its new generation_config.json.")
+        raise UserValueError("The drafter is not a folder; give --output_dir for its new generation_config.json.")
     questions = None if args.prompts is None else read_prompts(args.prompts, num_prompts=args.num_prompts)
     args = args.resolved()
     folder = Path(args.output_dir or str(args.assistant))
@@ -43,7 +45,11 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    folder.mkdir(parents=True, exist_ok=True)
+    if drafter.config.draft_vocab_size is not None:
+        # Its own output head scores a part of the vocabulary already, and no other tokens.
+        args = replace(args, tune_vocabulary=False)
+    with as_user_errors():
+        folder.mkdir(parents=True, exist_ok=True)
     decode = turn_decoder(target, drafter, tokenizer.pad_token_id, args.max_new_tokens)
     own = _own_tree(target, drafter, min(args.batch_sizes, default=1))
     trees = list_trees(drafter.config, own, TargetTraits.of(target).is_chain)
@@ -51,7 +57,7 @@ def tune(args: TuningArguments) -> TuningResult:
     try:
         result = find_settings(decode, trees, prompts, vocab_size, args)
     except KeyboardInterrupt:
-        raise SystemExit("Stopped. The drafter's settings are as they were.") from None
+        raise KeyboardInterrupt("Stopped. The drafter's settings are as they were.") from None
     drafter.generation_config.update(**result.settings)
     drafter.generation_config.save_pretrained(folder)
     return result
@@ -94,7 +100,7 @@ def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]
     """Returns beginnings of texts, sampled from the target."""
     start = target.generation_config.bos_token_id
     if start is None:
-        raise SystemExit("The target has no token to begin a text with; give --prompts.")
+        raise UserValueError("The target has no token to begin a text with; give --prompts.")
     torch.manual_seed(0)
     beginnings = torch.full((num_prompts, 1), start, device=input_device(target))
     texts = target.generate(
