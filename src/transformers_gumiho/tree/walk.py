@@ -59,7 +59,7 @@ class AcceptedPath:
         )
 
     def padded(self, width: int) -> "AcceptedPath":
-        """Returns the path with at least `width` columns."""
+        """Returns a copy with at least `width` columns."""
         missing = max(width - self.nodes.shape[1], 0)
         nodes, tokens = (torch.nn.functional.pad(tensor, (0, missing)) for tensor in (self.nodes, self.tokens))
         return AcceptedPath(nodes, tokens, self.accepted_lengths)
