@@ -1,6 +1,7 @@
 """The commands of `gumiho`, which `transformers_gumiho_cli` starts."""
 
 import inspect
+import io
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from transformers.utils import logging
 from transformers_gumiho_cli import main
 
 from .options import parse
-from .user_errors import reported_in_one_line
+from .user_errors import INTERRUPTED, reported_in_one_line
 
 
 Options = TypeVar("Options")
@@ -28,6 +29,8 @@ def run(name: str, words: list[str]) -> None:
         "train": run_train_command,
         "data": run_data_command,
     }
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # texts and tree marks, where its encoding lacks a character
     logging.disable_progress_bar()
     with reported_in_one_line(f"gumiho {name}"):
         commands[name](words)
@@ -37,7 +40,10 @@ def run_generate_command(words: list[str]) -> None:
     """`gumiho generate`."""
     from .presenting import GenerateArguments, generate
 
-    generate(_parse(GenerateArguments, "generate", generate, words))
+    args = _parse(GenerateArguments, "generate", generate, words)
+    answers = generate(args)
+    if args.has_prompts and answers[-1].progress == "stopped":
+        raise SystemExit(INTERRUPTED)
 
 
 def run_show_command(words: list[str]) -> None:

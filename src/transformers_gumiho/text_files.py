@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .user_errors import UserValueError
+from .user_errors import UserValueError, as_user_errors
 
 
 def read_text(path: str | Path) -> str:
@@ -12,9 +12,11 @@ def read_text(path: str | Path) -> str:
     Returns the text of a UTF-8 file, without a byte order mark.
 
     Raises:
+        OSError: There is no such file.
         ValueError: The file has another encoding.
     """
-    data = Path(path).read_bytes()
+    with as_user_errors():
+        data = Path(path).read_bytes()
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

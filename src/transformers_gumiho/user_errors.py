@@ -36,14 +36,16 @@ _EXTRAS = {
     "peft": "train", "tensorboard": "train",
 }  # fmt: skip
 # What a shell reports for a program that Ctrl-C ended: 128, and the number of SIGINT.
-_INTERRUPTED = 130
+INTERRUPTED = 130
+# A full disk, and what the system does not permit, wherever they are noticed.
+_STATES_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
 
 @contextmanager
-def input_is_read() -> Iterator[None]:
+def as_user_errors() -> Iterator[None]:
     """
-    Makes the errors of libraries user errors while they read or write what a user named: a model, a data set, a file
-    or a folder. The message stays theirs.
+    Makes the errors of libraries and the system user errors, within a block that reads or writes what a user named: a
+    model, a data set, a file or a folder. The message stays theirs.
 
     Raises:
         UserFileNotFoundError: In place of a `FileNotFoundError`.
@@ -68,8 +70,8 @@ def input_is_read() -> Iterator[None]:
 @contextmanager
 def reported_in_one_line(program: str) -> Iterator[None]:
     """
-    Ends the program with one line if the block raises a [`UserError`], lacks a library of an extra, finds the disk
-    full or is interrupted. Every other error keeps its traceback.
+    Ends the program with one line if the block raises a [`UserError`], lacks a library of an extra, may not write or
+    finds the disk full, or is interrupted. Every other error keeps its traceback.
 
     Args:
         program: Name of the program, with which the line begins.
@@ -92,9 +94,9 @@ def reported_in_one_line(program: str) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _STATES_OF_THE_MACHINE:
             raise
         raise SystemExit(f"{program}: {error}") from error
     except KeyboardInterrupt as error:
         sys.stderr.write(f"\n{program}: {str(error) or 'Interrupted.'}\n")
-        raise SystemExit(_INTERRUPTED) from error
+        raise SystemExit(INTERRUPTED) from error

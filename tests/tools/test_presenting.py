@@ -363,6 +363,40 @@ def test_ctrl_c_ends_an_answer_and_nothing_else(
     assert "interrupted" not in capsys.readouterr().out
 
 
+def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer to a prompt of the options is kept; no further prompt is answered."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": PROMPT}] * 3)
+    monkeypatch.setattr(CycleStreamer, "put", interrupt)
+    for words in (["generate", "--prompts", prompts], ["show", "--prompt", PROMPT]):
+        with pytest.raises(SystemExit, match="130"):
+            gumiho(*words, *OPTIONS)
+    written = capsys.readouterr()
+    assert written.out.count(" | interrupted]") == 1
+    assert written.err.splitlines()[-1] == "gumiho show: Interrupted."
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_output_replaces_what_the_encoding_lacks(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pipes and files of Windows, and the C locale."""
+    words = ["show", *OPTIONS, "--prompt", "# \N{GREEK SMALL LETTER PI}"]
+    gumiho(*words)
+    expected = capsys.readouterr().out
+    assert "\N{BOX DRAWINGS LIGHT VERTICAL AND RIGHT}" in expected
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    gumiho(*words)
+    stream.flush()
+    assert stream.buffer.getvalue() == expected.encode(encoding, errors="replace")
+
+
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_shown_path_is_the_one_that_generate_took(
     target: PreTrainedModel, drafter: GumihoModel, step: int, capsys: pytest.CaptureFixture[str]
@@ -488,7 +522,7 @@ def test_pictures_of_large_trees_are_valid_and_small(tmp_path: Path, capsys: pyt
     ],
 )
 def test_show_refuses_what_it_cannot_draw(options: dict[str, object], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ValueError, match=message):
         show(ShowArguments(**PAIR, prompt=PROMPT, **options))
 
 
@@ -498,7 +532,7 @@ def test_show_says_how_many_cycles_a_text_has(tmp_path: Path) -> None:
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {TOKENIZER("self")["input_ids"]}}}')
-    with pytest.raises(SystemExit, match=r"ends after \d+ cycles; give --step a number from 1 to \d+"):
+    with pytest.raises(ValueError, match=r"ends after \d+ cycles; give --step a number from 1 to \d+"):
         show(ShowArguments(**PAIR | {"target": str(tmp_path)}, prompt=PROMPT, step=30))
 
 

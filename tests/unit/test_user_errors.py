@@ -14,7 +14,7 @@ from transformers_gumiho.user_errors import (
     UserImportError,
     UserOSError,
     UserValueError,
-    input_is_read,
+    as_user_errors,
     reported_in_one_line,
 )
 
@@ -29,6 +29,7 @@ from transformers_gumiho.user_errors import (
         (ModuleNotFoundError("No module named 'matplotlib.axes'", name="matplotlib.axes"), r"-gumiho\[benchmark\]'"),
         (ModuleNotFoundError("No module named 'peft'", name="peft"), r"-gumiho\[train\]'"),
         (OSError(errno.ENOSPC, "No space left on device", "a"), r"^tool: .*No space left on device: 'a'$"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), r"^tool: .*Permission denied: 'a'$"),
         (ModuleNotFoundError("No module named 'yaml'", name="yaml"), None),
         (ValueError("not enough values to unpack (expected 2, got 1)"), None),
         (FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "libcuda.so"), None),
@@ -67,8 +68,8 @@ def test_ctrl_c_is_one_line_and_the_status_of_a_shell(
     ],
     ids=repr,
 )
-def test_errors_of_libraries_are_the_users_where_input_is_read(error: Exception, kind: type[Exception]) -> None:
-    with pytest.raises(kind) as caught, input_is_read():
+def test_errors_of_libraries_are_the_users_where_as_user_errors(error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught, as_user_errors():
         raise error
     assert type(caught.value) is kind
     assert str(caught.value) == str(error)

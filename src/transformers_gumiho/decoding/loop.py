@@ -124,7 +124,7 @@ def decode_with_tree(
                 max_new_tokens=sequences.max_length - sequences.prompt_length,
                 num_nodes=num_nodes,
                 max_path=settings.longest_path + 1,
-                layer_ids=assistant_model.config.target_layer_ids,
+                layers=assistant_model.config.layers_read(target.config),
             )
             # Entered first, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)

@@ -120,7 +120,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         )
         settings = replace(settings, branching_factor=1)
         head, token_ids = head_for_drafting(
-            target, settings.draft_vocabulary, device=input_device(target), dtype=target.dtype
+            target, assistant_model, settings.draft_vocabulary, device=input_device(target), dtype=target.dtype
         )
         eos_token_id = generation_config.eos_token_id
         return cls(

@@ -21,6 +21,8 @@ DRAFT_TEMPERATURE = 2 / 3
 # On a CPU, each node of each row adds to the time of a pass.
 _CPU_NODES, _CPU_BRANCHING = {"1": 12, "4": 4, "8": 2}, 4
 _ACCELERATOR_NODES, _ACCELERATOR_BRANCHING = 63, 14
+# Of drafters without parallel heads, as EAGLE's. Each level costs a pass, and each of its nodes a slot in a cache.
+_SERIAL_DEPTH, _SERIAL_BRANCHING = 5, 10
 _WHERE = "Set it in the drafter's `generation_config`."
 _KINDS_OF_DECODING = ("greedy", "sampled")
 _LEAST_OF_LOOKUP = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
@@ -39,9 +41,9 @@ class DraftingSettings:
         num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, and
             `{"1": 12, "4": 4, "8": 2}` on a CPU.
         branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
-            and 4 on a CPU.
-        tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads. It never
-            exceeds `num_assistant_tokens`.
+            and 4 on a CPU. Without parallel heads, at most 10.
+        tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads; without
+            parallel heads 5 by default. It never exceeds `num_assistant_tokens`.
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`). With `False`,
             extend only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens
             (EAGLE-2's tree).
@@ -97,6 +99,9 @@ class DraftingSettings:
             return default if value is None else value
 
         on_cpu = device_type == "cpu"
+        depth, branching = config.max_draft_depth, _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING
+        if config.num_parallel_heads == 0:
+            depth, branching = min(depth, _SERIAL_DEPTH), min(branching, _SERIAL_BRANCHING)
         break_even = read("break_even", None)
         if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
             break_even = break_even.get(_KINDS_OF_DECODING[sampling_temperature is not None])
@@ -106,8 +111,8 @@ class DraftingSettings:
                 read("num_assistant_tokens", _CPU_NODES if on_cpu else _ACCELERATOR_NODES),
                 num_rows,
             ),
-            branching_factor=read("branching_factor", _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING),
-            tree_depth=read("tree_depth", config.max_draft_depth),
+            branching_factor=read("branching_factor", branching),
+            tree_depth=read("tree_depth", depth),
             full_tree_attention=read("full_tree_attention", True),
             draft_temperature=_as_tuple(read("draft_temperature", DRAFT_TEMPERATURE)),
             draft_vocabulary=read("draft_vocabulary", None),

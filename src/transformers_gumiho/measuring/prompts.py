@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..open_text import encode_open_text
 from ..text_files import read_json_lines
-from ..user_errors import UserFileNotFoundError, UserValueError
+from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
 
 
 logger = logging.get_logger(__name__)
@@ -97,14 +97,19 @@ def read_questions(
 def _load_dataset(path: Path, name: str) -> Iterable[Mapping[str, Any]]:
     # Imported here, because only datasets need the library.
     from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetGenerationError
 
-    if path.is_file():
-        return load_dataset(path.suffix.removeprefix("."), data_files=name, split="train")
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        dataset = load_from_disk(name)
-    else:
-        source, _, config = (name, "", "") if path.exists() else name.partition(":")
-        dataset = load_dataset(source, config or None)
+    try:
+        with as_user_errors():
+            if path.is_file():
+                return load_dataset(path.suffix.removeprefix("."), data_files=name, split="train")
+            if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+                dataset = load_from_disk(name)
+            else:
+                source, _, config = (name, "", "") if path.exists() else name.partition(":")
+                dataset = load_dataset(source, config or None)
+    except DatasetGenerationError as error:
+        raise UserValueError(f"{name!r} cannot be read: {error.__cause__}. Repair or replace the file.") from error
     if isinstance(dataset, DatasetDict):
         dataset = dataset["test" if "test" in dataset else next(iter(dataset))]
     return dataset

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..drafting.settings import DraftingSettings
 from ..model.decoding_settings import override_settings
 from ..model.modeling_gumiho import GumihoModel
-from ..user_errors import UserFileNotFoundError, UserValueError
+from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
 from ..verification.placement import drafter_device
 from ..verification.requirements import check_pair
 from .arguments import DraftingArguments, PairArguments, TargetArguments
@@ -29,7 +29,8 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
     args = args.resolved()
     _check_folder(str(args.assistant))
     target, tokenizer = load_target(args)
-    drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
+    with as_user_errors():
+        drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
     check_pair(target, drafter)
     drafter.share_embedding(target)
     if isinstance(args, DraftingArguments):
@@ -79,12 +80,14 @@ def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedToken
     place: Any = device_map
     if place is None:
         place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
+    with as_user_errors():
+        target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     if isinstance(target, GumihoModel):
         raise UserValueError(
             f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
         )
-    return target, AutoTokenizer.from_pretrained(name)
+    return target, tokenizer
 
 
 def _check_folder(name: str) -> None:

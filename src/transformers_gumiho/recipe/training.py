@@ -23,7 +23,7 @@ from ..training import (
     prepare_dataset,
 )
 from ..training.conversations import MalformedRowError, RawText, read_text
-from ..user_errors import UserValueError
+from ..user_errors import UserValueError, as_user_errors
 from .arguments import RecipeArguments
 
 
@@ -152,7 +152,8 @@ def _make_drafter(
     if (layers := fields.get("target_layer_ids")) is not None:
         fields = fields | {"target_layer_ids": resolve_layer_ids(source.config, layers)}
     if start is not None:
-        drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
+        with as_user_errors():
+            drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):
         drafter = source.make_drafter(**fields).float()
     else:

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
-from ..user_errors import UserFileNotFoundError, UserValueError
+from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
 
 
 # The column under which the lines of a JSONL file travel until they are parsed: a broken one costs only itself.
@@ -91,13 +91,15 @@ def load_conversations(name: str, split: str = "train", **kwargs: Any) -> Datase
         dataset = load_dataset("text", data_files=lines, split="train", **kwargs)
         return dataset.rename_column("text", JSON_LINE)
     if path.is_dir() and (path / "dataset_info.json").exists():
-        return load_from_disk(name)
+        with as_user_errors():
+            return load_from_disk(name)
     if other:
         try:
             return load_dataset(other, data_files=name, split="train", **kwargs)
         except DatasetGenerationError as error:
             raise UserValueError(f"{name!r} is no {path.suffix} file that can be read: {error.__cause__}") from error
-    return load_dataset(name, split=split, **kwargs)
+    with as_user_errors():
+        return load_dataset(name, split=split, **kwargs)
 
 
 def read_row(row: Mapping[str, Any], has_template: bool) -> Example:

@@ -229,7 +229,7 @@ class CachedFeatures:
     def restricted_to(self, token_ids: torch.Tensor) -> "CachedFeatures":
         """Returns the same features with the logits of `token_ids` `(K,)` alone."""
         restricted = copy.copy(self)
-        restricted.head = cut_head(self._linear, self.config, token_ids)
+        restricted.head = scaled_head(cut_head(self._linear, token_ids), self.config)
         return restricted
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
+from ..model.target_layers import TargetLayers
 from ..user_errors import UserValueError
 from ..verification.feature_reader import FeatureReader, TargetStates
 from ..verification.output_head import output_head
@@ -47,7 +48,7 @@ class OnlineFeatures:
         self.target = target.eval().requires_grad_(False)
         self.config = target.config
         self.layer_ids = layer_ids
-        self._reader = FeatureReader(target, layer_ids)
+        self._reader = FeatureReader(target, TargetLayers.of(layer_ids))
         self.head = output_head(target)
         self._packing_is_checked = False
 

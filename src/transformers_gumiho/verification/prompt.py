@@ -1,12 +1,12 @@
 """The prefill of a generation, as plain decoding runs it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
+from ..model.target_layers import TargetLayers
 from ..user_errors import UserValueError
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, StaticMemory
@@ -53,7 +53,7 @@ def read_prompt(
     max_new_tokens: int,
     num_nodes: int,
     max_path: int,
-    layer_ids: Sequence[int] | None = None,
+    layers: TargetLayers | None = None,
 ) -> tuple["TargetSession", TargetOutput]:
     """
     Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
@@ -65,13 +65,13 @@ def read_prompt(
         max_new_tokens: Most tokens that may follow.
         num_nodes: Most nodes of a later tree, root included. Longer paths use the slots of later tokens.
         max_path: Most nodes of a path in such a tree.
-        layer_ids: The `target_layer_ids` of the drafter.
+        layers: The layers that the drafter reads.
 
     Returns:
         The session that continues from here, and the output for the prompt.
     """
     # 1. What the pass may replace in the arguments is read before it.
-    reader, name = FeatureReader(model, layer_ids), traits.cache_argument
+    reader, name = FeatureReader(model, layers), traits.cache_argument
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
     cache = model_kwargs.get(name)
     num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
@@ -137,7 +137,7 @@ def _run_prompt(
 
 
 @torch.no_grad()
-def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layer_ids: Sequence[int] | None) -> None:
+def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layers: TargetLayers | None) -> None:
     """
     Runs the target on two tokens.
 
@@ -148,7 +148,7 @@ def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layer_ids: 
     tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=target.device), traits.make_cache()
     model_kwargs = {traits.cache_argument: cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
     model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
-    _run_prompt(target, FeatureReader(target, layer_ids), tokens, GenerationConfig(), model_kwargs)
+    _run_prompt(target, FeatureReader(target, layers), tokens, GenerationConfig(), model_kwargs)
     _num_entries(traits, cache, None, 2, 0)
 
 
