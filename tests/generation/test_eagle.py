@@ -11,7 +11,7 @@ from targets import equals_plain
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel, attached
-from transformers_gumiho.drafting.break_even import estimate_break_even
+from transformers_gumiho.drafting.pause import estimate_break_even
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.serving_folder import AttachArguments, write_served_target
 from transformers_gumiho.tree.draft_tree import DraftTree
