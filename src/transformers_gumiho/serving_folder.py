@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from .decoding.named_drafters import is_drafter
+from .decoding.attach import is_drafter
 from .options import REQUIRED, option
 
 

@@ -8,7 +8,10 @@ A failure here means that a release of transformers, accelerate, datasets or PyT
 import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -133,6 +136,31 @@ def test_private_names_that_classes_override_are_listed() -> None:
             written |= {node.id for node in ast.walk(source) if isinstance(node, ast.Name)}
             private = {name for name in written if re.match("_[a-z]", name)}
             assert {name for name in private if any(hasattr(o, name) for o in outside)} <= OVERRIDDEN_NAMES
+
+
+def test_importing_replaces_two_steps_of_generate_and_nothing_else() -> None:
+    """Of all classes and functions that other models run."""
+    script = """
+import transformers
+from transformers import AttentionInterface, LlamaForCausalLM, LlamaModel
+from transformers.generation import GenerationMixin
+from transformers.models.llama import modeling_llama
+
+def state():
+    kinds = (*LlamaForCausalLM.__mro__[:-1], LlamaModel)
+    found = {(kind.__name__, name): value for kind in kinds for name, value in vars(kind).items()}
+    found |= {("attention", name): value for name, value in AttentionInterface._global_mapping.items()}
+    return found | {("file", name): value for name, value in vars(modeling_llama).items()}
+
+before = state()
+import transformers_gumiho
+after = state()
+print(*sorted(".".join(name) for name in before | after if before.get(name) is not after.get(name)))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    steps = ["GenerationMixin._assisted_decoding", "GenerationMixin._validate_generation_mode"]
+    assert run.stdout.split() == [*steps, "attention.sdpa"]
 
 
 def test_only_what_may_be_compiled_on_this_device_is() -> None:

@@ -15,7 +15,6 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
-from .attaching import AttachingMixin, unwrap_model
 from .checkpoint_conversion import (
     IGNORED_KEYS,
     adopt_released_vocabulary,
@@ -36,7 +35,7 @@ from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unroll_serial_head
 
 
-class GumihoPreTrainedModel(AttachingMixin, SavingMixin, DecodingSettingsMixin, PreTrainedModel):
+class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
     config: GumihoConfig
     config_class = GumihoConfig
     base_model_prefix = "model"
@@ -376,12 +375,3 @@ class GumihoModel(GumihoPreTrainedModel):
         # Behind the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))
-
-
-def unwrap_drafter(model: Any) -> GumihoModel | None:
-    """
-    Returns the drafter that `model` is or holds, `None` where it is none. A `PeftModel`, a compiled module,
-    `DistributedDataParallel` and `DataParallel` hold one.
-    """
-    model = unwrap_model(model)
-    return model if isinstance(model, GumihoModel) else None
