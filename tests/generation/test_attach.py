@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 import pickle
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -474,4 +475,26 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
         (("no/target", DEMO_TARGET.parent / "gumiho"), "The target 'no/target' is not a folder and cannot be"),
     ):
         refuse(message, "attach", *positional, "--output_dir", tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+
+
+def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    drafter = DEMO_TARGET.parent / "gumiho"
+    shutil.copytree(DEMO_TARGET, tmp_path / "target")
+    for name in ("model.gguf", "tf_model.h5", "consolidated.00.pth", "optimizer.bin"):
+        (tmp_path / "target" / name).write_bytes(b"large")
+    gumiho("attach", tmp_path / "target", drafter, "--output_dir", tmp_path / "served", "--copy_weights")
+    assert "1 file of weights copied. 4 files in other formats left out." in capsys.readouterr().out
+    kept = {path.name for path in DEMO_TARGET.iterdir()} | {"custom_generate"}
+    assert {path.name for path in (tmp_path / "served").iterdir()} == kept
+    (tmp_path / "target" / "model.safetensors").unlink()
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO_TARGET), lora).save_pretrained(tmp_path / "adapter")
+    for target, message in (
+        (tmp_path / "target", "holds no weights"),
+        (tmp_path / "adapter", "is an adapter, which is loaded from"),
+    ):
+        refuse(message, "attach", target, drafter, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()
