@@ -62,6 +62,7 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
         "_supports_flash_attn",
         "_supports_flex_attn",
         "_supports_sdpa",
+        "_upload_modified_files",
         "should_save_on_this_rank",
     ),
     "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP, "adjust_generation_fn"),

@@ -56,6 +56,7 @@ SIGNATURES = {
     ),
     "transformers.PreTrainedModel._init_weights": "self, module",
     "transformers.PreTrainedModel.save_pretrained": "self, save_directory, is_main_process, state_dict, push_to_hub",
+    "transformers.PreTrainedModel._upload_modified_files": "self, working_dir, repo_id, files_timestamps",
     "transformers.PreTrainedModel.should_save_on_this_rank": "self, is_main_process",
     "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "transformers.Trainer._prepare_inputs": "self, inputs",
@@ -70,7 +71,6 @@ SIGNATURES = {
     ),
     "transformers.integrations.sdpa_attention.use_gqa_in_sdpa": "attention_mask, key, value",
     "transformers.modeling_utils.AttentionInterface.register": "key, value",
-    "transformers.utils.hub.create_and_tag_model_card": "repo_id, tags, token",
     "transformers.utils.output_capturing.capture_outputs": "func",
     "torch._dynamo.mark_static_address": "t, guard",
 }
