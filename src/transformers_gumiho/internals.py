@@ -65,7 +65,7 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
         "_upload_modified_files",
         "should_save_on_this_rank",
     ),
-    "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP, "adjust_generation_fn"),
+    "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP),
     # The loss is averaged over the drafted positions of all batches of a step; and a diverged drafter must not
     # overwrite a good checkpoint.
     "transformers.Trainer": ("_get_num_items_in_batch", "_prepare_inputs", "_save_checkpoint"),

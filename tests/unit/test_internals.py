@@ -51,9 +51,6 @@ SIGNATURES = {
     "transformers.GenerationMixin._prefill": "self, input_ids, generation_config, model_kwargs",
     "transformers.GenerationMixin._valid_auto_compile_criteria": "self, model_kwargs, generation_config",
     "transformers.GenerationMixin._supports_default_dynamic_cache": "",
-    "transformers.GenerationMixin.adjust_generation_fn": (
-        "self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path"
-    ),
     "transformers.PreTrainedModel._init_weights": "self, module",
     "transformers.PreTrainedModel.save_pretrained": "self, save_directory, is_main_process, state_dict, push_to_hub",
     "transformers.PreTrainedModel._upload_modified_files": "self, working_dir, repo_id, files_timestamps",

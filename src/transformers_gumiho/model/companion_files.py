@@ -1,4 +1,4 @@
-"""The files next to the weights of a saved drafter: the target's tokenizer, and code for `custom_generate`."""
+"""The files next to a saved drafter's weights: settings, the target's tokenizer, and code for `custom_generate`."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .configuration_gumiho import GumihoConfig
 
@@ -34,6 +34,7 @@ class SavingMixin:
     """
 
     config: GumihoConfig
+    generation_config: GenerationConfig
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def save_pretrained(
@@ -47,7 +48,8 @@ class SavingMixin:
         **kwargs: Any,
     ) -> None:
         """
-        As `PreTrainedModel.save_pretrained`; also writes the tokenizer and the folder `custom_generate`.
+        As `PreTrainedModel.save_pretrained`; also writes `generation_config.json`, the tokenizer and the folder
+        `custom_generate`.
 
         Args:
             save_embedding (`bool`, *optional*): Whether the token embedding is saved; by default, where the drafter
@@ -100,6 +102,7 @@ class SavingMixin:
             self.config.has_embedding = had_embedding
 
     def _save_companions(self, save_directory: Path) -> None:
+        self.generation_config.save_pretrained(save_directory)
         folder = save_directory / "custom_generate"
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in CUSTOM_GENERATE.items():

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
@@ -107,7 +107,7 @@ class GumihoModel(GumihoPreTrainedModel):
             # FSDP refuses the names of modules that a model does not have.
             self._no_split_modules = [*self._no_split_modules, "GumihoTransitions"]  # type: ignore[misc]
         self.gradient_checkpointing = False
-        self.complete_generation_config()
+        self.set_generation_config(GenerationConfig.from_model_config(config))
         self.post_init()
 
     @classmethod
@@ -207,6 +207,7 @@ class GumihoModel(GumihoPreTrainedModel):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
+        model.load_generation_config(kwargs)
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
         info["missing_keys"] = set_new_fusion_aside(info, config, name, kwargs)
         unexpected, info["missing_keys"] = set_transitions_aside(
