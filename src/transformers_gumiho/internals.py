@@ -113,6 +113,11 @@ def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[Ge
     return config, mode_kwargs
 
 
+def default_setting(name: str) -> Any:
+    """Returns the value of a generation setting in calls where neither the caller nor the target gives one."""
+    return GenerationConfig._get_default_generation_params().get(name)
+
+
 def repository_of_call(target: PreTrainedModel) -> str | None:
     """
     Returns the `custom_generate` of the running call of the target's `generate()`, or `None` if it is no name.

@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 
 from .decoding.attach import is_drafter
 from .options import REQUIRED, option
+from .user_errors import UserOSError, UserValueError, as_user_errors
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -57,16 +58,17 @@ def write_served_target(args: AttachArguments) -> str:
         OSError: The target or the drafter cannot be found.
     """
     if not is_drafter(args.drafter):
-        raise ValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
+        raise UserValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
     folder = Path(args.output_dir)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
     source = _find_target(args.target)
     files = [path for path in sorted(source.iterdir()) if path.is_file()]
     kept = [path for path in files if not _matches(path, _OTHER_FORMATS)]
     weights = [path for path in kept if _matches(path, _WEIGHTS)]
     _check_source(args.target, source, weights)
-    folder.mkdir(parents=True, exist_ok=True)
+    with as_user_errors():
+        folder.mkdir(parents=True, exist_ok=True)
     for path in kept:
         if path in weights and not args.copy_weights:
             (folder / path.name).symlink_to(path.resolve())
@@ -90,14 +92,14 @@ def _check_source(target: str, source: Path, weights: list[Path]) -> None:
     """Raises `ValueError` for a target's folder beside whose files no code would be read."""
     if (source / _ADAPTER).exists():
         base = json.loads((source / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        raise ValueError(
+        raise UserValueError(
             f"{target!r} is an adapter, which is loaded from the folder of its base model {base!r}. Save a merged "
             f"model with `model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
         )
     if (source / _CODE).exists():
-        raise ValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
+        raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
     if not weights:
-        raise ValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
+        raise UserValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
 
 
 def _matches(path: Path, patterns: Sequence[str]) -> bool:
@@ -114,8 +116,8 @@ def _find_target(name: str) -> Path:
         return Path(name)
     try:
         return Path(snapshot_download(name, ignore_patterns=[*_OTHER_FORMATS, *_OTHER_FOLDERS]))
-    except OSError as error:
-        raise OSError(f"The target {name!r} is not a folder and cannot be downloaded: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UserOSError(f"The target {name!r} is not a folder and cannot be downloaded: {error}") from error
 
 
 __all__ = ["AttachArguments", "write_served_target"]

@@ -17,10 +17,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from ..internals import named_arguments, prepared_request
-from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
-from ..model.released_configs import find_packaged_folder
+from ..model.released_configs import find_packaged_folder, is_of_drafter
 from ..model.wrappers import unwrap_drafter, unwrap_model
+from ..user_errors import UserValueError
 from ..verification.continuation import check_multi_token_decode
 from ..verification.placement import drafter_device
 from ..verification.prompt import check_prompt_pass
@@ -103,7 +103,7 @@ def attach(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoM
     else:
         found, what = unwrap_drafter(drafter), f"a {type(unwrap_model(drafter)).__name__}"
     if found is None:
-        raise ValueError(f"No Gumiho drafter: {what}. Pass a `GumihoModel`, or its folder or name.")
+        raise UserValueError(f"No Gumiho drafter: {what}. Pass a `GumihoModel`, or its folder or name.")
     _check_attachment(inner, found)
     _set_drafters(inner, replace(_drafters_of(inner), attached=found))
     return found
@@ -163,15 +163,15 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
     check_pair(target, drafter)
     parameters = inspect.signature(target.generate).parameters
     if "assistant_model" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-        raise ValueError(
+        raise UserValueError(
             f"The `generate` of this {type(target).__name__} takes no `assistant_model`, so nothing can be attached: "
             f"it takes {', '.join(parameters)}. Give it `**kwargs` that it hands on to `super().generate`."
         )
-    verifier = without_graphs(target, drafter.config.target_layer_ids)
+    verifier = without_graphs(target, drafter.config.layers_read(target.config))
     if traits.is_chain:
         check_multi_token_decode(verifier, traits, None, batch_size=1)
     elif not type(target).__module__.startswith("transformers."):
-        check_prompt_pass(verifier, traits, drafter.config.target_layer_ids)
+        check_prompt_pass(verifier, traits, drafter.config.layers_read(target.config))
 
 
 class AttachedGenerate:
@@ -260,7 +260,8 @@ def warn_of_plain_decoding(target: PreTrainedModel, reason: str) -> None:
 
 def is_drafter(name: str | os.PathLike) -> bool:
     """
-    Whether a folder or a name on the Hub is that of a Gumiho drafter, judged by its config. Runs no code from there.
+    Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
+    no code from there.
 
     Raises:
         ValueError: No config can be read there.
@@ -270,11 +271,10 @@ def is_drafter(name: str | os.PathLike) -> bool:
     try:
         config, _ = PreTrainedConfig.get_config_dict(str(name))
     except OSError as error:
-        raise ValueError(
+        raise UserValueError(
             f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
         ) from error
-    # As in `as_drafter_fields`, except for the reference's layout, which looks like a small Llama.
-    return config.get("model_type", "gumiho" if "model" in config else None) == GumihoConfig.model_type
+    return is_of_drafter(config, name)
 
 
 def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoModel | None:

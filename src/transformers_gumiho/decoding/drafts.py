@@ -40,9 +40,10 @@ def make_generator(
     # Only their device and dtype: the drafter must not keep the states of the prompt.
     device, dtype = states.last.device, states.last.dtype
     # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
-    num_new = max(settings.longest_path + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
+    num_serial = min(drafter.config.num_serial_tokens, settings.tree_depth)
+    num_new = max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
     memory = session.memory
-    head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype, memory)
+    head, token_ids = head_for_drafting(session.model, drafter, settings.draft_vocabulary, device, dtype, memory)
     break_even = settings.break_even
     if break_even is None:
         break_even = estimate_break_even(session.model, drafter, settings, chooser.batch_size)

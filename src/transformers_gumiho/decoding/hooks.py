@@ -8,8 +8,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
+from transformers.utils import logging
 
-from ..internals import DECODING_STEP, PLAIN_STEP, VALIDATION_STEP, generation_step, replace_generation_step
+from ..internals import (
+    DECODING_STEP,
+    PLAIN_STEP,
+    VALIDATION_STEP,
+    default_setting,
+    generation_step,
+    replace_generation_step,
+)
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter
 from ..verification import attention
@@ -18,6 +26,9 @@ from ..verification.traits import TargetTraits
 from ..verification.without_graphs import without_graphs
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import check_inputs, decode_with_tree
+
+
+logger = logging.get_logger(__name__)
 
 
 def _drafter_in(assistant: Any) -> GumihoModel | None:
@@ -43,10 +54,22 @@ def _validate_generation_mode(
     if drafter is not None:
         if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
             check_request(target, drafter, generation_config, generation_mode_kwargs)
+        _warn_of_tree_size(target, generation_config)
         # `plain` checks the rest as for a call without an assistant.
         generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         generation_mode_kwargs = {name: v for name, v in generation_mode_kwargs.items() if name != "assistant_model"}
     plain(generation_mode, generation_config, generation_mode_kwargs)
+
+
+def _warn_of_tree_size(target: PreTrainedModel, generation_config: GenerationConfig) -> None:
+    """Warns of a tree size in a call. As in transformers, only that of the assistant has an effect."""
+    name = "num_assistant_tokens"
+    value = getattr(generation_config, name)
+    if value not in (getattr(target.generation_config, name), default_setting(name)):
+        logger.warning_once(
+            f"`{name}={value!r}` in a call of `generate()` has no effect: it is a setting of the drafter. Set "
+            f"`assistant_model.generation_config.{name} = {value!r}`."
+        )
 
 
 def _assisted_decoding(
@@ -62,7 +85,7 @@ def _assisted_decoding(
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
-    verifier = without_graphs(target, drafter.config.target_layer_ids)
+    verifier = without_graphs(target, drafter.config.layers_read(target.config))
     traits = TargetTraits.of(verifier)
     reason = reason_against(check_inputs, verifier, traits, input_ids, kwargs)
     if reason is None:

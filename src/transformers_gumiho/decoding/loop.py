@@ -109,7 +109,7 @@ def decode_with_tree(
     with ExitStack() as running:
         running.callback(chooser.release_noise)
         with events.stage("prompt"):
-            layers = assistant_model.config.target_layer_ids
+            layers = assistant_model.config.layers_read(target.config)
             session, output = read_prompt(
                 target, traits, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes, layers
             )

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
+from ..user_errors import UserValueError
 from ..verification.output_head import head_for_drafting
 from ..verification.placement import input_device
 from ..verification.prediction_head import projected_states
@@ -119,7 +120,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         )
         settings = replace(settings, branching_factor=1)
         head, token_ids = head_for_drafting(
-            target, settings.draft_vocabulary, device=input_device(target), dtype=target.dtype
+            target, assistant_model, settings.draft_vocabulary, device=input_device(target), dtype=target.dtype
         )
         eos_token_id = generation_config.eos_token_id
         return cls(
@@ -231,7 +232,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
             ValueError: There are no hidden states, or several sequences.
         """
         if input_ids.shape[0] != 1:
-            raise ValueError(
+            raise UserValueError(
                 f"A single path fits one sequence, got a batch of {input_ids.shape[0]}; use `draft_tree`."
             )
         budget = self.drafter.settings.tree_depth
@@ -253,7 +254,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         hidden_states = getattr(model_outputs, "hidden_states", None)
         if not hidden_states:
             given = "no outputs" if model_outputs is None else f"a {type(model_outputs).__name__} without them"
-            raise ValueError(
+            raise UserValueError(
                 f"Gumiho drafts from the target's last hidden states, but got {given}. Run the target with "
                 f"`output_hidden_states=True` and pass what it returns as `model_outputs`, or pass them as "
                 f"`hidden_states`."

@@ -201,7 +201,8 @@ class GumihoDrafter:
             # Each path has its own tokens, and the features that predict the next ones.
             parents = level.parents.to(feature.device)
             fused = self._fuse(self._ids(level.tokens).to(feature.device), gather_rows(feature, parents))
-            path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
+            if self._num_heads > 0:
+                path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < self._num_serial:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
                 positions = (position_ids + step).expand(-1, fused.shape[1])

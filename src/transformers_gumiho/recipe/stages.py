@@ -163,7 +163,7 @@ class Run:
         journal = Journal(self.work / "evaluation" / "samples.jsonl", conditions)
         samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
         if len({sample.mode for sample in samples}) < len(modes):
-            raise SystemExit("Stopped. Run the same command again to continue from here.")
+            raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.")
         table = markdown(summarize(samples))
         self._say(table)
         card = self.folder / "README.md"

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from ..tree.walk import AcceptedPath
+from ..user_errors import UserValueError
 from .tree_cache import CONVERTIBLE_LAYERS
 
 
@@ -102,7 +103,9 @@ class ChainCache:
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Removes the newest `max(num_removed)` entries, which must be of the newest pass."""
         if max(num_removed) > self._num_accepted:
-            raise ValueError(f"Cannot remove {max(num_removed)} tokens: the newest pass left {self._num_accepted}.")
+            raise UserValueError(
+                f"Cannot remove {max(num_removed)} tokens: the newest pass left {self._num_accepted}."
+            )
         self._num_accepted -= max(num_removed)
         self._length -= max(num_removed)
 

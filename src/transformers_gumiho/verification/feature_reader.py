@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..model.target_layers import TargetLayers
+from ..user_errors import UserValueError
 from .prediction_head import projected_states
 
 
@@ -64,49 +66,50 @@ def find_decoder(target: PreTrainedModel) -> nn.Module:
     return submodels[0] if is_other and len(submodels) == 1 else decoder
 
 
-def find_layers(target: PreTrainedModel, layer_ids: Sequence[int]) -> dict[int, nn.Module]:
+def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.Module]:
     """
-    Returns these layers of a target's decoder by number. The last layer is left out: the drafter reads its state after
-    the final norm.
+    Returns these layers of a target's decoder by number. The last layer is left out if its state is read after the
+    final norm.
 
     Raises:
         ValueError: The target lacks these layers, or they cannot be found.
     """
     name, num_layers = type(target).__name__, target.config.get_text_config(decoder=True).num_hidden_layers
-    if max(layer_ids) >= num_layers:
-        raise ValueError(
-            f"This Gumiho drafter reads the layers {list(layer_ids)} (`target_layer_ids`), and {name} has "
+    if max(layers.ids) >= num_layers:
+        raise UserValueError(
+            f"This Gumiho drafter reads the layers {list(layers.ids)} (`target_layer_ids`), and {name} has "
             f"{num_layers}, 0 to {num_layers - 1}. Use a drafter that was trained for this target."
         )
     lists = [module for module in find_decoder(target).children() if isinstance(module, nn.ModuleList)]
-    layers = next((found for found in lists if len(found) == num_layers), None)
-    if layers is None:
-        raise ValueError(
+    modules = next((found for found in lists if len(found) == num_layers), None)
+    if modules is None:
+        raise UserValueError(
             f"The {num_layers} layers of {name} were not found in one list of its decoder, so their states cannot be "
             f"read. Use a drafter without `target_layer_ids`."
         )
-    return {number: layers[number] for number in layer_ids if number < num_layers - 1}
+    num_hooked = num_layers - 1 if layers.is_last_normed else num_layers
+    return {number: modules[number] for number in layers.ids if number < num_hooked}
 
 
 class FeatureReader:
     """
-    Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Of the
-    layers, only `layer_ids`, a drafter's `target_layer_ids`, get hooks.
+    Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Only the
+    layers that a drafter reads get hooks.
 
     Raises:
         ValueError: The target does not have these layers.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int] | None = None):
+    def __init__(self, target: PreTrainedModel, layers: TargetLayers | None = None):
         self.target = target
-        self.layer_ids = layer_ids
-        self._layers = {} if layer_ids is None else find_layers(target, layer_ids)
+        self.layers = layers
+        self._modules = {} if layers is None else find_layers(target, layers)
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
         """
         Runs the decoder on `input_ids` `(B, T)` and further arguments, without output projection and cache.
         """
-        if self.layer_ids is None:
+        if self.layers is None:
             return TargetStates.from_last(projected_states(self.target, self._run(input_ids, **kwargs)))
         with self.listening():
             begin_capture()
@@ -120,7 +123,7 @@ class FeatureReader:
     def listening(self) -> Iterator[None]:
         """Returns a context in which passes between `begin_capture` and `end_capture` are recorded."""
         with ExitStack() as hooks:
-            for number, layer in self._layers.items():
+            for number, layer in self._modules.items():
                 hooks.callback(layer.register_forward_hook(_layer_keeper(number)).remove)
             hooks.callback(find_decoder(self.target).register_forward_hook(keep_states).remove)
             try:
@@ -142,15 +145,15 @@ class FeatureReader:
                 f"not be read. Make its `forward` call the decoder instead of a part of it."
             )
         last = projected_states(self.target, _joined([last for last, _ in captured]))
-        if self.layer_ids is None:
+        if self.layers is None:
             return TargetStates.from_last(last)
         fused = []
-        for number in self.layer_ids:
+        for number in self.layers.ids:
             states = last
-            if number in self._layers:
+            if number in self._modules:
                 states = _joined([dict(layers)[number] for _, layers in captured]).to(last.device)
             if states.shape != last.shape:
-                raise ValueError(
+                raise UserValueError(
                     f"Layer {number} of {type(self.target).__name__} returns states of shape {tuple(states.shape)}, "
                     f"which cannot be fused with its last states {tuple(last.shape)}. Use a drafter without "
                     f"`target_layer_ids`."

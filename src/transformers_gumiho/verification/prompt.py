@@ -1,12 +1,13 @@
 """The prefill of a generation, as plain decoding runs it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..internals import pad_token_id, run_prompt
+from ..model.target_layers import TargetLayers
+from ..user_errors import UserValueError
 from .chain_cache import ChainCache
 from .chain_session import ChainSession
 from .cycle_shapes import CycleShapes
@@ -44,7 +45,7 @@ def read_prompt(
     num_nodes: int,
     max_new_tokens: int,
     shapes: CycleShapes,
-    layer_ids: Sequence[int] | None = None,
+    layers: TargetLayers | None = None,
 ) -> tuple["TargetSession", TargetOutput]:
     """
     Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
@@ -54,12 +55,12 @@ def read_prompt(
         num_nodes: Most nodes of a later tree, root included. Longer paths use the slots of later tokens.
         max_new_tokens: Most tokens that may follow.
         shapes: Shapes of the passes over trees.
-        layer_ids: The `target_layer_ids` of the drafter.
+        layers: The layers that the drafter reads.
 
     Returns:
         The session that continues from here, and the output for the prompt.
     """
-    reader, name = FeatureReader(model, layer_ids), traits.cache_argument
+    reader, name = FeatureReader(model, layers), traits.cache_argument
     # Read before the pass, which may replace them.
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
     cache = model_kwargs.get(name)
@@ -124,7 +125,7 @@ def _run_prompt(
 
 
 @torch.no_grad()
-def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layer_ids: Sequence[int] | None) -> None:
+def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layers: TargetLayers | None) -> None:
     """
     Runs the target on two tokens.
 
@@ -135,7 +136,7 @@ def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layer_ids: 
     tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=target.device), traits.make_cache()
     model_kwargs = {traits.cache_argument: cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
     model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
-    _run_prompt(target, FeatureReader(target, layer_ids), tokens, GenerationConfig(), model_kwargs)
+    _run_prompt(target, FeatureReader(target, layers), tokens, GenerationConfig(), model_kwargs)
     _num_entries(traits, cache, None, 2, 0)
 
 
@@ -159,7 +160,7 @@ def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, nu
         return num_read if mask is None else mask.shape[1]
     length: int = cache.get_seq_length()
     if length <= num_before:
-        raise ValueError(
+        raise UserValueError(
             f"{traits.name} added nothing to the cache in its argument `{traits.cache_argument}`, the name that this "
             f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
             f"`assistant_model`."
