@@ -134,7 +134,9 @@ def test_field_is_refused(pair: tuple[PreTrainedModel, GumihoModel], name: str) 
         decode(target, REFUSED[name] | {"assistant_model": drafter, "trust_remote_code": True})
 
 
-@pytest.mark.parametrize("given", [{}, {"generation_config": GenerationConfig(num_assistant_tokens=2, max_new_tokens=24)}])
+@pytest.mark.parametrize(
+    "given", [{}, {"generation_config": GenerationConfig(num_assistant_tokens=2, max_new_tokens=24)}]
+)
 def test_a_tree_size_in_a_call_is_said_to_be_a_setting_of_the_drafter(
     pair: tuple[PreTrainedModel, GumihoModel], given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

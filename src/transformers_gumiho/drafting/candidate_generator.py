@@ -15,12 +15,12 @@ from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
 from ..user_errors import UserValueError
+from ..verification.feature_reader import projected_states
 from ..verification.output_head import head_for_drafting
 from ..verification.placement import input_device
-from ..verification.prediction_head import projected_states
 from ..verification.requirements import check_pair
+from ..verification.session import CommittedTokens
 from ..verification.tree_cache import GROWTH, TreeCache
-from .committed_tokens import CommittedTokens
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GumihoDrafter, last_of_rows
 from .pause import DraftingPause, DraftOrigin
@@ -134,19 +134,23 @@ class GumihoCandidateGenerator(CandidateGenerator):
             token_ids=token_ids,
         )
 
-    def draft_tree(self, committed: CommittedTokens, num_missing: int = 0) -> DraftTree:
+    def draft_tree(self, committed: CommittedTokens, num_missing: int | None = None) -> DraftTree:
         """
         Returns the tree of the next cycle.
 
         Args:
             committed: What was committed since the last call: first the prompt, then the tokens of one cycle. On any
                 device; the tree is on the same one.
-            num_missing: Most tokens that may follow. It limits the runs of the context.
+            num_missing: Most tokens that may follow in any row. The target chooses the last of them itself, so no path
+                is as long, except in fixed shapes. By default any number may follow.
         """
-        # Before drafting, because reading the text waits until the device has finished its earlier work.
+        max_depth = None if num_missing is None or self.drafter.has_fixed_shapes else num_missing - 1
+        if max_depth == 0:
+            self.origin = DraftOrigin("end")
+            return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
         branch = None
         if self._context is not None:
-            branch = self._context.draft(committed.tokens.device, self._run_lengths(num_missing))
+            branch = self._context.draft(committed.tokens.device, self._run_lengths(num_missing or 0), max_depth)
         self.origin = self._next_origin(committed, is_run=branch is not None and branch.is_run)
         is_drafted = self.origin.source == "drafter"
         # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
@@ -154,7 +158,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         if not is_drafted:
             return self._make_undrafted(branch)
         committed, self._unread = CommittedTokens.join(self._unread), []
-        tree = self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
+        tree = self.drafter.draft(committed.to(self.device), max_depth).to(committed.tokens.device)
         self._num_drafted = tree.tokens.shape[1] - 1
         return self._add_branch(tree, branch)
 
@@ -197,8 +201,10 @@ class GumihoCandidateGenerator(CandidateGenerator):
         if branch is not None:
             merge = take_better_chain if settings.branching_factor == 1 else merge_branch
             tree = merge(tree, branch.tokens, branch.log_probs)
+        if self._context is None or not self.drafter.has_fixed_shapes:
+            return tree
         # With fixed shapes all trees are equally deep, with or without a branch.
-        return tree if self._context is None else replace(tree, max_depth=settings.longest_path)
+        return replace(tree, max_depth=settings.longest_path)
 
     def get_candidates(
         self,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from transformers import GenerationConfig
@@ -143,7 +144,7 @@ class DraftingSettings:
         _check_lookup(settings, "It was given to `generate()`.")
         return settings
 
-    @property
+    @cached_property
     def longest_path(self) -> int:
         """Most drafted tokens on a path, including those of prompt lookup."""
         if self.branching_factor == 1:
@@ -191,7 +192,7 @@ class DraftingSettings:
         given = self.draft_temperature if isinstance(self.draft_temperature, tuple) else (self.draft_temperature,)
         return (*given, *[given[-1]] * self.tree_depth)[: self.tree_depth]
 
-    @property
+    @cached_property
     def beam(self) -> int:
         """Below the serial tokens: how many nodes of a depth are extended, each by as many tokens."""
         # A beam as wide as the tree holds every node that can be among its best.

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..internals import without_layer
 from ..model.target_layers import TargetLayers
 from ..user_errors import UserValueError
-from .prediction_head import projected_states
 
 
+# Where the layers before the projection stand beside it in the target: in ELECTRA, and in ModernBERT's decoder.
+_BESIDE_THE_PROJECTION = ("generator_predictions", "lm_head")
 # The last states `(B, n, H)` of a pass, and the number and states of each hooked layer.
 CapturedPass = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]
 
@@ -52,6 +54,25 @@ class TargetStates:
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TargetStates":
         last = function(self.last)
         return TargetStates(last if self.drafter_input is self.last else function(self.drafter_input), last)
+
+
+def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> Any:
+    """
+    Returns the input `(..., H)` of the target's output projection. After the decoder of BERT, RoBERTa and ELECTRA
+    comes a dense layer with a norm, which may change the width. It runs here, so that the projection alone turns
+    states, and a drafter's features, into logits. `last_hidden_states` `(B, T, ...)` are what the decoder returns.
+    """
+    projection = target.get_output_embeddings()
+    parent = next((module for module in target.modules() if any(m is projection for m in module.children())), target)
+    if not isinstance(parent, PreTrainedModel):
+        # The `forward` of its class: one that was put on the object would run all of the head.
+        states = type(parent).forward(without_layer(parent, projection), last_hidden_states)
+        return states[0] if isinstance(states, tuple) else states  # XLM's head returns a tuple
+    for name in _BESIDE_THE_PROJECTION:
+        beside = getattr(parent, name, None)
+        if isinstance(beside, nn.Module) and beside is not projection:
+            return beside(last_hidden_states)
+    return last_hidden_states
 
 
 def find_decoder(target: PreTrainedModel) -> nn.Module:

@@ -14,7 +14,7 @@ from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
 from ..user_errors import UserValueError
 from .attention import MASKED_IMPLEMENTATIONS, tree_attention_obstacle
-from .chain_cache import BLOCK_INDEX_KIND, can_roll_back
+from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .feature_reader import find_layers
 from .traits import TargetTraits
 from .tree_cache import is_convertible
