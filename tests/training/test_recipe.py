@@ -322,10 +322,3 @@ def test_held_out_rows_are_chosen_before_anything_is_written(tmp_path: Path) -> 
     assert sorted(len(cached[index]["input_ids"]) for index in range(len(cached))) == sorted(expected)
     assert len({*expected}) > 5
     assert min(expected) < 20 < 40 < max(expected)
-
-
-@pytest.mark.parametrize("option", ["--serial_unroll_steps", "--serial-unroll-steps=2"])
-def test_a_removed_option_says_what_to_do(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gumiho("train", "--output_dir", tmp_path, "--target", "t", "--data", "x", option, 2)
-    assert "--serial_unroll_steps was removed: steps beyond those of drafting lost 4.8%" in capsys.readouterr().err

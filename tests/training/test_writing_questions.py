@@ -110,7 +110,7 @@ def test_a_target_that_writes_nothing_of_use_is_told(tmp_path: Path) -> None:
     message = r"Of 40 prompts that the target wrote, 0 are of use. Dropped: 40 \(does not end\)"
     with pytest.raises(ValueError, match=message):
         synthesize(make_chat_target(mean_length=1e9), tmp_path / "a.jsonl", max_prompt_tokens=4)
-    with pytest.raises(ValueError, match="at least 1 prompt and 1 token, got 0 and 4"):
+    with pytest.raises(ValueError, match="at least 1 prompt of 1 token, got 0 of 4"):
         synthesize(make_chat_target(), tmp_path / "b.jsonl", 0, max_prompt_tokens=4)
 
 

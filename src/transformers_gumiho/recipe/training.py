@@ -24,6 +24,7 @@ from ..training import (
 )
 from ..training.data.conversations import MalformedRowError, RawText, read_row
 from ..training.data.usable_rows import held_out_numbers
+from ..user_errors import UserValueError, as_user_errors
 from .arguments import RecipeArguments
 from .writing import row_length
 
@@ -91,7 +92,7 @@ def cached_data(
     """
     caches = [FeatureDataset(folder) for folder in folders]
     if len({cache.manifest.fingerprints["data"] for cache in caches}) < len(caches):
-        raise ValueError("--features names caches of the same texts. Give each of them once.")
+        raise UserValueError("--features names caches of the same texts. Give each of them once.")
     rows: Any = torch.utils.data.ConcatDataset(caches)
     share = 0.0 if held_out is not None else len(held_out_numbers(len(rows), num_eval_rows, seed)) / len(rows)
     chosen = [
@@ -156,7 +157,8 @@ def _make_drafter(
     if (layers := fields.get("target_layer_ids")) is not None:
         fields = fields | {"target_layer_ids": resolve_layer_ids(source.config, layers)}
     if start is not None:
-        drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
+        with as_user_errors():
+            drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):
         drafter = source.make_drafter(**fields).float()
     else:

@@ -30,12 +30,14 @@ from ..training import (
 from ..training.data.rendering import with_template_kwargs
 from ..training.data.usable_rows import usable_rows
 from ..training.writing.answer_file import processes
+from ..user_errors import as_user_errors
 from .arguments import WritingArguments
 
 
 def load_tokenizer(args: WritingArguments) -> PreTrainedTokenizerBase:
     """Returns the target's tokenizer, with the chat template that the options name, and its arguments."""
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    with as_user_errors():
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
     if args.chat_template is not None:
         tokenizer.chat_template = read_text(args.chat_template)
     return with_template_kwargs(tokenizer, args.template_kwargs)
@@ -50,9 +52,10 @@ def load_target(args: WritingArguments) -> PreTrainedModel:
             f"{num_devices} devices are visible, and {state.num_processes} used: see `accelerate launch` in the guide."
         )
     # With its index: transformers loads in threads, in which the current device is the first one.
-    return AutoModelForCausalLM.from_pretrained(
-        args.target, dtype=args.target_dtype, device_map=args.device_map or state.device
-    ).eval()
+    with as_user_errors():
+        return AutoModelForCausalLM.from_pretrained(
+            args.target, dtype=args.target_dtype, device_map=args.device_map or state.device
+        ).eval()
 
 
 def row_length(args: WritingArguments, config: PreTrainedConfig) -> int:
@@ -88,7 +91,8 @@ def write_answers(
     Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `target`, it is loaded
     if no server runs it.
     """
-    config = AutoConfig.from_pretrained(args.target)
+    with as_user_errors():
+        config = AutoConfig.from_pretrained(args.target)
     sampling = args.sampling(_generation_config(args))
     settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)
     if not args.writes_prompts:

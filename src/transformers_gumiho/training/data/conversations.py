@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...user_errors import UserValueError
 from .sources import JSON_LINE
 
 
@@ -18,7 +19,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
 
 
-class MalformedRowError(ValueError):
+class MalformedRowError(UserValueError):
     """A row that cannot be used; its message is the reason it is counted under."""
 
 

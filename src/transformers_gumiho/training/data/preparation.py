@@ -8,6 +8,7 @@ import numpy as np
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...user_errors import UserValueError
 from .conversations import FORMATS, Conversation, LeftOut, MalformedRowError, RawText, parse_row, read_row
 from .rendering import Renderer, counting_states, with_template_kwargs
 from .sources import JSON_LINE
@@ -143,7 +144,7 @@ def prepare_dataset(
     )
     kept = [index for index, row in enumerate(encoded.with_format("numpy")) if report.keeps(row)]
     if not kept:
-        raise ValueError(f"No row of the dataset could be used:\n{report}")
+        raise UserValueError(f"No row of the dataset could be used:\n{report}")
     rows = encoded.select(kept).select_columns(list(_ROWS))
     if packing:
         rows = rows.map(
@@ -163,7 +164,7 @@ def check_length(target_config: PreTrainedConfig, max_length: int) -> None:
     """Raises `ValueError` for more tokens than a target has positions for."""
     positions = getattr(target_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if max_length < 2 or (positions and max_length > positions):
-        raise ValueError(
+        raise UserValueError(
             f"`max_length` must be at least 2 and at most the target's {positions} positions, got {max_length}."
         )
 
@@ -171,13 +172,17 @@ def check_length(target_config: PreTrainedConfig, max_length: int) -> None:
 def check_form(dataset: Dataset, answered: bool = True) -> None:
     """Raises `ValueError` for a dataset that is a stream, empty or of an unknown form."""
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"The dataset must be a `datasets.Dataset`, got {type(dataset).__name__}. Load it at once.")
+        raise UserValueError(
+            f"The dataset must be a `datasets.Dataset`, got {type(dataset).__name__}. Load it at once."
+        )
     columns = dataset.column_names
     if not columns or not len(dataset):
-        raise ValueError("The dataset is empty. Check its name and split.")
+        raise UserValueError("The dataset is empty. Check its name and split.")
     known = {"messages", "conversations", "completion", "text", JSON_LINE} | (set() if answered else {"prompt"})
     if not known & set(columns):
-        raise ValueError(f"The dataset has the columns {columns}, and must have {FORMATS}. Rename or map its columns.")
+        raise UserValueError(
+            f"The dataset has the columns {columns}, and must have {FORMATS}. Rename or map its columns."
+        )
 
 
 def _encode_batch(

@@ -11,6 +11,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from ...open_text import count_closing_tokens, encode_open_text
+from ...user_errors import UserValueError
 from .conversations import REASONING, Conversation, MalformedRowError, RawText
 
 
@@ -49,7 +50,7 @@ class Renderer:
         try:
             added = tokenizer.added_tokens_decoder.items()
         except (AttributeError, NotImplementedError) as error:
-            raise ValueError(
+            raise UserValueError(
                 f"{type(tokenizer).__name__} does not say which of its tokens are special. Load the target's "
                 f"`tokenizer.json` instead (`PreTrainedTokenizerFast`)."
             ) from error
@@ -94,7 +95,7 @@ class Renderer:
         if isinstance(example, RawText):
             return [self._raw_text(example)]
         if not self.tokenizer.chat_template:
-            raise ValueError(
+            raise UserValueError(
                 f"The dataset holds conversations, and the target's tokenizer {self.tokenizer.name_or_path!r} has no "
                 f"chat template. Set `tokenizer.chat_template` (`--chat_template FILE` in the commands), or give the "
                 f"dataset a `text` column."

@@ -9,6 +9,7 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ...open_text import encode_open_text
+from ...user_errors import UserValueError
 from .conversations import Conversation, LeftOut, MalformedRowError, RawText, read_row
 from .preparation import check_form
 from .rendering import Renderer
@@ -78,7 +79,7 @@ def usable_rows(
         report += f"\n  {num_dropped:,} conversations begin with an answer, which is left out"
     report = "\n".join([report, *left_out.lines()])
     if not kept:
-        raise ValueError(f"No row of the dataset can be used:\n{report}")
+        raise UserValueError(f"No row of the dataset can be used:\n{report}")
     return dataset.select(kept), report
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...internals import dataset_fingerprint
 from ...resumable_file import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
+from ...user_errors import UserValueError
 from ..data.conversations import MalformedRowError, RawText, read_row
 from ..data.rendering import with_template_kwargs
 from ..fingerprint import tokenizer_fingerprints
@@ -159,7 +160,7 @@ def _finish(path: Path) -> None:
     ended = [generation["ended"] for row in rows for generation in row.get("generations", [])]
     text = f"{len(rows):,} rows with {len(ended):,} answers. Left out: {count_in_words(reasons)}."
     if not ended:
-        raise ValueError(f"No row could be answered: {text}")
+        raise UserValueError(f"No row could be answered: {text}")
     if (num_cut := ended.count(False)) > _MANY_CUT * len(ended):
         text += f" {num_cut / len(ended):.0%} of the answers were cut at a limit: raise `--max_new_tokens`."
     tqdm.write(text)

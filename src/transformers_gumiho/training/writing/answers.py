@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...open_text import encode_open_text
+from ...user_errors import UserValueError
 from ..data.conversations import Conversation, MalformedRowError, RawText, read_row
 from ..data.rendering import Renderer
 from ..data.written import Generation
@@ -42,7 +43,7 @@ class WritingSettings:
     def __post_init__(self) -> None:
         for name in ("max_length", "max_new_tokens", "num_prompt_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+                raise UserValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
 
 
 class AnswerWriter:

@@ -9,6 +9,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 from transformers.cache_utils import DynamicLayer
 
 from ...internals import CACHE_NAME
+from ...user_errors import UserValueError
 from ...verification.fingerprint import model_fingerprint
 from ...verification.placement import input_device
 from ..target_features import why_not_finite
@@ -41,7 +42,7 @@ class LocalEngine:
 
     def __init__(self, target: PreTrainedModel, batch_size: int = 32):
         if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+            raise UserValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         self.target, self.batch_size = target.eval(), batch_size
         ends = target.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list) else [ends]) - {None}
@@ -121,7 +122,7 @@ class _Choice(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Returns the scores `(B, V)`, in which sampled rows have one finite score each."""
         if scores.isnan().any():
-            raise ValueError(why_not_finite(self.dtype))
+            raise UserValueError(why_not_finite(self.dtype))
         if self.sampling is None or self.numbers is None:
             return scores
         rows, step = self.rows.to(scores.device), input_ids.shape[1] - self.prompt_length

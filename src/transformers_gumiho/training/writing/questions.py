@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...resumable_file import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
+from ...user_errors import UserValueError
 from ..data.conversations import MalformedRowError
 from ..data.rendering import Renderer, with_template_kwargs
 from ..data.usable_rows import normalized
@@ -34,7 +35,7 @@ _MIN_LETTERS = 0.3
 _RUN = re.compile(r"(.{1,20}?)\1{7,}", re.DOTALL)
 
 
-class UserTurnNotFoundError(ValueError):
+class UserTurnNotFoundError(UserValueError):
     """A chat template under which a target cannot be asked for a user's turn."""
 
 
@@ -101,7 +102,9 @@ def synthesize_dataset(
         OSError: The disk is full, or another run writes there. What was written stays.
     """
     if num_prompts < 1 or max_prompt_tokens < 1:
-        raise ValueError(f"Questions need at least 1 prompt and 1 token, got {num_prompts} and {max_prompt_tokens}.")
+        raise UserValueError(
+            f"There must be at least 1 prompt of 1 token, got {num_prompts} of {max_prompt_tokens}."
+        )
     state, path = processes(), Path(output_file)
     sampling, tokenizer = sampling or Sampling(), with_template_kwargs(tokenizer, chat_template_kwargs)
     writer = _QuestionWriter(
@@ -145,7 +148,7 @@ def _grow(path: Path, writer: "_QuestionWriter", engine: Engine, num_prompts: in
             num_written += together
             progress.update(min(len(seen), num_prompts) - progress.n)
             if num_written >= 10 * together and len(seen) < num_written / 100:
-                raise ValueError(
+                raise UserValueError(
                     f"Of {num_written} prompts that the target wrote, {len(seen)} are of use. Dropped: "
                     f"{count_in_words(dropped)}. Give questions (`--data FILE`) or first words (`--openings FILE`)."
                 )

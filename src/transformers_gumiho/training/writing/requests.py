@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from transformers import GenerationConfig
 
+from ...user_errors import UserValueError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -21,7 +23,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature <= 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.share <= 1:
-            raise ValueError(
+            raise UserValueError(
                 f"The temperature must be above 0, `top_p` in (0, 1], `top_k` at least 0 and the share in [0, 1], got "
                 f"{self}."
             )

@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ...user_errors import UserOSError, UserValueError
 from ..data.conversations import MalformedRowError
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Task
@@ -20,7 +21,7 @@ _NUM_REFUSALS = 32  # so many tasks in the beginning, all refused, say that some
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
-class EndpointError(ConnectionError):
+class EndpointError(UserOSError, ConnectionError):
     """A server that does not answer, refuses all requests, or returns only invalid responses."""
 
 
@@ -61,9 +62,9 @@ class ServerEngine:
         self.urls = [urls] if isinstance(urls, str) else list(urls)
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
+                raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
         if concurrency < 1:
-            raise ValueError(f"`concurrency` must be at least 1, got {concurrency}.")
+            raise UserValueError(f"`concurrency` must be at least 1, got {concurrency}.")
         self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
         self.fingerprint = model
         clients = [
