@@ -94,12 +94,6 @@ class Renderer:
         """
         if isinstance(example, RawText):
             return [self._raw_text(example)]
-        if not self.tokenizer.chat_template:
-            raise UserValueError(
-                f"The dataset holds conversations, and the target's tokenizer {self.tokenizer.name_or_path!r} has no "
-                f"chat template. Set `tokenizer.chat_template` (`--chat_template FILE` in the commands), or give the "
-                f"dataset a `text` column."
-            )
         messages = example.messages
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         turns = [n for n in turns if n >= example.first_trained]
@@ -178,6 +172,12 @@ class Renderer:
         return str(self._apply(messages, extras, tokenize=False, **settings))
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], extras: Mapping[str, Any], **settings: Any) -> Any:
+        if not self.tokenizer.chat_template:
+            raise UserValueError(
+                f"The dataset holds conversations, and the target's tokenizer {self.tokenizer.name_or_path!r} has no "
+                f"chat template. Set `tokenizer.chat_template` (`--chat_template FILE` in the commands), or give the "
+                f"dataset a `text` column."
+            )
         settings |= {"return_dict": settings["tokenize"]}
         try:
             try:

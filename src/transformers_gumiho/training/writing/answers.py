@@ -108,7 +108,9 @@ class AnswerWriter:
             return self.renderer.prompt(history, extras)
         except MalformedRowError:  # some templates want an answer without the marks around its reasoning
             said = [
-                m | {"content": self.renderer.after_marks(m["content"])} if m["role"] == "assistant" else m
+                m | {"content": self.renderer.after_marks(m["content"])}
+                if m["role"] == "assistant" and m["content"]
+                else m
                 for m in history
             ]
             return self.renderer.prompt(said, extras)

@@ -39,16 +39,8 @@ class UserTurnNotFoundError(UserValueError):
     """A chat template under which a target cannot be asked for a user's turn."""
 
 
-@dataclass(frozen=True)
-class UserTurn:
-    """What a chat template writes before (`opening`) and after (`closing`) what the user says in the first turn."""
-
-    opening: str
-    closing: str
-
-
-def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
-    """Finds what the tokenizer's chat template writes around a first user turn, or raises `UserTurnNotFoundError`."""
+def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Returns what the chat template writes before and after a first user turn, or raises `UserTurnNotFoundError`."""
     name = tokenizer.name_or_path
     way_out = "template with a user opening (`--chat_template FILE`), or questions (`--data FILE`)."
     if not tokenizer.chat_template:
@@ -64,7 +56,7 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
         raise UserTurnNotFoundError(
             f"The chat template of {name!r} does not show where the user speaks: it {how}. Give a {way_out}"
         )
-    return UserTurn(opening, rest[0].strip())
+    return opening, rest[0].strip()
 
 
 def synthesize_dataset(
@@ -102,13 +94,11 @@ def synthesize_dataset(
         OSError: The disk is full, or another run writes there. What was written stays.
     """
     if num_prompts < 1 or max_prompt_tokens < 1:
-        raise UserValueError(
-            f"There must be at least 1 prompt of 1 token, got {num_prompts} of {max_prompt_tokens}."
-        )
+        raise UserValueError(f"There must be at least 1 prompt of 1 token, got {num_prompts} of {max_prompt_tokens}.")
     state, path = processes(), Path(output_file)
     sampling, tokenizer = sampling or Sampling(), with_template_kwargs(tokenizer, chat_template_kwargs)
     writer = _QuestionWriter(
-        tokenizer, find_user_turn(tokenizer), list(openings) or [""], max_prompt_tokens, sampling, seed
+        tokenizer, *find_user_turn(tokenizer), list(openings) or [""], max_prompt_tokens, sampling, seed
     )
     if state.is_main_process:
         begun_with = {"target": engine.fingerprint, "openings": writer.openings, "sampling": repr(sampling)}
@@ -158,7 +148,8 @@ def _grow(path: Path, writer: "_QuestionWriter", engine: Engine, num_prompts: in
 @dataclass
 class _QuestionWriter:
     tokenizer: PreTrainedTokenizerBase
-    turn: UserTurn
+    opening: str
+    closing: str
     openings: list[str]
     max_tokens: int
     sampling: Sampling
@@ -168,26 +159,26 @@ class _QuestionWriter:
         renderer = Renderer(self.tokenizer)
         self.decode, self.special = renderer.decode, list(self.tokenizer.all_special_tokens)
         # A user's turn ends with the tokenizer's end, or with a special token that begins the closing.
-        closing = self.tokenizer(self.turn.closing, add_special_tokens=False)["input_ids"][:1]
+        closing = self.tokenizer(self.closing, add_special_tokens=False)["input_ids"][:1]
         self.ends = frozenset({*closing} & {*self.tokenizer.all_special_ids})
         self.ends |= {self.tokenizer.eos_token_id} - {None}
 
     def write(self, number: int) -> Task:
         """Asks for what a user might say first; what it draws depends on its number alone."""
-        opening = self.openings[number % len(self.openings)]
-        prompt = list(self.tokenizer(self.turn.opening + opening, add_special_tokens=False)["input_ids"])
+        first_words = self.openings[number % len(self.openings)]
+        prompt = list(self.tokenizer(self.opening + first_words, add_special_tokens=False)["input_ids"])
         seed = random.Random(f"{self.seed} question {number}").getrandbits(31)
         try:
-            ids, ended = yield Request(prompt, self.max_tokens, self.sampling, seed, self.ends, self.turn.closing)
+            ids, ended = yield Request(prompt, self.max_tokens, self.sampling, seed, self.ends, self.closing)
         except MalformedRowError as error:
             return {"prompt": "", "dropped": str(error)}
         # Where it follows first words, it is decoded with them: alone it may lack a space in front.
-        before = prompt if opening else []
+        before = prompt if first_words else []
         said = self.decode(before + ids[: -1 if ended else None])[len(self.decode(before)) :]
-        text = opening + said
-        cut = (text.split(self.turn.closing)[0] if self.turn.closing else text).strip()
+        text = first_words + said
+        cut = (text.split(self.closing)[0] if self.closing else text).strip()
         reason = why_degenerate(cut, ended or cut != text.strip(), self.special)
-        if opening and cut == opening.strip():
+        if first_words and cut == first_words.strip():
             reason = "nothing after its opening"
         return {"prompt": cut} | ({} if reason is None else {"dropped": reason})
 
