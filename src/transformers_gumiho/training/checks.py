@@ -13,8 +13,9 @@ from transformers.utils import logging
 
 from ..internals import attention_implementation
 from ..losses.positions import count_positions
-from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
+from ..model.wrappers import unwrap_drafter
 from ..user_errors import UserValueError
 from .collator import GumihoDataCollator
 from .draft_vocabulary import rows_without_states
