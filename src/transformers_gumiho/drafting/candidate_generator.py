@@ -146,7 +146,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.Tensor, model_outputs: Any = None, n_last_matches: int = 0, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         """
-        Returns a text `(1, T)` and the best path of the next tree after it. This is transformers' protocol of candidate
+        Returns a text `(1, T)` and the best path of the next tree after it: transformers' protocol of candidate
         generators, for a text without padding, and a drafter that reads what the target's output head reads.
 
         Args:
