@@ -23,6 +23,8 @@ DECODING_SETTINGS = (
 )
 # A `break_even` under which no drafter pauses: every cycle commits a token.
 NEVER_PAUSES = 1.0
+# The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
+_right_vocabulary: list[tuple[int, list[int]]] = []
 # Of earlier releases; ignored.
 _DROPPED_SETTINGS = ("cycle_costs",)
 
@@ -41,6 +43,8 @@ def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:
     Returns why `token_ids` is no list (or tuple) of distinct token ids below `vocab_size`, at least one, as the end of
     a sentence; `None` where it is one.
     """
+    if _right_vocabulary == [(vocab_size, token_ids)]:
+        return None
     if not isinstance(token_ids, (list, tuple)):
         return f"it is of type {type(token_ids).__name__}"
     if not token_ids:
@@ -53,6 +57,7 @@ def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:
             return f"it holds {extreme}"
     if len(set(token_ids)) < len(token_ids):
         return f"it holds {Counter(token_ids).most_common(1)[0][0]} more than once"
+    _right_vocabulary[:] = [(vocab_size, list(token_ids))]
     return None
 
 

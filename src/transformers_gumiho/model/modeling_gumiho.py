@@ -18,7 +18,6 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from ..user_errors import UserValueError
 from .checkpoint_conversion import (
-    IGNORED_KEYS,
     adopt_released_vocabulary,
     check_fit,
     set_new_fusion_aside,
@@ -47,7 +46,6 @@ class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel)
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["cache", CACHE_NAME]
-    _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -101,6 +99,7 @@ class GumihoModel(GumihoPreTrainedModel):
             self.embed_tokens = nn.Embedding(llama.vocab_size, config.embedding_width)
         self.serial_head = SERIAL_HEADS[config.serial_head]
         self.serial_head.add_modules(self, config)
+        self._keys_to_ignore_on_load_unexpected = set(self.serial_head.ignored_keys)
         self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
