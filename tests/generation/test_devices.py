@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding import token_choice
-from transformers_gumiho.decoding.named_drafters import load_drafter
+from transformers_gumiho.decoding.attach import load_drafter
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.training.sampling import Nucleus, Sampling

@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -379,6 +380,12 @@ def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
     written = capsys.readouterr()
     assert written.out.count(" | interrupted]") == 1
     assert written.err.splitlines()[-1] == "gumiho show: Interrupted."
+    # Importing the package takes seconds, too.
+    monkeypatch.delitem(sys.modules, "transformers_gumiho.cli")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupt), *sys.meta_path])
+    with pytest.raises(SystemExit, match="130"):
+        gumiho("show")
+    assert capsys.readouterr().err.splitlines()[-1] == "gumiho show: Interrupted."
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])

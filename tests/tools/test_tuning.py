@@ -16,7 +16,7 @@ from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformers_gumiho import GumihoModel
+from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting.settings import DraftingSettings
@@ -197,6 +197,14 @@ def test_a_list_competes_on_texts_that_it_was_not_counted_on(monkeypatch: pytest
     assert set(result.settings["draft_vocabulary"]) <= everything
     assert [tree.vocabulary for tree in result.vocabularies] == ["counted", "all", "own"]
     assert "draft vocabulary " in describe(result)
+
+
+def test_the_depth_of_drafters_without_parallel_heads_is_tuned() -> None:
+    config = GumihoConfig.from_target(make_target().config, num_parallel_heads=0, num_serial_tokens=8)
+    trees = list_trees(config, OWN, verifies_chains=False)
+    assert trees[0] == OWN
+    assert {tree.tree_depth for tree in trees if tree.num_assistant_tokens == 24} == {3, 5, 8}
+    assert {tree.tree_depth for tree in trees if tree.branching_factor == 1} == {3, 5, 8}
 
 
 def test_chains_are_all_that_competes_where_a_target_verifies_no_trees() -> None:

@@ -22,9 +22,6 @@ from .weight_files import PLACES, plain_name, read_entry
 
 logger = logging.get_logger(__name__)
 
-# An output head that a checkpoint may bring along: features are turned into tokens by the head of the target.
-IGNORED_KEYS = {r"^(?:model\.){0,2}lm_head\."}
-
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _FUSION_TENSOR = "layer_fusion.weight"
 # Draft vocabularies in checkpoints of EAGLE drafters: token ids, or their distances from the draft's own indices. The
@@ -203,7 +200,7 @@ def adopt_released_vocabulary(
     if drafter.config.is_eagle3:
         if drafter.config.draft_vocab_size is not None:
             entry_token_ids(_OFFSETS, drafter.d2t.cpu(), vocab_size, name_or_path)
-        return {key for key in unexpected if not is_vocabulary_mask(key)}
+        return unexpected
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if not keys:
         return unexpected
