@@ -138,6 +138,7 @@ class _Run:
             # Turns need the answers before them, so the journal holds all turns of a conversation or none.
             for row in self._journal.find(batch.key) if self._journal is not None else []:
                 turns[row["turn"]].append(Sample(**row))
+            self._num_measured += len(turns)
             yield from turns.values()
             missing += [] if turns else [batch]
         # Graphs that are compiled for the longest prompts have room for the others.
