@@ -12,8 +12,8 @@ from transformers import ElectraConfig, PreTrainedModel, RemBertConfig, RoFormer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.training import GumihoTrainer, OnlineFeatures
-from transformers_gumiho.training.row_leaving import continue_rows
+from transformers_gumiho.training import GumihoTrainer, LocalEngine, OnlineFeatures
+from transformers_gumiho.training.writing.requests import Request
 from transformers_gumiho.verification.feature_reader import FeatureReader
 from transformers_gumiho.verification.output_head import output_head
 
@@ -128,8 +128,8 @@ def test_data_is_written_as_the_target_writes(model_type: str) -> None:
     target = make_target(model_type)
     prompt = prompts([5])
     plain = target.generate(**prompt, max_new_tokens=12, do_sample=False)
-    written = continue_rows(target, prompt["input_ids"].tolist(), 12, set())
-    assert written == [plain[0, 5:].tolist()]
+    ((written, _),) = LocalEngine(target).complete([Request(prompt["input_ids"][0].tolist(), 12, None, 0)])
+    assert written == plain[0, 5:].tolist()
     states = OnlineFeatures(target).states({"input_ids": plain}).last
     logits = output_head(target)(states)
     assert logits[0, 4:16].argmax(dim=1).tolist() == plain[0, 5:].tolist()
