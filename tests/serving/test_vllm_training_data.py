@@ -38,7 +38,7 @@ TOOLS = [{"type": "function", "function": {"name": "list_paths", "parameters": {
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Path]:
     """A target that writes marks of reasoning and of its end wherever they come to it."""
-    tokenizer, target = make_chat_tokenizer(THINKING), make_chat_target()
+    tokenizer, target = make_chat_tokenizer(THINKING), make_chat_target(hidden_size=128)
     tokenizer.add_tokens(["<think>", "</think>"])
     target.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     with torch.no_grad():  # as likely as the tokens that come most often

@@ -208,9 +208,10 @@ def _encode_batch(
 
 
 def _encode_row(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size: int) -> Iterator[dict[str, Any]]:
-    texts = written_texts(row := parse_row(row), renderer)
-    example = None if texts else read_row(row, has_template=bool(renderer.tokenizer.chat_template))
-    texts = texts or renderer.texts(example)
+    texts, example = written_texts(row := parse_row(row), renderer), None
+    if texts is None:
+        example = read_row(row, has_template=bool(renderer.tokenizer.chat_template))
+        texts = renderer.texts(example)
     if any(token >= vocab_size for ids, _ in texts for token in ids):
         raise MalformedRowError("holds tokens that the target does not have. Use the target's own tokenizer")
     num_dropped = int(isinstance(example, Conversation) and example.drops_answer)

@@ -10,6 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
 from tqdm import tqdm
@@ -33,7 +34,7 @@ _MANY_CUT = 0.1  # of the answers: they are then mostly beginnings
 
 def processes() -> PartialState:
     """Returns the state of this run's processes, of which the fastest may wait for a day."""
-    return PartialState(timeout=timedelta(days=1))
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
 
 
 def regenerate_dataset(

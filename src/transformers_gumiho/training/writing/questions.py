@@ -101,7 +101,11 @@ def synthesize_dataset(
         tokenizer, *find_user_turn(tokenizer), list(openings) or [""], max_prompt_tokens, sampling, seed
     )
     if state.is_main_process:
-        begun_with = {"target": engine.fingerprint, "openings": writer.openings, "sampling": repr(sampling)}
+        begun_with: dict[str, Any] = {
+            "target": engine.fingerprint,
+            "openings": writer.openings,
+            "sampling": repr(sampling),
+        }
         begun_with |= tokenizer_fingerprints(tokenizer) | {"max_prompt_tokens": max_prompt_tokens, "seed": seed}
         with sole_writer(path):
             check_begun_with(path, begun_with)
