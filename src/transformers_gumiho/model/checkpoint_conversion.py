@@ -188,8 +188,8 @@ def adopt_released_vocabulary(
 ) -> set[str]:
     """
     Sets the `draft_vocabulary` of a drafter to the vocabulary that its checkpoint holds as a tensor, unless it is set.
-    That of an EAGLE-3 head belongs to its weights and is only checked. `options` are the arguments of
-    `from_pretrained`. Returns the keys that are still unexpected.
+    That of an EAGLE-3 head belongs to its weights. `options` are the arguments of `from_pretrained`. Returns the keys
+    that are still unexpected.
 
     Raises:
         ValueError: The checkpoint carries several vocabularies, or one that does not fit the drafter.
@@ -197,8 +197,6 @@ def adopt_released_vocabulary(
     unexpected = set(unexpected_keys)
     generation_config, vocab_size = drafter.generation_config, drafter.config.get_text_config().vocab_size
     if drafter.config.is_eagle3:
-        if drafter.config.draft_vocab_size is not None:
-            entry_token_ids(_OFFSETS, drafter.d2t.cpu(), vocab_size, name_or_path)
         return unexpected
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if not keys:

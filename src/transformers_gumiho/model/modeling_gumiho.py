@@ -20,6 +20,7 @@ from ..user_errors import UserValueError
 from .checkpoint_conversion import (
     adopt_released_vocabulary,
     check_fit,
+    entry_token_ids,
     set_new_fusion_aside,
     set_surplus_heads_aside,
     set_transitions_aside,
@@ -201,7 +202,8 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             OSError: There is no config or no weight file, or a file is damaged.
             ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; it reads other
-                layers of the target than it is asked to; or its config is that of another kind of model.
+                layers of the target than it is asked to; its vocabulary does not fit; or its config is that of
+                another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         with damaged_weights_named(pretrained_model_name_or_path, kwargs):
@@ -217,6 +219,8 @@ class GumihoModel(GumihoPreTrainedModel):
         unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
         info["unexpected_keys"] = adopt_released_vocabulary(model, unexpected, name, kwargs)
         check_fit(info, name, allow_mismatch)
+        if config.draft_vocab_size is not None:
+            entry_token_ids("d2t", model.d2t.cpu(), config.get_text_config().vocab_size, name)
         return (model, info) if output_loading_info else model
 
     def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
