@@ -25,8 +25,17 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import WeightRenaming as WeightRenaming
 from transformers.generation import GenerationMixin
 from transformers.integrations import sdpa_attention as _sdpa
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    eager_mask,
+    flash_attention_mask,
+    flex_attention_mask,
+    sdpa_mask,
+)
+from transformers.modeling_utils import AttentionInterface
 from transformers.utils import is_torch_greater_or_equal
 from transformers.utils.output_capturing import capture_outputs as capture_outputs
 
@@ -49,6 +58,20 @@ CACHE_NAME = (
 _COMPILED_FROM = "_torchdynamo_orig_callable"
 
 _CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
+
+# transformers' own function for `sdpa`.
+SDPA_ATTENTION: Callable[..., Any] = sdpa_attention_forward
+# transformers' own attention functions that take no dense mask. They compute what its `sdpa` function computes.
+UNMASKED_ATTENTION: tuple[Callable[..., Any], ...] = (flash_attention_forward, flex_attention_forward)
+# Implementations that transformers itself registers such functions for, by the start of their names.
+_UNMASKED_IMPLEMENTATIONS = ("flash_attention_", "flex_attention")
+# What transformers' own mask functions make for attention.
+_KINDS_OF_MASKS = {
+    sdpa_mask: "boolean",
+    eager_mask: "added",
+    flash_attention_mask: "padding",
+    flex_attention_mask: "padding",
+}
 
 # Private names that subclasses in this package override, by the class that defines them.
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
@@ -176,6 +199,15 @@ def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
     return bool(target._supports_default_dynamic_cache())
 
 
+def weights_version(target: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """Returns what changes when the weights of a target are replaced or written in place."""
+    return tuple(
+        # Tensors made in inference mode count no changes.
+        (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version)
+        for parameter in target.parameters()
+    )
+
+
 def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
     """
     Returns the parameters of the target's `forward` by name. If it has `**kwargs`, also those of the `forward` that it
@@ -222,14 +254,15 @@ def supports_sdpa(target: PreTrainedModel) -> bool:
     return bool(target._supports_sdpa)
 
 
-def attention_function(implementation: str) -> Callable[..., Any]:
-    """Returns the attention function of this implementation."""
-    return ALL_ATTENTION_FUNCTIONS[implementation]
-
-
 def replace_attention_function(implementation: str, function: Callable[..., Any]) -> None:
     """Replaces the attention function of this implementation."""
     AttentionInterface.register(implementation, function)
+
+
+def registered_attention(implementation: str) -> Callable[..., Any] | None:
+    """Returns the attention function that is registered for all models, if any."""
+    function: Callable[..., Any] | None = AttentionInterface._global_mapping.get(implementation)
+    return function
 
 
 def attention_file(kind: type) -> Any:
@@ -240,19 +273,33 @@ def attention_file(kind: type) -> Any:
     return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)
 
 
-def finds_registered_attention(kind: type, implementation: str) -> bool:
-    """Whether layers of a class use the function registered for all models, and not one of their own module."""
-    return attention_file(kind).ALL_ATTENTION_FUNCTIONS[implementation] is ALL_ATTENTION_FUNCTIONS[implementation]
+def attention_of_layers(kind: type, implementation: str) -> Callable[..., Any] | None:
+    """
+    Returns the function that layers of a class look up for this implementation; `None` for `eager` where nobody has
+    registered one. An entry of the object that they ask goes before a registered function.
+    """
+    function: Callable[..., Any] | None = attention_file(kind).ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return function
+
+
+def is_unmasked_implementation(implementation: str) -> bool:
+    """Whether transformers itself registers a function that takes no dense mask under this name."""
+    return implementation.startswith(_UNMASKED_IMPLEMENTATIONS)
+
+
+def masks_for_attention(implementation: str) -> str | None:
+    """
+    Returns what transformers makes for attention of this name: "boolean" masks, masks that are "added" to the scores,
+    the "padding" alone, or masks of a function of the user's ("other"). `None` if it makes none.
+    """
+    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+        return None
+    return _KINDS_OF_MASKS.get(ALL_MASK_ATTENTION_FUNCTIONS[implementation], "other")
 
 
 def eager_attention(kind: type) -> Any:
     """Returns the function that layers of a class call with `eager` attention, if any."""
     return getattr(attention_file(kind), "eager_attention_forward", None)
-
-
-def is_own_sdpa_attention(function: Callable[..., Any]) -> bool:
-    """Whether this is transformers' own function for `sdpa`."""
-    return function is sdpa_attention_forward
 
 
 def attention_reads_groups(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -21,8 +21,8 @@ from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.training.sampling import Nucleus, Sampling
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.walk import AcceptedPath
-from transformers_gumiho.verification.continuation import _measured
 from transformers_gumiho.verification.placement import accelerators_of, drafter_device, input_device
+from transformers_gumiho.verification.trial import _measured
 
 
 GREEDY = {"do_sample": False}

@@ -22,7 +22,6 @@ from ..internals import (
 )
 from ..model.attaching import ATTACHMENT_CHECKS, attached_drafter
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
-from ..verification import attention
 from ..verification.continuation import check_multi_token_decode
 from ..verification.prompt import check_prompt_pass
 from ..verification.requirements import (
@@ -163,8 +162,8 @@ class GumihoGenerationMixin(GenerationMixin):
 
 def install() -> None:
     """
-    Extends `generate()` and the attention functions of transformers for Gumiho drafters. Calls without such a drafter
-    run transformers' own code. Calling this again changes nothing.
+    Extends `generate()` for Gumiho drafters. Calls without such a drafter run transformers' own code. Calling this
+    again changes nothing.
     """
     for name, dispatcher in _DISPATCHERS.items():
         plain = generation_step(name)
@@ -172,7 +171,6 @@ def install() -> None:
             replace_generation_step(name, _dispatching(plain, dispatcher))
     if _check_attachment not in ATTACHMENT_CHECKS:
         ATTACHMENT_CHECKS.append(_check_attachment)
-    attention.install()
 
 
 def _dispatching(plain: Callable[..., Any], dispatcher: Callable[..., Any]) -> Callable[..., Any]:

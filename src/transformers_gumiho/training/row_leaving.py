@@ -59,7 +59,9 @@ def continue_rows(
             found[row] += new[: next((index + 1 for index, token in enumerate(new) if token in ends), len(new))]
         open_rows = [index for index, row in enumerate(rows) if found[row][-1] not in ends]
         if open_rows and max_new_tokens:
-            kept = torch.tensor(open_rows)  # in the computer's memory: it indexes layers on several devices
+            kept = torch.tensor(
+                open_rows, device="cpu"
+            )  # in the computer's memory: it indexes layers on several devices
             cache.batch_select_indices(kept)
             mask = torch.nn.functional.pad(mask, (0, output.shape[1] - ids.shape[1]), value=1)[kept.to(device)]
             ids = output[kept.to(output.device)]

@@ -57,6 +57,7 @@ class ChainSession(TargetSession):
         """Runs pending tokens alone, which commits them."""
         if self.cache.num_pending:
             self._run(tokens[:, :0].to(self.device))
+            self.cache.end_pass()
 
     def _run(self, nodes: torch.Tensor) -> TargetOutput:
         start = self.cache.lengths[0] - self.prompt.length

@@ -7,10 +7,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..internals import pad_token_id, run_prompt
+from ..uploads import upload
 from .chain_cache import ChainCache
 from .chain_session import ChainSession
 from .cycle_shapes import CycleShapes
 from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
+from .placement import input_device
 from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
 from .static_memory import StaticMemory
 from .traits import TargetTraits
@@ -92,7 +94,8 @@ def read_prompt(
         session = ChainSession(model, traits, model_kwargs, reader, chain_cache, *shared)
         session.pad_token_id = pad_token_id(generation_config) or 0
     else:
-        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory)
+        hidden = None if traits.attention.sees_padding else prompt.mask
+        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory)
         tree_cache = FixedTreeCache(tree_cache, device) if shapes.are_fixed else tree_cache
         session = TargetSession(model, traits, model_kwargs, reader, tree_cache, *shared)
     output = TargetOutput(
@@ -116,7 +119,7 @@ def _run_prompt(
     if getattr(config, "num_kv_shared_layers", 0) and "logits_to_keep" in model_kwargs:
         # If this is a number, decoders whose last layers read the keys and values of earlier layers run these last
         # layers for the last token only. The drafter needs the states of the entire prompt.
-        model_kwargs["logits_to_keep"] = torch.tensor([-1])
+        model_kwargs["logits_to_keep"] = upload([-1], input_ids.device)
     with reader.listening():
         begin_capture()
         outputs = run_prompt(model, input_ids, generation_config, model_kwargs)
@@ -132,7 +135,7 @@ def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layer_ids: 
         ValueError: The pass adds nothing to its cache.
         RuntimeError: The states that the drafter reads cannot be read.
     """
-    tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=target.device), traits.make_cache()
+    tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=input_device(target)), traits.make_cache()
     model_kwargs = {traits.cache_argument: cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
     model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
     _run_prompt(target, FeatureReader(target, layer_ids), tokens, GenerationConfig(), model_kwargs)

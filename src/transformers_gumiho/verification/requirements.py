@@ -8,12 +8,13 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 
-from ..internals import attention_implementation
+from ..internals import attention_implementation, is_unmasked_implementation
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
-from .attention import MASKED_IMPLEMENTATIONS, tree_attention_obstacle
+from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chain_cache import BLOCK_INDEX_KIND, can_roll_back
 from .feature_reader import find_layers
+from .placement import input_device
 from .traits import TargetTraits
 from .tree_cache import is_convertible
 
@@ -119,10 +120,12 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
         raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
     _check_adapter(target)
     traits = TargetTraits.of(target)
-    # Any attention verifies chains.
-    if not traits.is_chain and (obstacle := tree_attention_obstacle(target, traits.attention)):
+    attention = traits.attention
+    # Kernels that take no dense mask verify chains.
+    if attention.refusal and not (traits.is_chain and is_unmasked_implementation(attention.name)):
         raise Unsupported(
-            f"{name} cannot verify draft trees with the attention {traits.attention!r}: {obstacle}. {_LOAD_WITH_SDPA}"
+            f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
+            f"{_LOAD_WITH_SDPA}"
         )
     if traits.cache_class is None:
         raise Unsupported(
@@ -250,9 +253,10 @@ def check_text_is_kept(
 
 def _reads_newest_alone(target: PreTrainedModel, cache_argument: str, limit: int) -> bool:
     """Returns whether the target gets neither a cache nor the text before, one token beyond the limit."""
-    cache, entry = DynamicCache(), torch.zeros(1, 1, 1, 1)
+    device = input_device(target)
+    cache, entry = DynamicCache(), torch.zeros(1, 1, 1, 1, device=device)
     cache.update(entry, entry, 0)
-    ids = torch.zeros(1, limit + 1, dtype=torch.long)
+    ids = torch.zeros(1, limit + 1, dtype=torch.long, device=device)
     inputs = target.prepare_inputs_for_generation(
         ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{cache_argument: cache}
     )

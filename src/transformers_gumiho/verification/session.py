@@ -1,7 +1,7 @@
 """One generation of the target behind its prompt: a draft tree per pass."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from ..tree.draft_tree import DraftTree
 from ..tree.walk import AcceptedPath
-from .attention import groups_in_place, tree_attention
+from .attention import groups_in_place, masked_attention
+from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes
 from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .static_memory import StaticMemory
@@ -120,9 +121,10 @@ class TargetSession:
         tree = tree.to(self.device)
         position_ids = self._position_ids(tree)
         tree_masks = self.shapes.stage(_tree_masks, tree.tokens.shape[1])
+        attention = self.traits.attention
+        dtype = attention.mask_dtype(self.dtype)
         # Attention is faster without a mask, where the implementation is known to do without one.
-        omits_masks = self.traits.attention == "sdpa"
-        masks = tree_masks(tree, self.cache, self.dtype, self.traits.windows, omits_masks)
+        masks = tree_masks(tree, self.cache, dtype, self.traits.windows, attention.omits_masks)
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
@@ -141,7 +143,10 @@ class TargetSession:
 
     @cached_property
     def _tree_attention(self) -> Callable[[], AbstractContextManager[None]]:
-        return tree_attention(self.model, self.traits.attention)
+        attention = self.traits.attention
+        if not attention.is_replaced:
+            return nullcontext
+        return masked_attention(self.model, attention.name, attention_classes(self.model))
 
     def keep(self, path: AcceptedPath) -> None:
         """

@@ -34,6 +34,7 @@ class StaticMemory:
         kept = _kept.get(target.get_input_embeddings(), {}).pop((batch_size, capacity), None)
         return cls(batch_size, capacity) if kept is None else kept
 
+    @torch.inference_mode(False)  # or the next generation could not write to them outside of inference mode
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a tensor of zeros."""
         place, self._num_used = self._num_used, self._num_used + 1
@@ -47,6 +48,7 @@ class StaticMemory:
         self._tensors.append(tensor)
         return tensor
 
+    @torch.inference_mode(False)
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a tensor."""
         return self.zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)

@@ -1,7 +1,7 @@
 """The properties of a target that decide how it verifies drafts."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -9,13 +9,14 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..internals import (
-    attention_implementation,
     cache_argument,
     forward_parameters,
     is_stateful,
     keeps_dynamic_cache,
 )
+from .attention_kind import AttentionKind, attention_kind
 from .feature_reader import find_decoder
+from .trial import follows_tree_masks
 
 
 # Kinds of attention whose mask can hold a tree.
@@ -30,7 +31,7 @@ class TargetTraits:
     Attributes:
         name: Name of its class.
         config: Config of its text decoder.
-        attention: Name of its attention implementation.
+        attention: The attention of its layers.
         windows: For each kind of attention layer, as in `layer_types`, the number of tokens that a token attends to;
             `None` for all.
         cache_argument: Name of the argument of `forward` that takes the cache.
@@ -42,7 +43,7 @@ class TargetTraits:
 
     name: str
     config: PreTrainedConfig
-    attention: str
+    attention: AttentionKind
     windows: dict[str, int | None]
     cache_argument: str
     cache_class: type | None
@@ -55,15 +56,20 @@ class TargetTraits:
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
         windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
-        return cls(
+        attention = attention_kind(target, config, has_windows=any(windows.values()))
+        traits = cls(
             name=type(target).__name__,
             config=config,
-            attention=attention_implementation(config),
+            attention=attention,
             windows=windows,
             cache_argument=cache_argument(target),
             cache_class=_cache_class(target),
-            tree_obstacle=_tree_obstacle(target, config, set(windows)),
+            tree_obstacle=_tree_obstacle(target, config, set(windows)) or attention.tree_obstacle,
         )
+        if attention.registered is None or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):
+            return traits
+        obstacle = f"has the attention {attention.name!r}, which a user registered and which follows no tree mask"
+        return replace(traits, tree_obstacle=obstacle)
 
     @property
     def is_chain(self) -> bool:
