@@ -25,7 +25,8 @@ def output_head(
     head = target.get_output_embeddings()
     if token_ids is not None:
         return cut_head(head, target.config, token_ids, memory)
-    return scaled_head(_by_rows(head) if _is_plain_linear(head) else head, target.config)
+    read = _in_its_dtype(head)
+    return scaled_head(_by_rows(read) if _is_plain_linear(head) else read, target.config)
 
 
 def cut_head(
@@ -39,13 +40,16 @@ def cut_head(
     cut head, where a captured graph reads it.
     """
     if not _is_plain_linear(head):
-        return scaled_head(lambda features: _select_last(head(features), token_ids), target_config)
+        read = _in_its_dtype(head)
+        return scaled_head(lambda features: _select_last(read(features), token_ids), target_config)
     rows = token_ids.to(head.weight.device)
     weight = head.weight.detach().index_select(0, rows)
     bias = None if head.bias is None else head.bias.detach().index_select(0, rows)
     if memory is not None:
         weight, bias = memory.copy(weight), None if bias is None else memory.copy(bias)
-    return scaled_head(_by_rows(lambda features: nn.functional.linear(features, weight, bias)), target_config)
+    return scaled_head(
+        _by_rows(lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias)), target_config
+    )
 
 
 def head_for_drafting(
@@ -93,6 +97,17 @@ def _by_rows(head: LogitsFunction) -> LogitsFunction:
         return logits.view(*features.shape[:-1], logits.shape[-1])
 
     return logits_of
+
+
+def _in_its_dtype(head: Any) -> LogitsFunction:
+    """
+    Returns `head`, run on features in the dtype of its weight. A target may hand out states in float32, or keep its
+    head in float32, and converts in its `forward`. The dtype of eight bits and less is not the one to read.
+    """
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.element_size() == 1:
+        return head  # type: ignore[no-any-return]
+    return lambda features: head(features.to(head.weight.dtype))
 
 
 def _is_plain_linear(head: nn.Module) -> bool:

@@ -87,7 +87,7 @@ def read_prompt(
     capacity = length + prompt.num_reserved
     memory = StaticMemory.take(model, batch_size, capacity) if shapes.are_compiled else None
     # The session verifies drafts, with a cache that takes over the entries of the prompt.
-    shared = (prompt, max_new_tokens, states.last.dtype, shapes, memory)
+    shared = (prompt, max_new_tokens, _dtype_of_scores(cache, states), shapes, memory)
     session: TargetSession
     if traits.is_chain:
         chain_cache = ChainCache(cache, length, batch_size)
@@ -105,6 +105,12 @@ def read_prompt(
         hidden_states=outputs.hidden_states,
     )
     return session, output
+
+
+def _dtype_of_scores(cache: Any, states: TargetStates) -> torch.dtype:
+    """Returns the dtype of the target's attention scores, which its last states may not have."""
+    keys = (getattr(layer, "keys", None) for layer in getattr(cache, "layers", ()))
+    return next((tensor.dtype for tensor in keys if tensor is not None), states.last.dtype)
 
 
 def _run_prompt(

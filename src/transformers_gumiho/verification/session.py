@@ -70,7 +70,7 @@ class TargetSession:
         reader: Of the target's states.
         cache: Holds the prompt.
         max_new_tokens: The most tokens that may follow it.
-        dtype: Of the target's states. (A quantized target computes in another dtype than it stores.)
+        dtype: Dtype of the attention scores. (A quantized target computes in another dtype than it stores.)
         shapes: The shapes of its passes.
         memory: Allocates the tensors that captured graphs read; `None` where nothing is compiled.
     """
@@ -178,7 +178,7 @@ class TargetSession:
     def _run_target(self, model_inputs: dict[str, Any], num_tokens: int) -> tuple[Any, tuple[CapturedPass, ...]]:
         """Returns the output for `num_tokens` tokens in each row, and the states that were captured."""
         with groups_in_place():
-            return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs)
+            return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:
         return self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..internals import mark_static_address
+from ..model.attaching import unwrap_model
 
 
 # Kinds of generations (by rows and capacity) whose tensors are kept for a target; the oldest go first.
@@ -15,6 +16,20 @@ MAX_KEPT = 2
 
 # By the target's embedding, which the copies of a compiled target share.
 _kept: WeakKeyDictionary[nn.Module, dict[tuple[int, int], "StaticMemory"]] = WeakKeyDictionary()
+
+
+def free_memory(target: nn.Module) -> None:
+    """
+    Frees the memory that compiled generations keep for a target.
+
+    With `cache_implementation="static"` on an accelerator, a captured graph reads caches at fixed addresses. So the
+    caches of up to two kinds of calls stay until the target is deleted, about as much as two static caches. The next
+    such call allocates them anew, and captures its graphs again.
+
+    Args:
+        target: The target, or a wrapper of it, as for [`attach`].
+    """
+    _kept.pop(unwrap_model(target).get_input_embeddings(), None)
 
 
 class StaticMemory:

@@ -21,6 +21,8 @@ from .trial import follows_tree_masks
 
 # Kinds of attention whose mask can hold a tree.
 TREE_ATTENTION = {"full_attention", "sliding_attention"}
+# With them come losses of a mixture of experts.
+_UNUSED_OUTPUTS = ("output_router_logits",)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class TargetTraits:
         cache_argument: Name of the argument of `forward` that takes the cache.
         cache_class: Class of its cache: `DynamicCache` or a subclass. Targets that keep only states have a class of
             their own, or `list`. `None` for a target without a cache.
+        unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
+            them, and they may be computed from a mask of padding, which passes over trees have not.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
             `None` if it can.
     """
@@ -47,6 +51,7 @@ class TargetTraits:
     windows: dict[str, int | None]
     cache_argument: str
     cache_class: type | None
+    unused_outputs: dict[str, bool]
     tree_obstacle: str | None
 
     @classmethod
@@ -64,6 +69,7 @@ class TargetTraits:
             windows=windows,
             cache_argument=cache_argument(target),
             cache_class=_cache_class(target),
+            unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in forward_parameters(target)},
             tree_obstacle=_tree_obstacle(target, config, set(windows)) or attention.tree_obstacle,
         )
         if attention.registered is None or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):

@@ -238,7 +238,7 @@ class _Trial:
         )
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = tokens.shape[1]
-        return self.target(**model_inputs, return_dict=True)
+        return self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True)
 
     def results(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """Returns the logits, and what the cache holds."""
