@@ -27,6 +27,7 @@ from transformers.generation import GenerationMixin
 from transformers.integrations import sdpa_attention as _sdpa
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -61,6 +62,8 @@ _CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
 
 # transformers' own function for `sdpa`.
 SDPA_ATTENTION: Callable[..., Any] = sdpa_attention_forward
+# transformers' own function for experts in `grouped_mm`.
+GROUPED_EXPERTS: Callable[..., Any] = grouped_mm_experts_forward
 # transformers' own attention functions that take no dense mask. They compute what its `sdpa` function computes.
 UNMASKED_ATTENTION: tuple[Callable[..., Any], ...] = (flash_attention_forward, flex_attention_forward)
 # Implementations that transformers itself registers such functions for, by the start of their names.
@@ -302,6 +305,17 @@ def eager_attention(kind: type) -> Any:
     return getattr(attention_file(kind), "eager_attention_forward", None)
 
 
+def experts_function(implementation: str) -> Callable[..., Any]:
+    """Returns the function that experts with this implementation run."""
+    function: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS[implementation]
+    return function
+
+
+def replace_experts_function(implementation: str, function: Callable[..., Any]) -> None:
+    """Replaces the function that experts with this implementation run."""
+    ExpertsInterface.register(implementation, function)
+
+
 def attention_reads_groups(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether transformers' `sdpa` function passes grouped keys and values to PyTorch without repeating them."""
     return bool(use_gqa_in_sdpa(mask, key, value))
@@ -414,6 +428,21 @@ def has_own_forward(module: nn.Module) -> bool:
 def has_placement_hook(module: nn.Module) -> bool:
     """Whether accelerate moves the module's inputs or weights when it runs."""
     return getattr(module, "_hf_hook", None) is not None
+
+
+def execution_device(target: nn.Module) -> torch.device | None:
+    """Returns the device that accelerate moves weights to before they compute; `None` if it moves none."""
+    for module in target.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if (place := getattr(part, "execution_device", None)) is not None:
+                return torch.device(place)
+    return None
+
+
+def is_pipeline_stage(target: PreTrainedModel) -> bool:
+    """Whether this process holds only some of the target's layers, and placeholders for the others."""
+    return getattr(target, "_pp_stage", None) is not None
 
 
 def mark_static_address(tensor: torch.Tensor) -> None:

@@ -66,5 +66,6 @@ def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: An
     key, device = (_source(name), loading.get("revision")), drafter_device(target)
     if key not in loaded or (loaded[key].device, loaded[key].dtype) != (device, target.dtype):
         loaded[key] = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=device, **loading)
-        loaded[key].share_embedding(target)
+        if loaded[key].config.has_embedding:  # others read the target's in the first call
+            loaded[key].share_embedding(target)
     return loaded[key]

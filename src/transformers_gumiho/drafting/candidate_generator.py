@@ -115,7 +115,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
             assistant_model.generation_config,
             assistant_model.config,
             sampling_temperature=None,
-            device_type=target.device.type,
+            device_type=input_device(target).type,
         )
         settings = replace(settings, branching_factor=1)
         head, token_ids = head_for_drafting(

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 
-from ..internals import attention_implementation, is_unmasked_implementation
+from ..internals import attention_implementation, is_pipeline_stage, is_unmasked_implementation
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
@@ -80,6 +80,11 @@ def check_request(
             f"`synced_gpus` (ZeRO-3 or FSDP over several processes) is not available with a Gumiho assistant. Gather "
             f"the parameters first, or {_WITHOUT_DRAFTER}"
         )
+    if is_pipeline_stage(target):
+        raise Unsupported(
+            f"{type(target).__name__} is split into pipeline stages, so no process has all the states that a Gumiho "
+            f"assistant reads. Load it with `tp_plan` or `device_map` instead, or {_WITHOUT_DRAFTER}"
+        )
     check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
     traits = check_target(target)
     if generation_config.cache_implementation == "static" and traits.is_chain:
@@ -88,6 +93,11 @@ def check_request(
             f"are verified against the target's own growing cache. Leave `cache_implementation` unset."
         )
     check_pair(target, drafter)
+    if not drafter.config.has_embedding:
+        try:
+            drafter.share_embedding(target)
+        except ValueError as error:
+            raise Unsupported(f"This drafter was saved without a token embedding. {error}") from error
 
 
 # For each tokenizer of an assistant the equal ones of targets.

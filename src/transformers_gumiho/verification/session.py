@@ -14,6 +14,7 @@ from ..tree.walk import AcceptedPath
 from .attention import groups_in_place, masked_attention
 from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes
+from .experts import experts_of_decoding
 from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .static_memory import StaticMemory
 from .traits import TargetTraits
@@ -177,7 +178,7 @@ class TargetSession:
 
     def _run_target(self, model_inputs: dict[str, Any], num_tokens: int) -> tuple[Any, tuple[CapturedPass, ...]]:
         """Returns the output for `num_tokens` tokens in each row, and the states that were captured."""
-        with groups_in_place():
+        with groups_in_place(), experts_of_decoding(self.model, num_tokens):
             return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:

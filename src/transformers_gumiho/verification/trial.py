@@ -83,7 +83,7 @@ def tried(target: PreTrainedModel, traits: "TargetTraits", what: str, measure: C
         type(target),
         target.config.to_json_string(),
         (traits.attention.name, id(attention)),
-        (target.dtype, target.get_input_embeddings().weight.device, target.use_kernels),
+        (target.dtype, input_device(target), target.use_kernels),
     )
     known = _measured.get(target.get_input_embeddings(), {}).get(key)
     if known is not None and (known.is_right or known.weights == weights_version(target)):
