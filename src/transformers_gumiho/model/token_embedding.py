@@ -31,15 +31,10 @@ class BorrowedEmbedding(nn.Module):
         Raises:
             ValueError: See [`fitting_rows`].
         """
-        is_known = (
-            embedding is not None and self._source is not None and address_of(self._source) == address_of(embedding)
-        )
-        if (
-            is_known
-            and self.weight is not None
-            and (self.weight.device, self.weight.dtype) == (like.device, like.dtype)
-        ):
-            return
+        if self.weight is not None and self._source is not None and embedding is not None:
+            is_known = address_of(self._source) == address_of(embedding)
+            if is_known and (self.weight.device, self.weight.dtype) == (like.device, like.dtype):
+                return
         rows = fitting_rows(embedding, vocab_size, embedding_size).detach()
         self._source, self.weight = embedding, rows.to(device=like.device, dtype=like.dtype)
 
@@ -82,8 +77,8 @@ def address_of(embedding: torch.Tensor) -> int:
 
 def fitting_rows(embedding: torch.Tensor | None, vocab_size: int, embedding_size: int) -> torch.Tensor:
     """
-    Returns the rows `(V, E)` of a target's embedding `(V or more, E)` that belong to a drafter's vocabulary. One that is
-    split over processes is gathered, so all of them must call this.
+    Returns the rows `(V, E)` of a target's embedding `(V or more, E)` that belong to a drafter's vocabulary. One that
+    is split over processes is gathered, so all of them must call this.
 
     Raises:
         ValueError: There is no embedding in this process, it is offloaded, or it has another shape.
