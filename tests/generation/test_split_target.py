@@ -72,9 +72,7 @@ def test_an_offloaded_target(caplog: pytest.LogCaptureFixture, tmp_path: Path) -
     for target in (whole, offloaded):
         output = target.generate(**call, assistant_model=drafter, return_dict_in_generate=True)
         assert max(output.tree_sizes) == 12
-    with pytest.raises(
-        ValueError, match=r"saved without a token embedding\. The target's token embedding is offloaded"
-    ):
+    with pytest.raises(ValueError, match="token embedding is offloaded"):
         offloaded.generate(**call, assistant_model=lent)
     plain = whole.generate(**call)
     with attached(offloaded, lent):
