@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
-from transformers_gumiho.measuring.timing import time_drafted, time_plain
+from transformers_gumiho.measuring.timing import time_decoding
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.verification.attention import AVOID_CUDNN
 
@@ -105,12 +105,13 @@ def measure(
     plain: list[float] = []
     cycles: dict[int, dict[str, list[float]]] = {size: {way: [] for way in ways} for size in args.nodes}
     for _ in range(args.repeats + 1):  # the first one warms up
-        taken = time_plain(target, inputs, **settings)
+        taken = time_decoding(target, inputs, **settings)
         plain.append(taken.pass_seconds)
         for size, times in cycles.items():
             for way in ways:
                 with WAYS[way]():
-                    taken = time_drafted(target, gumiho, inputs, {"num_assistant_tokens": size}, **settings)
+                    drafted = settings | {"assistant_model": gumiho}
+                    taken = time_decoding(target, inputs, settings={"num_assistant_tokens": size}, **drafted)
                 times[way].append(taken.pass_seconds)
     medians = {size: tuple(statistics.median(times[way][1:]) for way in ways) for size, times in cycles.items()}
     return statistics.median(plain[1:]), medians

@@ -8,8 +8,8 @@ import importlib
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .decoding.attaching import attach, attached, detach
-from .decoding.dispatch import GumihoGenerationMixin, install
+from .decoding.attach import attach, attached, detach
+from .decoding.hooks import GumihoGenerationMixin, install
 from .decoding.loop import GumihoGenerateOutput
 from .drafting.candidate_generator import GumihoCandidateGenerator
 from .drafting.settings import DraftingSettings
@@ -17,7 +17,7 @@ from .model.checkpoint_conversion import register_released_names
 from .model.configuration_gumiho import GumihoConfig
 from .model.modeling_gumiho import GumihoModel
 from .model.outputs import GumihoOutput
-from .verification.static_memory import free_memory
+from .verification.cycle_shapes import free_memory
 
 
 __version__ = "0.1.0"

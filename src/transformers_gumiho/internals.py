@@ -41,8 +41,8 @@ from transformers.utils import is_torch_greater_or_equal
 from transformers.utils.output_capturing import capture_outputs as capture_outputs
 
 
-# The two steps of `generate()` that this package replaces, because there is no public way to add a kind of assistant.
-# The first checks a call, the second decodes.
+# Importing this package replaces these two steps of `generate()`, because there is no public way to add a kind of
+# assistant. The first checks a call, the second decodes.
 VALIDATION_STEP = "_validate_generation_mode"
 DECODING_STEP = "_assisted_decoding"
 # Decodes without an assistant.
@@ -88,9 +88,10 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
         "_supports_flash_attn",
         "_supports_flex_attn",
         "_supports_sdpa",
+        "_upload_modified_files",
         "should_save_on_this_rank",
     ),
-    "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP, "adjust_generation_fn"),
+    "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP),
     # The loss is averaged over the drafted positions of all batches of a step; and a diverged drafter must not
     # overwrite a good checkpoint.
     "transformers.Trainer": ("_get_num_items_in_batch", "_prepare_inputs", "_save_checkpoint"),
@@ -111,15 +112,14 @@ def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
 _ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
 
 
-def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call of `generate()` by their names."""
-    if len(args) > len(_ARGUMENTS_OF_GENERATE):
-        raise TypeError(
-            f"`generate()` takes {len(_ARGUMENTS_OF_GENERATE)} positional arguments at most, got {len(args)}."
-        )
-    if twice := set(_ARGUMENTS_OF_GENERATE[: len(args)]) & set(kwargs):
-        raise TypeError(f"`generate()` got several values for {', '.join(sorted(twice))}.")
-    return dict(zip(_ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
+def named_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns the arguments of a call of a target's `generate()` by their names. Those of `*args` have the names that
+    transformers gives them.
+    """
+    parameters = inspect.signature(generate).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return dict(zip(names or _ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
 
 
 def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -139,9 +139,14 @@ def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[Ge
     return config, mode_kwargs
 
 
-def repository_of_call() -> str | None:
+def default_setting(name: str) -> Any:
+    """Returns the value of a generation setting in calls where neither the caller nor the target gives one."""
+    return GenerationConfig._get_default_generation_params().get(name)
+
+
+def repository_of_call(target: PreTrainedModel) -> str | None:
     """
-    Returns the `custom_generate` of the running call of `generate()`, or `None` if it is no name.
+    Returns the `custom_generate` of the running call of the target's `generate()`, or `None` if it is no name.
 
     transformers passes all arguments except this one to the repository's code, and runs a copy of the code in another
     folder. A name written into the code would be wrong in clones, forks, renamed repositories and local folders. So
@@ -150,8 +155,9 @@ def repository_of_call() -> str | None:
     frame = inspect.currentframe()
     code = inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None:
-        if frame.f_code is code and isinstance(name := frame.f_locals.get("custom_generate"), str):
-            return name
+        if frame.f_code is code and frame.f_locals.get("self") is target:
+            name = frame.f_locals.get("custom_generate")
+            return name if isinstance(name, str) else None
         frame = frame.f_back
     return None
 
@@ -164,6 +170,15 @@ def run_prompt(
     if this pass is transformers' own.
     """
     return target._prefill(input_ids, generation_config, model_kwargs)
+
+
+# Releases that mark the caller's cache. In others any cache may be the caller's.
+_MARKS_CACHES = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
+
+
+def is_callers_cache(cache: Any) -> bool:
+    """Whether the caller passed this cache to the running call of `generate()`, as far as the release says it."""
+    return bool(getattr(cache, "_is_user_defined", not _MARKS_CACHES))
 
 
 def pad_token_id(generation_config: GenerationConfig) -> int | None:
@@ -202,13 +217,9 @@ def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
     return bool(target._supports_default_dynamic_cache())
 
 
-def weights_version(target: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+def weights_version(target: PreTrainedModel) -> list[tuple[int, int]]:
     """Returns what changes when the weights of a target are replaced or written in place."""
-    return tuple(
-        # Tensors made in inference mode count no changes.
-        (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version)
-        for parameter in target.parameters()
-    )
+    return [(parameter.data_ptr(), version_of(parameter)) for parameter in target.parameters()]
 
 
 def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
@@ -452,6 +463,11 @@ def mark_static_address(tensor: torch.Tensor) -> None:
     """
     # Without a guard, because a tensor of a later call with another address must not cause a recompilation.
     torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Returns how often a tensor was written to; `None` for one of inference mode, which does not count it."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def num_compiled_graphs() -> int:

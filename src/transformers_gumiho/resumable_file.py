@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .user_errors import UserOSError, UserValueError
+
 
 try:
     import fcntl
@@ -27,7 +29,7 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
     if path.exists() and path.stat().st_size and beside.exists():
         before = _read_settings(beside, path)
         if changed := sorted(name for name in settings if before.get(name) != settings[name]):
-            raise ValueError(
+            raise UserValueError(
                 f"{str(path)!r} was created with different settings: {', '.join(changed)}. Write into another file "
                 f"or delete this one."
             )
@@ -48,7 +50,7 @@ def _read_settings(beside: Path, path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(beside.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ValueError(
+        raise UserValueError(
             f"{str(beside)!r} is damaged. It holds the settings of {str(path)!r}. Delete it to continue with the "
             f"current settings; rows that were written with others stay."
         ) from error
@@ -103,7 +105,7 @@ def sole_writer(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise OSError(
+            raise UserOSError(
                 error.errno, "Another run is writing there. Wait for it to end, or write elsewhere", str(path)
             ) from error
         except OSError:
@@ -128,7 +130,7 @@ def _file_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(
+        raise UserOSError(
             error.errno,
             f"Could not write {str(path)!r}: {error.strerror}. What was written before stays. {way_out(error)}",
         ) from error

@@ -35,7 +35,7 @@ from transformers.utils import logging
 
 from transformers_gumiho.internals import CACHE_NAME, cache_argument
 from transformers_gumiho.verification import continuation, trial
-from transformers_gumiho.verification.chain_session import PENDING_PER_DRAFT, ChainSession
+from transformers_gumiho.verification.chains import PENDING_PER_DRAFT, ChainSession
 from transformers_gumiho.verification.traits import TargetTraits
 
 
@@ -362,7 +362,7 @@ def test_what_is_measured_to_differ_is_refused(family: str, dtype: torch.dtype) 
 def test_low_precision_is_tried_in_float32(family: str) -> None:
     """16 bits hide neither what is right nor, above, what is wrong."""
     target = make_chain_target(family).bfloat16()
-    assert trial.measure_continuation(target, TargetTraits.of(target)) > 1e-3
+    assert continuation.measure_continuation(target, TargetTraits.of(target)) > 1e-3
     target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
 
 

@@ -28,7 +28,7 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from transformers_gumiho import GumihoConfig, GumihoModel, internals
+from transformers_gumiho import GumihoConfig, GumihoModel, attach, internals
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
 from transformers_gumiho.verification.traits import TargetTraits
 
@@ -206,7 +206,7 @@ def test_doge_beyond_the_tokens_that_it_keeps() -> None:
     drafted = doge.generate(**prompts, **settings, assistant_model=drafter)
     assert torch.equal(drafted, doge.generate(**prompts, **settings))
     refuses(doge, "attends to 12 tokens at most .*may go from 4 to 14", drafter, max_new_tokens=10)
-    drafter.attach(doge)
+    attach(doge, drafter)
     settings["max_new_tokens"] = 10
     assert torch.equal(
         doge.generate(**prompts, **settings), doge.generate(**prompts, **settings, assistant_model=None)

@@ -274,10 +274,3 @@ def test_a_file_without_its_marks_is_looked_at_again(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
     refuse(message, "train", "--output_dir", tmp_path, *arguments)
-
-
-@pytest.mark.parametrize("option", ["--serial_unroll_steps", "--serial-unroll-steps=2"])
-def test_a_removed_option_says_what_to_do(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gumiho("train", "--output_dir", tmp_path, "--target", "t", "--data", "x", option, 2)
-    assert "--serial_unroll_steps was removed: steps beyond those of drafting lost 4.8%" in capsys.readouterr().err

@@ -8,7 +8,10 @@ A failure here means that a release of transformers, accelerate, datasets or PyT
 import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -48,11 +51,9 @@ SIGNATURES = {
     "transformers.GenerationMixin._prefill": "self, input_ids, generation_config, model_kwargs",
     "transformers.GenerationMixin._valid_auto_compile_criteria": "self, model_kwargs, generation_config",
     "transformers.GenerationMixin._supports_default_dynamic_cache": "",
-    "transformers.GenerationMixin.adjust_generation_fn": (
-        "self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path"
-    ),
     "transformers.PreTrainedModel._init_weights": "self, module",
     "transformers.PreTrainedModel.save_pretrained": "self, save_directory, is_main_process, state_dict, push_to_hub",
+    "transformers.PreTrainedModel._upload_modified_files": "self, working_dir, repo_id, files_timestamps",
     "transformers.PreTrainedModel.should_save_on_this_rank": "self, is_main_process",
     "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "transformers.Trainer._prepare_inputs": "self, inputs",
@@ -67,7 +68,6 @@ SIGNATURES = {
     ),
     "transformers.integrations.sdpa_attention.use_gqa_in_sdpa": "attention_mask, key, value",
     "transformers.modeling_utils.AttentionInterface.register": "key, value",
-    "transformers.utils.hub.create_and_tag_model_card": "repo_id, tags, token",
     "transformers.utils.output_capturing.capture_outputs": "func",
     "torch._dynamo.mark_static_address": "t, guard",
 }
@@ -133,6 +133,31 @@ def test_private_names_that_classes_override_are_listed() -> None:
             written |= {node.id for node in ast.walk(source) if isinstance(node, ast.Name)}
             private = {name for name in written if re.match("_[a-z]", name)}
             assert {name for name in private if any(hasattr(o, name) for o in outside)} <= OVERRIDDEN_NAMES
+
+
+def test_importing_replaces_two_steps_of_generate_and_nothing_else() -> None:
+    """Of all classes and functions that other models run."""
+    script = """
+import transformers
+from transformers import AttentionInterface, LlamaForCausalLM, LlamaModel
+from transformers.generation import GenerationMixin
+from transformers.models.llama import modeling_llama
+
+def state():
+    kinds = (*LlamaForCausalLM.__mro__[:-1], LlamaModel)
+    found = {(kind.__name__, name): value for kind in kinds for name, value in vars(kind).items()}
+    found |= {("attention", name): value for name, value in AttentionInterface._global_mapping.items()}
+    return found | {("file", name): value for name, value in vars(modeling_llama).items()}
+
+before = state()
+import transformers_gumiho
+after = state()
+print(*sorted(".".join(name) for name in before | after if before.get(name) is not after.get(name)))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    steps = ["GenerationMixin._assisted_decoding", "GenerationMixin._validate_generation_mode"]
+    assert run.stdout.split() == [*steps, "attention.sdpa"]
 
 
 def test_only_what_may_be_compiled_on_this_device_is() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LLAMA_FIELDS, VLLM_FIELDS
+from eagle import llama_fields, make_head, write_head
 from hub_cache import write_to_hub_cache
 from targets import make_drafter, make_target
 from vllm_metadata import Metadata
@@ -52,7 +53,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     """As much of vLLM as the plug-in touches before a drafter is asked for."""
     modules = {name: ModuleType(name) for name in (
         "vllm", "vllm.config", "vllm.config.model", "vllm.model_executor", "vllm.model_executor.models",
-        "vllm.model_executor.models.registry", "vllm.v1", "vllm.v1.spec_decode", "vllm.v1.spec_decode.eagle",
+        "vllm.model_executor.models.registry", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched",
+        "vllm.v1.core.sched.scheduler", "vllm.v1.spec_decode", "vllm.v1.spec_decode.eagle",
     )}  # fmt: skip
     for name, module in modules.items():
         module.__path__ = []
@@ -68,8 +70,19 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
             self.vllm_config = vllm_config
 
     modules["vllm.v1.spec_decode.eagle"].EagleProposer = EagleProposer
+
+    class Scheduler:
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config = vllm_config
+
+        def make_spec_decoding_stats(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int) -> Any:
+            return stats, num_draft_tokens, num_accepted_tokens
+
+    modules["vllm.v1.core.sched.scheduler"].Scheduler = Scheduler
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    return SimpleNamespace(root=root, config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer)
+    return SimpleNamespace(
+        root=root, config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer, scheduler=Scheduler
+    )
 
 
 def with_drafter(architecture: str) -> Any:
@@ -125,6 +138,29 @@ def test_our_drafters_get_our_class(vllm: SimpleNamespace, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, ours.__name__, ours)
     plugin.register()
     assert type(vllm.eagle(with_drafter(plugin.ARCHITECTURE))) is GumihoProposer
+
+
+@pytest.mark.parametrize(
+    ("architecture", "accepted", "num_warnings"),
+    [
+        (plugin.ARCHITECTURE, [0] * 299, 0),
+        (plugin.ARCHITECTURE, [0] * 900, 1),
+        (plugin.ARCHITECTURE, [1, *[0] * 9] * 90, 0),
+        (plugin.ARCHITECTURE, [3] * 3000 + [0] * 300, 1),  # requests grow longer than the drafter's positions
+        ("EagleLlamaForCausalLM", [0] * 900, 0),
+    ],
+)
+def test_drafts_that_are_never_accepted_are_said_once(
+    vllm: SimpleNamespace, architecture: str, accepted: list[int], num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        plugin.register()
+    scheduler = vllm.scheduler(with_drafter(architecture))
+    for count in accepted:
+        counted = scheduler.make_spec_decoding_stats("stats", num_draft_tokens=4, num_accepted_tokens=count)
+        assert counted == ("stats", 4, count)
+    assert len(caplog.messages) == num_warnings
+    assert all("accepted 0 tokens of 300 drafts" in message for message in caplog.messages)
 
 
 def test_a_class_that_is_imported_later_is_changed_as_well(
@@ -326,6 +362,21 @@ def test_widths_that_differ_are_refused(
         ValueError, match=r"embeddings of width 32 and states of width 64, and vLLM's .* Decode with it"
     ):
         read_drafter(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("is_eagle3", "method"), [(False, "eagle"), (True, "eagle3")])
+def test_saved_eagle_heads_are_refused_with_the_name_of_the_original(
+    is_eagle3: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
+) -> None:
+    head = make_head(is_eagle3)
+    fields = llama_fields(head) | ({"draft_vocab_size": None} if is_eagle3 else {})
+    original = write_head(tmp_path / "original", head, fields)
+    GumihoModel.from_pretrained(original).save_pretrained(tmp_path / "saved")
+    assert plugin.is_drafter(tmp_path / "saved")
+    assert not plugin.is_drafter(original)
+    way_out = f'serves EAGLE heads itself: give it {str(original)!r} as `model`, with `"method": "{method}"`.'
+    with pytest.raises(ValueError, match=re.escape(way_out)):
+        read_drafter(tmp_path / "saved", monkeypatch)
 
 
 def test_layers_of_the_target_are_counted_as_vllm_does(

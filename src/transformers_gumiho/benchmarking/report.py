@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .modes import PLAIN
+from ..measuring.modes import PLAIN
 from .summary import SummaryRow
 
 
@@ -68,7 +68,7 @@ def _warnings(rows: Sequence[SummaryRow]) -> list[str]:
 def _line(row: SummaryRow) -> str:
     lower, median, upper = row.tokens_per_second
     speedup = "1"
-    if row.mode != PLAIN:
+    if row.mode != PLAIN.name:
         speedup = f"{row.speedup:.2f} ({row.speedup_interval[0]:.2f}-{row.speedup_interval[1]:.2f})"
         if row.speedup < 1:
             speedup += " **slower than plain**"
@@ -76,7 +76,8 @@ def _line(row: SummaryRow) -> str:
     shares = ""
     if row.shares is not None:
         shares = " / ".join(f"{row.shares[name]:.0%}" for name in ("draft", "verify", "rest"))
-    memory = f"{row.peak_bytes / 1e6:.0f} MB" if row.peak_bytes is not None else ""
+    # On a CPU, what a call needs is often memory that the process already has.
+    memory = f"{row.peak_bytes / 1e6:.0f} MB" if row.peak_bytes is not None and row.peak_bytes >= 0.5e6 else ""
     cells = [
         row.mode, f"{median:.1f} ({lower:.1f}-{upper:.1f})", speedup, tau, shares, memory,
         f"{row.num_equal} of {row.num_samples}",

@@ -1,7 +1,6 @@
 """A draft tree as lines of text."""
 
-from .cycles import Cycle
-from .labels import CycleLabels
+from .cycles import Cycle, CycleLabels
 from .streaming import colored
 
 
@@ -13,6 +12,7 @@ _ORIGINS = {
     "drafter": "drafted by the drafter",
     "context": "drafted by the context alone",
     "pause": "the drafter is paused for {} more cycles",
+    "end": "one token is missing, so nothing is drafted",
 }
 
 

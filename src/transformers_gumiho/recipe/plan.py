@@ -13,6 +13,7 @@ from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
 from ..training.feature_cache import kept_layers
+from ..user_errors import UserOSError
 from .arguments import RecipeArguments
 
 
@@ -116,7 +117,7 @@ def describe(costs: dict[str, Cost], folder: Path) -> str:
     free = shutil.disk_usage(folder).free
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if disk - written > free:
-        raise OSError(
+        raise UserOSError(
             f"The run needs about {_size(disk - written)} more in {str(folder)!r}, and {_size(free)} are free. Use a "
             f"larger disk, fewer rows, or `--cache_features false`."
         )

@@ -12,11 +12,10 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..benchmarking import BenchmarkSettings, decoding_modes, read_questions, run_benchmark, summarize
+from ..benchmarking import BenchmarkSettings, decoding_modes, read_prompts, run_benchmark, summarize
+from ..benchmarking.journal import Journal, measuring_conditions
 from ..benchmarking.modes import PROMPT_LOOKUP, choose_modes
 from ..benchmarking.report import markdown
-from ..measuring.conditions import measuring_conditions
-from ..measuring.journal import Journal
 from ..model.configuration_gumiho import GumihoConfig
 from ..pairs import PairArguments, load_pair
 from ..training import GumihoTrainingArguments, cache_size, load_conversations, write_feature_cache
@@ -121,7 +120,6 @@ class Run:
         args, held_out = self.args, self.work / "held_out"
         # Of an earlier drafter.
         shutil.rmtree(self.work / "evaluation", ignore_errors=True)
-        (self.folder / "tuning.jsonl").unlink(missing_ok=True)
         if args.features is not None:
             data = cached_data(args.features, args.num_eval_rows)
         elif args.cache_features:
@@ -159,11 +157,11 @@ class Run:
         conditions = measuring_conditions(target, drafter) | {"max_new_tokens": args.measured_new_tokens}
         (self.work / "evaluation").mkdir(exist_ok=True)
         settings = BenchmarkSettings(max_new_tokens=args.measured_new_tokens)
-        questions, tokenizer = read_questions(str(self._prompt_file)), AutoTokenizer.from_pretrained(self.folder)
+        questions, tokenizer = read_prompts(str(self._prompt_file)), AutoTokenizer.from_pretrained(self.folder)
         journal = Journal(self.work / "evaluation" / "samples.jsonl", conditions)
         samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
         if len({sample.mode for sample in samples}) < len(modes):
-            raise SystemExit("Stopped. Run the same command again to continue from here.")
+            raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.")
         table = markdown(summarize(samples))
         self._say(table)
         card = self.folder / "README.md"

@@ -13,8 +13,10 @@ from transformers.utils import logging
 
 from ..internals import attention_implementation
 from ..losses.positions import count_positions
-from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
+from ..model.wrappers import unwrap_drafter
+from ..user_errors import UserValueError
 from .collator import GumihoDataCollator
 from .draft_vocabulary import rows_without_states
 from .feature_cache import CachedFeatures, FeatureDataset, TargetFeatures
@@ -33,25 +35,30 @@ def drafter_of(model: nn.Module) -> GumihoModel:
 
 
 def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
-    """Raises `ValueError` for a drafter that was not made for this target, or reads other layers of it."""
+    """Raises `ValueError` for an EAGLE-3 head, and a drafter not made for this target or that reads other layers."""
+    if drafter.config.is_eagle3:
+        raise UserValueError(
+            "An EAGLE-3 head predicts no states of the target, which the losses compare with. Train a drafter that "
+            "`GumihoModel.from_target(target)` made."
+        )
     config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
     hidden_size = state_width(target_config)
     if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
-        raise ValueError(
+        raise UserValueError(
             f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
             f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
             f"`GumihoModel.from_target(target)`."
         )
     layer_ids = drafter.config.target_layer_ids
     if layer_ids is not None and list(features.layer_ids or ()) != layer_ids:
-        raise ValueError(
+        raise UserValueError(
             f"The drafter reads the target's layers {layer_ids} (`target_layer_ids`), and the features are of "
             f"{'the last one alone' if features.layer_ids is None else list(features.layer_ids)}. Extract them with "
             f"`target_layer_ids={layer_ids}`, or train a drafter that reads what is there."
         )
     implementation = attention_implementation(drafter.config)
     if implementation not in ("eager", "sdpa"):
-        raise ValueError(
+        raise UserValueError(
             f"The drafter's attention is {implementation!r}, which takes no mask of the features that evaluation "
             f"unrolls. Load it with `attn_implementation='sdpa'`."
         )
@@ -66,12 +73,12 @@ def check_collator(collator: Any, assistant_only_loss: bool) -> None:
     """Raises `ValueError` where prompts shall count and `collator` does not know of that, or the other way round."""
     if isinstance(collator, GumihoDataCollator):
         if not collator.assistant_only_loss:
-            raise ValueError(
+            raise UserValueError(
                 "`data_collator` counts the prompts, in evaluations, too. Leave that to the training argument "
                 "`assistant_only_loss=False`, which is about training alone."
             )
     elif not assistant_only_loss:
-        raise ValueError(
+        raise UserValueError(
             f"`assistant_only_loss=False` is carried out by a GumihoDataCollator, and `data_collator` is a "
             f"{type(collator).__name__}. Let it return a `loss_mask` of ones instead."
         )
@@ -100,7 +107,7 @@ def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Se
         batch = collate([row])
         if count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).any():
             return
-    raise ValueError(
+    raise UserValueError(
         "The training data has no state that counts, so there is nothing to learn. A state counts where its token and "
         "the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
     )
@@ -109,7 +116,7 @@ def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Se
 def check_is_no_adapter(model: nn.Module, option: str) -> None:
     """Raises `ValueError` for an adapter, whose files do not hold what `option` changes."""
     if not isinstance(model, GumihoModel):
-        raise ValueError(
+        raise UserValueError(
             f"`{option}` changes a GumihoModel itself, got a {type(model).__name__}. Merge its adapters first "
             f"(`merge_and_unload()`), or leave `{option}` out."
         )

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.modeling_gumiho import GumihoModel
+from ..user_errors import UserFileNotFoundError, UserValueError
 from ..verification.feature_reader import TargetStates
 from ..verification.fingerprint import model_fingerprint
 from ..verification.output_head import cut_head, scaled_head
@@ -82,7 +83,7 @@ class CacheManifest:
         """Reads the manifest in `folder`; raises `FileNotFoundError` without one, `ValueError` for a damaged one."""
         path = folder / MANIFEST
         if not path.exists():
-            raise FileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
+            raise UserFileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             # Of earlier versions, which wrote nothing else there.
@@ -95,7 +96,7 @@ class CacheManifest:
         found = self.made_from
         if stale := [name for name, value in wanted.items() if found.get(name) != value]:
             named = [f"{name} ({found[name]})" if name in ("dtype", "target_layer_ids") else name for name in stale]
-            raise ValueError(
+            raise UserValueError(
                 f"The feature cache {str(folder)!r} was made from another {' and another '.join(named)}. {way_out}"
             )
 
@@ -128,7 +129,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         self.manifest.check(fingerprints, self.folder, "Extract features anew, or give what it was made from.")
         found = sum(shard_path(self.folder, index).exists() for index in range(self.manifest.num_shards))
         if found < self.manifest.num_shards:
-            raise ValueError(
+            raise UserValueError(
                 f"The feature cache {str(folder)!r} has {found} of {self.manifest.num_shards} shards. Run the "
                 f"extraction again: it continues where it was stopped."
             )
@@ -212,7 +213,7 @@ class CachedFeatures:
             ValueError: The rows hold no `hidden_states`.
         """
         if "hidden_states" not in inputs:
-            raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
+            raise UserValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
         last = inputs["hidden_states"]
         if self.layer_ids is None:
             return TargetStates.from_last(last)
@@ -228,7 +229,7 @@ class CachedFeatures:
     def restricted_to(self, token_ids: torch.Tensor) -> "CachedFeatures":
         """Returns the same features with the logits of `token_ids` `(K,)` alone."""
         restricted = copy.copy(self)
-        restricted.head = cut_head(self._linear, self.config, token_ids)
+        restricted.head = scaled_head(cut_head(self._linear, token_ids), self.config)
         return restricted
 
 

@@ -23,6 +23,7 @@ from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_widths import state_width
 from ..model.token_embedding import fitting_rows
 from ..resumable_file import sole_writer, way_out
+from ..user_errors import UserOSError
 from ..verification.fingerprint import model_fingerprint
 from ..verification.placement import input_device
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
@@ -193,7 +194,7 @@ def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
     needed = total * (manifest.num_shards - done) // manifest.num_shards
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(
+        raise UserOSError(
             errno.ENOSPC,
             f"The features need {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free. Use a larger disk, less "
             f"data, or train with the target running in every step",
@@ -246,6 +247,6 @@ def save_completely(tensors: dict[str, torch.Tensor], path: Path) -> None:
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise OSError(
+        raise UserOSError(
             f"Could not write {str(path)!r}: {error}. The shards before it are complete. {way_out(error)}."
         ) from error

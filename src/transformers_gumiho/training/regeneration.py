@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..internals import dataset_fingerprint
 from ..open_text import encode_open_text
 from ..resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
+from ..user_errors import UserValueError
 from ..verification.fingerprint import model_fingerprint
 from .conversations import Conversation, MalformedRowError, RawText, read_text
 from .fingerprint import tokenizer_fingerprints
@@ -73,7 +74,7 @@ def regenerate_dataset(
         OSError: The disk is full, or another run writes there. What was written stays.
     """
     if PartialState().num_processes > 1:
-        raise ValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")
+        raise UserValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")
     check_settings(tokenizer, target.config, max_length)
     path = Path(output_file)
     with sole_writer(path):

@@ -9,6 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from ..user_errors import UserValueError
+
 
 def shard_path(folder: Path, index: int) -> Path:
     """Returns where a shard is."""
@@ -17,7 +19,7 @@ def shard_path(folder: Path, index: int) -> Path:
 
 def damaged(path: Path, error: Exception) -> ValueError:
     """Returns the error of a damaged file of a cache."""
-    return ValueError(f"{str(path)!r} is damaged: {error}. Run what wrote it again, which writes this file anew.")
+    return UserValueError(f"{str(path)!r} is damaged: {error}. Run what wrote it again, which writes this file anew.")
 
 
 def checksum(tensors: Iterable[torch.Tensor], seed: int) -> int:
@@ -48,7 +50,7 @@ def read_shard_row(file: Any, row: int, columns: list[str], seed: int | None = N
     start, stop = file.get_slice("offsets")[row : row + 2].tolist()
     found = {name: file.get_slice(name)[start:stop] for name in columns}
     if seed is not None and _row_checksum(found, row, seed) != int(file.get_slice("checksums")[row : row + 1]):
-        raise ValueError(f"row {row} of it has another checksum")
+        raise UserValueError(f"row {row} of it has another checksum")
     return found
 
 
@@ -75,7 +77,7 @@ def load_weights(path: Path, expected: int | None) -> dict[str, torch.Tensor]:
     try:
         weights = load_file(path)
         if checksum((weights[name] for name in sorted(weights)), 0) != expected:
-            raise ValueError("it has another checksum")
+            raise UserValueError("it has another checksum")
     except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, error) from error
     return weights

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
+from ..model.target_layers import TargetLayers
+from ..user_errors import UserValueError
 from ..verification.feature_reader import FeatureReader, TargetStates
 from ..verification.output_head import output_head
 
@@ -25,9 +27,9 @@ def stored_states(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if torch.isfinite(kept).all():
         return kept
     if not torch.isfinite(states).all():
-        raise ValueError(why_not_finite(states.dtype))
+        raise UserValueError(why_not_finite(states.dtype))
     wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
-    raise ValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
+    raise UserValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
 
 
 class OnlineFeatures:
@@ -46,7 +48,7 @@ class OnlineFeatures:
         self.target = target.eval().requires_grad_(False)
         self.config = target.config
         self.layer_ids = layer_ids
-        self._reader = FeatureReader(target, layer_ids)
+        self._reader = FeatureReader(target, TargetLayers.of(layer_ids))
         self.head = output_head(target)
         self._packing_is_checked = False
 
@@ -109,7 +111,7 @@ class OnlineFeatures:
         packed = self._run(tokens, torch.cat((positions, positions), dim=1)).last[:, 6:].float()
         difference = float((packed - alone).norm() / alone.norm())
         if difference > 0.1:  # Rounding in eight bits stays below; another context changes the states by their size.
-            raise ValueError(
+            raise UserValueError(
                 f"{type(self.target).__name__} does not keep packed texts apart: the states of a text change by "
                 f"{difference:.0%} when another one is before it in the row. Prepare the dataset with `packing=False`."
             )

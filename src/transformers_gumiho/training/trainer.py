@@ -17,6 +17,7 @@ from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
 from ..model.layer_fusion import normalize_lower
+from ..user_errors import UserValueError
 from ..verification.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
@@ -138,12 +139,12 @@ class GumihoTrainer(Trainer):
         check_collator(self.data_collator, args.assistant_only_loss)
         self._acceptance_prompts = list(acceptance_prompts or ())
         if self._acceptance_prompts and not isinstance(target, nn.Module):
-            raise ValueError(
+            raise UserValueError(
                 "Measuring tau needs the target itself, and only its cached features were given. Leave "
                 "`acceptance_prompts` out."
             )
         if self._acceptance_prompts and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError(
+            raise UserValueError(
                 "Measuring tau needs the full drafter in each process, and FSDP or DeepSpeed splits it. Leave "
                 "`acceptance_prompts` out, and measure a checkpoint afterwards."
             )
@@ -254,7 +255,7 @@ class GumihoTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(
+                raise UserValueError(
                     f"There is no complete checkpoint in {self.args.output_dir!r} to go on from. Train with "
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )

@@ -1,13 +1,31 @@
 """Whether a target computes the same for several tokens in one pass as for one token after the other."""
 
 import math
+from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel
 
+from ..internals import computing_in_float32
+from ..tree.walk import AcceptedPath
+from .chains import ChainCache, held_tensors
 from .requirements import Unsupported
 from .traits import TargetTraits
-from .trial import Rows, measure_continuation, tried
+from .trial import (
+    NUM_PROMPT_TOKENS,
+    NUM_TOKENS,
+    Rows,
+    Trial,
+    largest_error,
+    relative_error,
+    run_singly,
+    trial_tokens,
+    tried,
+)
+
+
+# Of the drafts of the first pass.
+NUM_ACCEPTED = 3
 
 
 def check_multi_token_decode(
@@ -51,3 +69,43 @@ def check_multi_token_decode(
             f"{name} cannot verify drafts{in_rows}{with_attention}: multi-token passes differ from single-token "
             f"passes ({how}). Generate without `assistant_model`."
         )
+
+
+def measure_continuation(
+    target: PreTrainedModel, traits: TargetTraits, rows: Rows = "one row", in_float32: bool = False
+) -> float:
+    """
+    Returns the error of multi-token passes with a rollback between them, against single-token passes: the root mean
+    square relative to that of the values, the largest of the logits and of each tensor in the cache. (A lost state may
+    hardly show in the logits of an untrained model.) With `in_float32` a target in 16 bits computes in float32.
+    """
+    tokens, mask = trial_tokens(target, rows)
+    with computing_in_float32() if in_float32 else nullcontext():
+        passes = (run(Trial(target, traits, tokens, mask)) for run in (_run_at_once, _run_singly))
+        differences = [relative_error(*pair) for pair in zip(*passes, strict=True)]
+    return largest_error(differences)
+
+
+def _run_singly(trial: Trial) -> list[torch.Tensor]:
+    return _results(trial, run_singly(trial, NUM_ACCEPTED))
+
+
+def _run_at_once(trial: Trial) -> list[torch.Tensor]:
+    """Makes two passes over drafts, the first of which are accepted in part."""
+    tokens, end = trial.tokens, trial.tokens.shape[1]
+    chain = ChainCache(trial.cache, NUM_PROMPT_TOKENS, len(tokens))
+    drafts = tokens[:, NUM_PROMPT_TOKENS:].clone()
+    drafts[:, NUM_ACCEPTED:] = tokens[:, NUM_ACCEPTED:NUM_TOKENS]
+    trial.run(chain.begin_pass(drafts), end)
+    chain.keep_path(AcceptedPath(drafts, drafts, [NUM_ACCEPTED]))
+    rest = tokens[:, NUM_PROMPT_TOKENS + NUM_ACCEPTED :]
+    logits = trial.run(chain.begin_pass(rest), end)[:, -rest.shape[1] :]
+    chain.keep_path(AcceptedPath(rest, rest, [rest.shape[1]]))
+    chain.restore(trial.cache)
+    return _results(trial, logits)
+
+
+def _results(trial: Trial, logits: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the logits, and what the cache holds."""
+    held = [tensor for tensor in held_tensors(trial.cache) if tensor.is_floating_point() and tensor.numel()]
+    return [logits, *held]

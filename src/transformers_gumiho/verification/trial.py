@@ -14,8 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..internals import computing_in_float32, weights_version
-from ..tree.walk import AcceptedPath
-from .chain_cache import ChainCache, held_tensors
 from .placement import input_device
 from .tree_cache import TreeCache
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 NUM_PROMPT_TOKENS = 9
 NUM_TOKENS = 7
-NUM_ACCEPTED = 3
 NUM_PADDED = 2
 # In float32, where small random models measured up to 2e-5 by rounding, and 4e-3 or more with a wrong state.
 TOLERANCE = 3e-4
@@ -145,20 +142,20 @@ def follows_tree_masks(target: PreTrainedModel, traits: "TargetTraits") -> bool:
 
 def measure_tree(target: PreTrainedModel, traits: "TargetTraits", in_float32: bool = False) -> float:
     """Returns the error of the logits of a pass over a tree, against passes of single tokens."""
-    tokens, mask = _trial_tokens(target, "one row")
+    tokens, mask = trial_tokens(target, "one row")
     with computing_in_float32() if in_float32 else nullcontext():
-        at_once = _run_tree(_Trial(target, traits, tokens, mask))
+        at_once = _run_tree(Trial(target, traits, tokens, mask))
         differences = []
         for node, path in enumerate(_TREE_PATHS):
             # The path's tokens are those of its nodes, one after the other.
             nodes = [NUM_PROMPT_TOKENS + number for number in path]
             text = torch.cat((tokens[:, :NUM_PROMPT_TOKENS], tokens[:, nodes]), dim=1)
-            singly = _run_singly(_Trial(target, traits, text, mask), num_skipped=len(path) - 1)
-            differences.append(_difference(at_once[:, node : node + 1], singly[0]))
-    return _largest(differences)
+            singly = run_singly(Trial(target, traits, text, mask), num_skipped=len(path) - 1)
+            differences.append(relative_error(at_once[:, node : node + 1], singly))
+    return largest_error(differences)
 
 
-def _run_tree(trial: "_Trial") -> torch.Tensor:
+def _run_tree(trial: "Trial") -> torch.Tensor:
     """Returns the logits `(1, n, V)` of the nodes of a tree after the prompt."""
     num_nodes, device, traits = len(_TREE_PATHS), trial.tokens.device, trial.traits
     tokens = trial.tokens[:, NUM_PROMPT_TOKENS : NUM_PROMPT_TOKENS + num_nodes]
@@ -174,22 +171,7 @@ def _run_tree(trial: "_Trial") -> torch.Tensor:
     return logits
 
 
-def measure_continuation(
-    target: PreTrainedModel, traits: "TargetTraits", rows: Rows = "one row", in_float32: bool = False
-) -> float:
-    """
-    Returns the error of multi-token passes with a rollback between them, against single-token passes: the root mean
-    square relative to that of the values, the largest of the logits and of each tensor in the cache. (A lost state may
-    hardly show in the logits of an untrained model.) With `in_float32` a target in 16 bits computes in float32.
-    """
-    tokens, mask = _trial_tokens(target, rows)
-    with computing_in_float32() if in_float32 else nullcontext():
-        passes = (run(_Trial(target, traits, tokens, mask)) for run in (_run_at_once, _run_singly))
-        differences = [_difference(*pair) for pair in zip(*passes, strict=True)]
-    return _largest(differences)
-
-
-def _trial_tokens(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+def trial_tokens(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the tokens `(B, T)` of a trial, and their mask."""
     device = input_device(target)
     length = NUM_PROMPT_TOKENS + NUM_TOKENS
@@ -202,7 +184,7 @@ def _trial_tokens(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, to
     return tokens, mask
 
 
-class _Trial:
+class Trial:
     """Passes of a target over `tokens` `(B, T)` under `mask`, the first of which are in its cache."""
 
     def __init__(self, target: PreTrainedModel, traits: "TargetTraits", tokens: torch.Tensor, mask: torch.Tensor):
@@ -240,35 +222,16 @@ class _Trial:
             model_inputs["logits_to_keep"] = tokens.shape[1]
         return self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True)
 
-    def results(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the logits, and what the cache holds."""
-        held = [tensor for tensor in held_tensors(self.cache) if tensor.is_floating_point() and tensor.numel()]
-        return [logits, *held]
 
-
-def _run_singly(trial: _Trial, num_skipped: int = NUM_ACCEPTED) -> list[torch.Tensor]:
-    """Returns the logits after the first `num_skipped` tokens, and what the cache holds."""
+def run_singly(trial: Trial, num_skipped: int) -> torch.Tensor:
+    """Returns the logits `(B, n, V)` of the tokens after the prompt, one pass for each, without the first ones."""
     ends = range(NUM_PROMPT_TOKENS + 1, trial.tokens.shape[1] + 1)
     logits = [trial.run(trial.tokens[:, end - 1 : end], end) for end in ends]
-    return trial.results(torch.cat(logits[num_skipped:], dim=1))
+    return torch.cat(logits[num_skipped:], dim=1)
 
 
-def _run_at_once(trial: _Trial) -> list[torch.Tensor]:
-    """Makes two passes over drafts, the first of which are accepted in part."""
-    tokens, end = trial.tokens, trial.tokens.shape[1]
-    chain = ChainCache(trial.cache, NUM_PROMPT_TOKENS, len(tokens))
-    drafts = tokens[:, NUM_PROMPT_TOKENS:].clone()
-    drafts[:, NUM_ACCEPTED:] = tokens[:, NUM_ACCEPTED:NUM_TOKENS]
-    trial.run(chain.begin_pass(drafts), end)
-    chain.keep_path(AcceptedPath(drafts, drafts, [NUM_ACCEPTED]))
-    rest = tokens[:, NUM_PROMPT_TOKENS + NUM_ACCEPTED :]
-    logits = trial.run(chain.begin_pass(rest), end)[:, -rest.shape[1] :]
-    chain.keep_path(AcceptedPath(rest, rest, [rest.shape[1]]))
-    chain.restore(trial.cache)
-    return trial.results(logits)
-
-
-def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the root mean square of the error, relative to that of the expected values."""
     if values.shape != expected.shape:
         return float("inf")
     values, expected = values.cpu().double(), expected.cpu().double()  # not every device has float64
@@ -277,5 +240,5 @@ def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
     return (error / size).sqrt().item() if size > 0 else error.sqrt().item()
 
 
-def _largest(differences: list[float]) -> float:
+def largest_error(differences: list[float]) -> float:
     return float("nan") if any(map(math.isnan, differences)) else max(differences)

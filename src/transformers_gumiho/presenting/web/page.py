@@ -9,17 +9,18 @@ import gradio as gr
 from transformers import PreTrainedModel
 
 from ...drafting.settings import DraftingSettings
+from ...user_errors import UserError, UserValueError
 from ..arguments import GenerateArguments
-from .markup import answer_html, tree_html, verdict_html
+from .markup import shown
 from .race import Host, Race
 
 
 # Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
 _INTERVAL = 0.2
 _LONGEST_QUEUE = 64
-# The settings of a question: label, explanation, least value, most, and step. What is lower for this page comes later.
+# The settings of a question: label, explanation, least value, most (`None`: the page's limit), and step.
 _SETTINGS = {
-    "max_new_tokens": ("New tokens", "Maximum.", 1, 0, 1),
+    "max_new_tokens": ("New tokens", "Maximum.", 1, None, 1),
     "temperature": ("Temperature", "0 is greedy.", 0, 2, 0.1),
     "seed": ("Seed", "Both answers are sampled with it.", 0, 2**31 - 1, 1),
     "num_assistant_tokens": ("Nodes in the tree", "Drafted per cycle.", 1, 127, 1),
@@ -31,8 +32,8 @@ _TEXTS = ["def __init__(self, ", "def read(self):", "import os\n\nclass "]
 _INTRODUCTION = """\
 # Gumiho beside plain decoding
 
-`{target}` answers your question twice, at the same time: as plain `generate()` does, and with the drafter \
-`{drafter}`. What was drafted and the target accepted is <span style="background:rgba(34,197,94,0.28)">\
+{target} answers your question twice, at the same time: as plain `generate()` does, and with {drafter}. \
+What was drafted and the target accepted is <span style="background:rgba(34,197,94,0.28)">\
 green</span>. Both share the processor, a cycle or token each in turn. \
 Each clock runs only while its own answer is generated."""
 
@@ -47,16 +48,16 @@ class Page(Host):
         """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
         try:
             race = Race(self, self._question(text, *settings))
-        except ValueError as error:
+        except UserError as error:
             # What it says is shown as HTML.
             raise gr.Error(escape(str(error)), print_exception=False) from error
         try:
             race.start()
             # Only once: the session keeps it for the button that stops it, and nothing else of the race.
-            yield race.wish_to_stop, *self._show(race)
+            yield race.wish_to_stop, *shown(race)
             while not race.wait(_INTERVAL):
-                yield gr.skip(), *self._show(race)
-            yield gr.skip(), *self._show(race)
+                yield gr.skip(), *shown(race)
+            yield gr.skip(), *shown(race)
         finally:
             # Also where the visitor has gone.
             race.wish_to_stop.set()
@@ -67,19 +68,18 @@ class Page(Host):
             most = most or self.max_new_tokens
             # Anything can be sent, of any length; only numbers are worth repeating.
             if not isinstance(value, (int, float)):
-                raise ValueError(f"{label} must be a number from {least} to {most}.")
+                raise UserValueError(f"{label} must be a number from {least} to {most}.")
             if not least <= value <= most:
-                raise ValueError(f"{label} must be from {least} to {most}, got {value}.")
+                raise UserValueError(f"{label} must be from {least} to {most}, got {value}.")
             values[name] = int(value) if step == 1 else float(value)
         return GenerateArguments(prompt=text, **values)
 
-    def _show(self, race: Race) -> tuple[str, str, str, str]:
-        tree = tree_html(race)
-        return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree
-
-    def build(self, max_visitors: int) -> gr.Blocks:
-        """Returns the page, which answers `max_visitors` at a time."""
-        introduction = _INTRODUCTION.format(target=_name(self.target), drafter=_name(self.drafter))
+    def build(self, max_visitors: int, pair: str | None = None) -> gr.Blocks:
+        """Returns the page, which answers `max_visitors` at a time. `pair` is the short name of the models, if any."""
+        target, drafter = f"`{_name(self.target)}`", f"the drafter `{_name(self.drafter)}`"
+        if pair is not None:
+            target, drafter = f"The target of the pair `{pair}`", "the pair's drafter"
+        introduction = _INTRODUCTION.format(target=target, drafter=drafter)
         with gr.Blocks(title="Gumiho beside plain decoding", analytics_enabled=False) as blocks:
             session = gr.State(None)
             gr.Markdown(introduction)
@@ -91,16 +91,19 @@ class Page(Host):
             with gr.Accordion("Length, sampling and draft tree", open=False):
                 settings = self._settings()
             verdict = gr.HTML(elem_id="verdict")
+            answers = []
             with gr.Row():
-                plain = _answer("plain", "Plain decoding")
-                drafted = _answer("drafted", "With Gumiho")
+                for name, heading in (("plain", "Plain decoding"), ("drafted", "With Gumiho")):
+                    with gr.Column():
+                        gr.Markdown(f"### {heading}")
+                        answers.append(gr.HTML(container=True, padding=True, elem_id=name))
             gr.Markdown("### The newest draft tree")
             tree = gr.HTML(elem_id="tree")
             gr.on(
                 [ask.click, question.submit],
                 self.ask,
                 [question, *settings],
-                [session, plain, drafted, verdict, tree],
+                [session, *answers, verdict, tree],
                 concurrency_limit=max_visitors,
                 show_progress="hidden",
             )
@@ -109,29 +112,19 @@ class Page(Host):
 
     def _settings(self) -> list[gr.components.Component]:
         """Returns the settings of a question, in the order in which [`ask`] takes them."""
-        begins = {"max_new_tokens": 128, "temperature": 0, "seed": 0}
-        drafter = self.drafter
         own = DraftingSettings.from_generation_config(
-            drafter.generation_config, drafter.config, None, device_type=drafter.device.type
+            self.drafter.generation_config, self.drafter.config, None, device_type=self.drafter.device.type
         )
-        begins |= {name: getattr(own, name) for name in _SETTINGS if name not in begins}
         shown: list[gr.components.Component] = []
         with gr.Row():
             for name, (label, info, least, most, step) in _SETTINGS.items():
-                most = most or self.max_new_tokens
-                value = min(begins[name], most)
+                begin = {"max_new_tokens": min(128, self.max_new_tokens)}.get(name, getattr(own, name, 0))
                 if name == "seed":
-                    shown.append(gr.Number(value, label=label, precision=0, minimum=least, info=info))
+                    shown.append(gr.Number(begin, label=label, precision=0, minimum=least, info=info))
                 else:
-                    shown.append(gr.Slider(least, most, value, step=step, label=label, info=info, elem_id=name))
+                    most = most or self.max_new_tokens
+                    shown.append(gr.Slider(least, most, begin, step=step, label=label, info=info, elem_id=name))
         return shown
-
-
-def _answer(name: str, heading: str) -> gr.HTML:
-    """Returns the place of an answer, in a column of its own."""
-    with gr.Column():
-        gr.Markdown(f"### {heading}")
-        return gr.HTML(container=True, padding=True, elem_id=name)
 
 
 def _name(model: PreTrainedModel) -> str:
