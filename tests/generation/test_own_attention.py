@@ -53,6 +53,12 @@ def clipped(
     return (scores.softmax(dim=-1) @ value).transpose(1, 2), None
 
 
+def boolean_alone(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    """Takes no other masks than those that it asks for."""
+    assert mask is None or mask.dtype == torch.bool
+    return clipped(module, query, key, value, mask, **kwargs)
+
+
 def causal_by_slots(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """Ignores the mask that it asks for."""
     return clipped(module, query, key, value, None, **kwargs)
@@ -113,7 +119,7 @@ TREES = {
     "temperature": ("sharper", sharper, sdpa_mask),
     "clipping": ("clipped", clipped, sdpa_mask),
     "masks to add": ("clipped", clipped, eager_mask),
-    "in place of sdpa": ("sdpa", clipped, None),
+    "in place of sdpa": ("sdpa", boolean_alone, None),
     "in place of eager": ("eager", clipped, None),
 }
 CHAINS = {
