@@ -217,9 +217,11 @@ def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
     return bool(target._supports_default_dynamic_cache())
 
 
-def weights_version(target: PreTrainedModel) -> list[tuple[int, int]]:
+def weights_version(target: PreTrainedModel) -> list[tuple[int, int | None]]:
     """Returns what changes when the weights of a target are replaced or written in place."""
-    return [(parameter.data_ptr(), version_of(parameter)) for parameter in target.parameters()]
+    # Of a parameter that is split over processes, this process's part has an address.
+    parts = (getattr(parameter, "_local_tensor", parameter) for parameter in target.parameters())
+    return [(part.data_ptr(), version_of(part)) for part in parts]
 
 
 def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
@@ -289,6 +290,7 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoMod
     return load_drafter(target, name) if is_known or is_drafter(name) else None
 
 
+@torch.inference_mode(False)  # or calls outside of inference mode could not use the drafter
 def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: Any) -> GumihoModel:
     """
     Returns the drafter of a folder or a name on the Hub, on the device of the target's output head and in the target's

@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ..internals import attention_implementation, is_pipeline_stage, is_unmasked_implementation
+from ..internals import attention_implementation, is_pipeline_stage
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
 from ..user_errors import UserValueError
@@ -136,8 +136,8 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
     _check_adapter(target)
     traits = TargetTraits.of(target)
     attention = traits.attention
-    # Kernels that take no dense mask verify chains.
-    if attention.refusal and not (traits.is_chain and is_unmasked_implementation(attention.name)):
+    # Chains need no masks for trees, but a function of the user's may cut windows in another way.
+    if attention.refusal and not (traits.is_chain and attention.registered is None):
         raise Unsupported(
             f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
             f"{_LOAD_WITH_SDPA}"
