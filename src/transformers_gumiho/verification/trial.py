@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,10 +16,6 @@ from transformers import PreTrainedModel
 from ..internals import computing_in_float32, weights_version
 from .placement import input_device
 from .tree_cache import TreeCache
-
-
-if TYPE_CHECKING:
-    from .traits import TargetTraits
 
 
 NUM_PROMPT_TOKENS = 9
@@ -63,14 +59,14 @@ MAX_MEASURED = 16
 _recording = threading.Lock()
 
 
-def tried(target: PreTrainedModel, traits: "TargetTraits", what: str, measure: Callable[..., float]) -> Verdict:
+def tried(target: PreTrainedModel, traits: Any, what: str, measure: Callable[..., float]) -> Verdict:
     """
     Returns the verdict of a trial, which runs once for a target with this config, attention and dtype on this device.
     One that the target failed is repeated when its weights have changed.
 
     Args:
         target: The target.
-        traits: Its traits.
+        traits: Its [`TargetTraits`].
         what: Name of the trial.
         measure: Returns the relative error. In a call with `in_float32=True` a target in 16 bits computes in float32.
     """
@@ -122,7 +118,7 @@ def _measure(target: PreTrainedModel, measure: Callable[..., float]) -> tuple[fl
         return measure(), torch.finfo(target.dtype).eps ** 0.5
 
 
-def follows_tree_masks(target: PreTrainedModel, traits: "TargetTraits") -> bool:
+def follows_tree_masks(target: PreTrainedModel, traits: Any) -> bool:
     """
     Whether a target whose attention function a user has registered computes the nodes of a draft tree as single tokens
     after their paths. Such a function may ignore the mask, or count distances by cache slots.
@@ -140,7 +136,7 @@ def follows_tree_masks(target: PreTrainedModel, traits: "TargetTraits") -> bool:
         return False
 
 
-def measure_tree(target: PreTrainedModel, traits: "TargetTraits", in_float32: bool = False) -> float:
+def measure_tree(target: PreTrainedModel, traits: Any, in_float32: bool = False) -> float:
     """Returns the error of the logits of a pass over a tree, against passes of single tokens."""
     tokens, mask = trial_tokens(target, "one row")
     with computing_in_float32() if in_float32 else nullcontext():
@@ -187,7 +183,7 @@ def trial_tokens(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, tor
 class Trial:
     """Passes of a target over `tokens` `(B, T)` under `mask`, the first of which are in its cache."""
 
-    def __init__(self, target: PreTrainedModel, traits: "TargetTraits", tokens: torch.Tensor, mask: torch.Tensor):
+    def __init__(self, target: PreTrainedModel, traits: Any, tokens: torch.Tensor, mask: torch.Tensor):
         self.target, self.traits, self.tokens, self.mask = target, traits, tokens, mask
         self.cache = traits.make_cache()
         outputs = self._outputs(tokens[:, :NUM_PROMPT_TOKENS])
