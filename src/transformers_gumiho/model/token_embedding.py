@@ -38,7 +38,9 @@ class BorrowedEmbedding(nn.Module):
             if is_known and (self.weight.device, self.weight.dtype) == (like.device, like.dtype):
                 return
         rows = fitting_rows(embedding, vocab_size, embedding_size).detach()
-        self._source, self.weight = embedding, rows.to(device=like.device, dtype=like.dtype)
+        # Detached, as a parameter would become one of this module.
+        self._source = None if embedding is None else embedding.detach()
+        self.weight = rows.to(device=like.device, dtype=like.dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings `(..., E)` of token ids `(...)`."""
