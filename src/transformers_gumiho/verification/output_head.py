@@ -49,7 +49,8 @@ def cut_head(head: Any, token_ids: torch.Tensor, memory: StaticMemory | None = N
     def cut() -> list[torch.Tensor]:
         return [parameter.index_select(0, rows) for parameter in whole]
 
-    weight, bias = (*kept("cut head", (head, head), whole, (token_ids,), cut, memory is not None), None)[:2]
+    parts = kept("cut head", (head, head), whole, (token_ids,), cut, memory is not None)
+    weight, bias = parts[0], parts[1] if len(parts) > 1 else None
     return _by_rows(lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
 
 
