@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
@@ -22,10 +23,10 @@ from ..model.released_configs import find_packaged_folder, is_of_drafter
 from ..model.wrappers import unwrap_drafter, unwrap_model
 from ..user_errors import UserValueError
 from ..verification.continuation import check_multi_token_decode
+from ..verification.cycle_shapes import with_eager_decoder
 from ..verification.placement import drafter_device
 from ..verification.prompt import check_prompt_pass
 from ..verification.requirements import check_pair, check_request, check_target, reason_against
-from ..verification.without_graphs import without_graphs
 
 
 logger = logging.get_logger(__name__)
@@ -167,7 +168,7 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"The `generate` of this {type(target).__name__} takes no `assistant_model`, so nothing can be attached: "
             f"it takes {', '.join(parameters)}. Give it `**kwargs` that it hands on to `super().generate`."
         )
-    verifier = without_graphs(target, drafter.config.layers_read(target.config))
+    verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
     if traits.is_chain:
         check_multi_token_decode(verifier, traits, None, batch_size=1)
     elif not type(target).__module__.startswith("transformers."):
@@ -289,6 +290,7 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoMod
     return load_drafter(target, name) if is_known or is_drafter(name) else None
 
 
+@torch.inference_mode(False)  # or calls outside of inference mode could not use the drafter
 def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: Any) -> GumihoModel:
     """
     Returns the drafter of a folder or a name on the Hub, on the device of the target's output head and in the target's
@@ -304,7 +306,8 @@ def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: An
     known = named.get(source)
     if known is None or (known.files, known.drafter.device, known.drafter.dtype) != (files, device, target.dtype):
         drafter = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=device, **loading)
-        drafter.share_embedding(target)
+        if drafter.config.has_embedding:  # others read the target's in the first call
+            drafter.share_embedding(target)
         named[source] = known = _NamedDrafter(drafter, files)
     return known.drafter
 

@@ -50,9 +50,8 @@ def register_released_names() -> None:
                 r"^(?:model\.){1,2}(embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition)\.",
                 r"\1.",
             ),
-            # The first layer of EAGLE-3, in most tools, and its vocabulary.
+            # The first layer of EAGLE-3, in most tools.
             RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
-            RenamingOnLoad(r"^(?:model\.){1,2}d2t$", "d2t"),
             # As the reference's training writes them.
             RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
         ],
@@ -189,8 +188,8 @@ def adopt_released_vocabulary(
 ) -> set[str]:
     """
     Sets the `draft_vocabulary` of a drafter to the vocabulary that its checkpoint holds as a tensor, unless it is set.
-    That of an EAGLE-3 head belongs to its weights and is only checked. `options` are the arguments of
-    `from_pretrained`. Returns the keys that are still unexpected.
+    That of an EAGLE-3 head belongs to its weights. `options` are the arguments of `from_pretrained`. Returns the keys
+    that are still unexpected.
 
     Raises:
         ValueError: The checkpoint carries several vocabularies, or one that does not fit the drafter.
@@ -198,8 +197,6 @@ def adopt_released_vocabulary(
     unexpected = set(unexpected_keys)
     generation_config, vocab_size = drafter.generation_config, drafter.config.get_text_config().vocab_size
     if drafter.config.is_eagle3:
-        if drafter.config.draft_vocab_size is not None:
-            entry_token_ids(_OFFSETS, drafter.d2t.cpu(), vocab_size, name_or_path)
         return unexpected
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if not keys:
@@ -244,7 +241,7 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
         )
     values = values.long()
     if plain_name(key) == _OFFSETS:
-        values = values + torch.arange(len(values))
+        values = values + torch.arange(len(values), device=values.device)
     token_ids = values.tolist()
     if fault := vocabulary_fault(token_ids, vocab_size):
         raise UserValueError(

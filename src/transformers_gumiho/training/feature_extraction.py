@@ -231,7 +231,7 @@ def _extract(
             found["layer_states"] = stored_states(states.drafter_input[..., :width], dtype)
         for index, row in enumerate(chosen):
             length = len(row["input_ids"])
-            tokens = {name: torch.tensor(row[name], dtype=torch.int32) for name in manifest.columns}
+            tokens = {name: torch.tensor(row[name], dtype=torch.int32, device="cpu") for name in manifest.columns}
             extracted.append(tokens | {name: values[index, :length] for name, values in found.items()})
             progress.update(length)
     return extracted

@@ -31,10 +31,10 @@ def checksum(tensors: Iterable[torch.Tensor], seed: int) -> int:
 
 def make_shard(rows: Sequence[Mapping[str, torch.Tensor]], seed: int) -> dict[str, torch.Tensor]:
     """Returns the tensors of a shard of rows: the values of all in one piece, where each begins, and its checksum."""
-    offsets = torch.tensor([0, *(len(row["input_ids"]) for row in rows)]).cumsum(0)
+    offsets = torch.tensor([0, *(len(row["input_ids"]) for row in rows)], device="cpu").cumsum(0)
     sums = [_row_checksum(row, number, seed) for number, row in enumerate(rows)]
     columns = {name: torch.cat([row[name] for row in rows]) for name in (rows[0] if rows else ())}
-    return {"offsets": offsets, "checksums": torch.tensor(sums, dtype=torch.int64), **columns}
+    return {"offsets": offsets, "checksums": torch.tensor(sums, dtype=torch.int64, device="cpu"), **columns}
 
 
 def open_shard(path: Path) -> Any:

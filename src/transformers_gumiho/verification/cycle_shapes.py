@@ -1,6 +1,7 @@
 """
-Cycles of fixed shapes, whose stages are compiled once. `cache_implementation="static"` selects them. A captured graph
-reads and writes tensors at fixed addresses, so compiled generations use the same memory.
+What is compiled. `cache_implementation="static"` selects cycles of fixed shapes, whose stages are compiled once. A
+captured graph reads and writes tensors at fixed addresses, so compiled generations use the same memory. Of a target
+that the user compiled, passes over drafts run uncompiled copies of the modules that the drafter reads.
 """
 
 import functools
@@ -15,7 +16,19 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from ..internals import CACHE_NAME, mark_static_address, would_compile
+from ..internals import (
+    CACHE_NAME,
+    has_own_forward,
+    is_compiled,
+    mark_static_address,
+    uncompiled,
+    uncompiled_copy,
+    would_compile,
+)
+from ..model.target_layers import TargetLayers
+from ..model.wrappers import unwrap_model
+from .feature_reader import find_decoder, find_layers
+from .kept import forget
 
 
 # Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.
@@ -138,6 +151,7 @@ class StaticMemory:
         kept = _kept.get(target.get_input_embeddings(), {}).pop((batch_size, capacity), None)
         return cls(batch_size, capacity) if kept is None else kept
 
+    @torch.inference_mode(False)  # or the next generation could not write to them outside of inference mode
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a tensor of zeros."""
         place, self._num_used = self._num_used, self._num_used + 1
@@ -151,6 +165,7 @@ class StaticMemory:
         self._tensors.append(tensor)
         return tensor
 
+    @torch.inference_mode(False)
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a tensor."""
         return self.zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
@@ -163,3 +178,42 @@ class StaticMemory:
         kept[self._kind] = self
         while len(kept) > MAX_KEPT:
             kept.pop(next(iter(kept)), None)
+
+
+def free_memory(target: nn.Module) -> None:
+    """
+    Frees the memory that calls keep for a target.
+
+    With `cache_implementation="static"` on an accelerator, captured graphs read caches at fixed addresses. The caches
+    of up to two kinds of calls (by rows and length) stay until the target is deleted: as much as two static caches.
+    A draft vocabulary's part of the output head and the tables of transitions stay, too. The next call makes anew what
+    it needs, and graphs are captured again.
+
+    Args:
+        target: The target, or a wrapper of it, as for [`attach`].
+    """
+    inner = unwrap_model(target)
+    _kept.pop(inner.get_input_embeddings(), None)
+    forget(inner)
+
+
+def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> Any:
+    """
+    Returns the target, or for one with compiled modules a copy that shares its weights. In the copy, the modules that
+    the drafter reads, and those around them, are not compiled: a graph ignores hooks that are registered later, and a
+    compiling thread fails where hooks come and go. All other modules stay compiled. `layers` are those that
+    the drafter reads.
+    """
+    if not any(map(is_compiled, target.modules())):
+        return target
+    read = {} if layers is None else find_layers(target, layers)
+    return _copied(target, {find_decoder(target), *read.values()})
+
+
+def _copied(module: nn.Module, read: set[nn.Module]) -> nn.Module:
+    """Copies the module and its submodules that are `read`, or hold one that is."""
+    module = uncompiled(module)
+    around = {child for child in module.children() if not read.isdisjoint(child.modules())}
+    if has_own_forward(module):
+        around = set()  # accelerate's, which runs the submodules that it was made for
+    return uncompiled_copy(module, {child: _copied(child, read) for child in around})
