@@ -10,10 +10,9 @@ Where both are bound by reading weights, the ratio is at least 1 + bytes that th
 the target reads in a step.
 """
 
-import os
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +26,6 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.measuring.timing import time_decoding
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.verification.attention import AVOID_CUDNN
 
 
 @dataclass
@@ -81,11 +79,21 @@ def bytes_read(target: PreTrainedModel, gumiho: GumihoModel) -> tuple[int, int]:
     return size(target.get_decoder()) - size(target.get_input_embeddings()) + size(head), drafter
 
 
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 # How passes of this package attend on a GPU. On a CPU the last one is the first.
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "in place": nullcontext,
     "copied": lambda: patch("transformers_gumiho.verification.attention._would_copy", lambda *args: False),
-    "without cuDNN": lambda: patch.dict(os.environ, {AVOID_CUDNN: "1"}),
+    "without cuDNN": without_cudnn,
 }
 
 

@@ -347,38 +347,6 @@ def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: to
     return _CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
 
 
-def can_attend_efficiently(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether PyTorch's memory-efficient kernel supports these tensors."""
-    return (
-        query.device.type == "cuda"
-        and torch.version.hip is None
-        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and query.dtype == key.dtype == value.dtype == mask.dtype
-        and all(states.shape[3] * states.element_size() % 16 == 0 for states in (query, value))
-        and not torch.is_grad_enabled()
-    )
-
-
-def memory_efficient_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, scale: float | None = None
-) -> torch.Tensor:
-    """
-    `scaled_dot_product_attention` with PyTorch's memory-efficient kernel. Called directly, because the public way to
-    choose a kernel (`torch.nn.attention.sdpa_kernel`) affects all threads.
-
-    Args:
-        query (`(B, heads, n, head_dim)`): The queries.
-        key (`(B, heads, K, head_dim)`): The keys.
-        value (`(B, heads, K, value_dim)`): The values.
-        attn_mask (`(B, 1, n, K)`): Added to the scores. Its rows begin at multiples of 16 numbers.
-        scale: Of the scores.
-    """
-    mask = attn_mask.expand(-1, query.shape[1], -1, -1)
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    output: torch.Tensor = attend(query, key, value, mask, compute_log_sumexp=False, scale=scale)[0]
-    return output
-
-
 def runs_as_defined(module: nn.Module) -> bool:
     """
     Whether calling the module runs only the `forward` of its class: without hooks, and without a `forward` set on the

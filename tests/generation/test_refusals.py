@@ -230,13 +230,3 @@ def test_assistant_tokenizer(target: PreTrainedModel) -> None:
     for _ in range(2):
         refuses(target, message, assistant_tokenizer=foreign, tokenizer=tokenizer)
     refuses(target, message, assistant_tokenizer=tokenizer)
-
-
-def test_candidates_without_states(target: PreTrainedModel) -> None:
-    from drafting_oracle import make_generator
-
-    generator = make_generator(target, make_drafter(target), 1)
-    with pytest.raises(ValueError, match="pass them as `hidden_states`"):
-        generator.get_candidates(torch.zeros(1, 3, dtype=torch.long))
-    with pytest.raises(ValueError, match="A single path fits one sequence, got a batch of 2"):
-        generator.get_candidates(torch.zeros(2, 3, dtype=torch.long), hidden_states=torch.zeros(2, 2, 32))

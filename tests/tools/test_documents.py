@@ -227,6 +227,16 @@ def test_speeds_are_left_out_of_the_picture_of_an_answer() -> None:
     assert script.without_speeds(written) == "[tau 2.69 | 32 cycles]\n[plain decoding]\nsame text"
 
 
+def test_two_short_answers_stand_side_by_side() -> None:
+    script = load_picture_script("draw_answer")
+    for text, shown in (("one", ["one           one", "", "[tau 2.00]    [plain decoding]"]), ("one " * 20, None)):
+        written = script.wrap(script.read_characters(f"{text}\n\n[tau 2.00]\n\n{text}\n\n[plain decoding]"))
+        drawn = ["".join(character for character, _ in line) for line in script.side_by_side(written)]
+        assert [line.rstrip() for line in drawn] == (
+            shown or [text.strip(), "", "[tau 2.00]", "", text.strip(), "", "[plain decoding]"]
+        )
+
+
 def test_pictures_of_speed_are_those_of_the_reports() -> None:
     script = load_picture_script("draw_speed")
     for name, drawn in script.pictures().items():

@@ -636,6 +636,7 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
     [
         (["--target", "no/such/folder"], "There is no folder 'no/such/folder'. Give an existing"),
         (["--assistant", "./gumihoo"], "There is no folder './gumihoo'"),
+        (["--temperature", "-1"], "--temperature must not be negative, got -1.0"),
         (["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
         (["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
         (["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),

@@ -277,8 +277,8 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
         origins.seen.clear()
         with observing(origins):
             _, taken = decode(Contest(prompts, rows, 0.0), [tree], 0)
-            assert origins.sources.count("drafter") in (taken.num_passes, taken.num_passes + 1)
-            assert set(origins.sources) == {"drafter"}
+            assert origins.sources.count("drafter") in (taken.num_passes - 1, taken.num_passes)
+            assert set(origins.sources) <= {"drafter", "end"}
             with temporary_settings(drafter, tree.settings):
                 target.generate(torch.tensor(prompts[:1]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
             assert "pause" in origins.sources

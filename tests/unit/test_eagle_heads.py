@@ -134,8 +134,8 @@ EAGLE3: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     ),
     "qwen3_named_by_tensors": (SPECULATORS | {"qk_norm": True, "num_layers": 2}, of_speculators, {}),
     "llama_layer_of_a_qwen3_config": (
-        SMALL | {"head_dim": 6}, lambda f: bare(f | {"model_type": "qwen3", "tie_word_embeddings": True}),
-        {"midlayer": True},
+        SMALL | {"head_dim": 6},
+        lambda f: bare(f | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}), {"midlayer": True},
     ),
     "two_layers": (SPECULATORS | {"num_layers": 2}, of_speculators, {}),
     "eagle3.1": (

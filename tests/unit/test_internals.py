@@ -48,6 +48,7 @@ SIGNATURES = {
         "self, custom_generate, kwargs, synced_gpus, assistant_model, streamer"
     ),
     "transformers.GenerationMixin._prepare_generation_config": "self, generation_config",
+    "transformers.GenerationMixin._prepare_cache_for_generation": "self, generation_config, model_kwargs",
     "transformers.GenerationMixin._prefill": "self, input_ids, generation_config, model_kwargs",
     "transformers.GenerationMixin._valid_auto_compile_criteria": "self, model_kwargs, generation_config",
     "transformers.GenerationMixin._supports_default_dynamic_cache": "",

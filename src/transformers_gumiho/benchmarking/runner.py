@@ -41,6 +41,13 @@ class BenchmarkSettings:
     max_new_tokens: int = 128
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if min(self.temperatures) < 0 or min(*self.batch_sizes, self.max_new_tokens) < 1:
+            raise UserValueError(
+                f"`temperatures` must not be negative, and `batch_sizes` and `max_new_tokens` must be at least 1, got "
+                f"{self.temperatures}, {self.batch_sizes} and {self.max_new_tokens}."
+            )
+
 
 @dataclass(frozen=True)
 class _Batch:
@@ -131,6 +138,7 @@ class _Run:
             # Turns need the answers before them, so the journal holds all turns of a conversation or none.
             for row in self._journal.find(batch.key) if self._journal is not None else []:
                 turns[row["turn"]].append(Sample(**row))
+            self._num_measured += len(turns)
             yield from turns.values()
             missing += [] if turns else [batch]
         # Graphs that are compiled for the longest prompts have room for the others.

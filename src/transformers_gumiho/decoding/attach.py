@@ -23,10 +23,10 @@ from ..model.released_configs import find_packaged_folder, is_of_drafter
 from ..model.wrappers import unwrap_drafter, unwrap_model
 from ..user_errors import UserValueError
 from ..verification.continuation import check_multi_token_decode
+from ..verification.cycle_shapes import with_eager_decoder
 from ..verification.placement import drafter_device
 from ..verification.prompt import check_prompt_pass
 from ..verification.requirements import check_pair, check_request, check_target, reason_against
-from ..verification.without_graphs import without_graphs
 
 
 logger = logging.get_logger(__name__)
@@ -168,7 +168,7 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"The `generate` of this {type(target).__name__} takes no `assistant_model`, so nothing can be attached: "
             f"it takes {', '.join(parameters)}. Give it `**kwargs` that it hands on to `super().generate`."
         )
-    verifier = without_graphs(target, drafter.config.layers_read(target.config))
+    verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
     if traits.is_chain:
         check_multi_token_decode(verifier, traits, None, batch_size=1)
     elif not type(target).__module__.startswith("transformers."):

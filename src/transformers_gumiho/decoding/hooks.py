@@ -20,9 +20,9 @@ from ..internals import (
 )
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter
+from ..verification.cycle_shapes import with_eager_decoder
 from ..verification.requirements import Unsupported, check_request, reason_against
 from ..verification.traits import TargetTraits
-from ..verification.without_graphs import without_graphs
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import check_inputs, decode_with_tree
 
@@ -84,7 +84,7 @@ def _assisted_decoding(
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
-    verifier = without_graphs(target, drafter.config.layers_read(target.config))
+    verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
     traits = TargetTraits.of(verifier)
     reason = reason_against(check_inputs, verifier, traits, input_ids, kwargs)
     if reason is None:

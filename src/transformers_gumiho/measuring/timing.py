@@ -53,8 +53,8 @@ class DecodingTime:
     What decoding a batch took.
 
     Attributes:
-        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, this includes as many
-            drafts as passes.
+        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, this includes a
+            draft for each pass but the last, which may have none.
         num_tokens: New tokens of the longest row, without the first one, which comes from the prompt's pass.
         num_passes: Passes of the target: cycles, or steps of plain decoding.
         texts: Token ids of each row, prompt included.

@@ -50,9 +50,8 @@ def register_released_names() -> None:
                 r"^(?:model\.){1,2}(embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition)\.",
                 r"\1.",
             ),
-            # The first layer of EAGLE-3, in most tools, and its vocabulary.
+            # The first layer of EAGLE-3, in most tools.
             RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
-            RenamingOnLoad(r"^(?:model\.){1,2}d2t$", "d2t"),
             # As the reference's training writes them.
             RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
         ],

@@ -181,11 +181,14 @@ def _llama_fields(given: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(LlamaConfig)} | {"rope_theta", "rope_scaling"}
     fields = {name: value for name, value in given.items() if name in known and value is not None}
     attention = "layers.0.self_attn."
-    num_heads = fields.setdefault("num_attention_heads", LlamaConfig.num_attention_heads)
-    head_dim = fields.setdefault("head_dim", shapes[f"{attention}q_proj.weight"][0] // num_heads)
-    fields.setdefault("num_key_value_heads", shapes[f"{attention}k_proj.weight"][0] // head_dim)
+    head_dim = shapes[f"{attention}q_proj.weight"][0] // fields.get(
+        "num_attention_heads", LlamaConfig.num_attention_heads
+    )
     return fields | {
         "model_type": "llama",
+        # Some tools do not read the field of this name.
+        "head_dim": head_dim,
+        "num_key_value_heads": shapes[f"{attention}k_proj.weight"][0] // head_dim,
         "architectures": None,
         # Copied from targets, although the head has an output head of its own.
         "tie_word_embeddings": False,
@@ -228,7 +231,8 @@ def _eagle3_fields(llama: dict[str, Any], flags: dict[str, Any], shapes: Shapes,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
     }
     _warn_of_doubts(flags, of_speculators, name_or_path)
-    return found | {name: bool(flags.get(name)) for name in _NORM_FLAGS}
+    given = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes} | flags
+    return found | {name: bool(given.get(name)) for name in _NORM_FLAGS}
 
 
 def _as_outputs(ids: list[int], of_speculators: bool, name_or_path: Any) -> list[int]:

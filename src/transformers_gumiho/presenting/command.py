@@ -103,7 +103,8 @@ def demo(args: DemoArguments) -> None:
     """
     page = _load_page(args)
     try:
-        _build(page, args).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+        with as_user_errors():  # the port may be taken
+            _build(page, args).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
     finally:
         page.lock.is_closed = True
 

@@ -10,7 +10,7 @@ from ..training import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .recipes import RECIPES, Phase
 from .stages import Run
-from .writing import load_target, load_tokenizer, write_answers
+from .writing import load_tokenizer, write_answers
 
 
 def data(args: DataArguments) -> None:
@@ -24,8 +24,7 @@ def data(args: DataArguments) -> None:
         OSError: The disk is full. What was written stays.
     """
     args.check()
-    target = None if args.endpoint is not None else load_target(args)
-    write_answers(args, target, load_tokenizer(args), args.output_file, args.seed)
+    write_answers(args, load_tokenizer(args), args.output_file, args.seed)
 
 
 def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], output_dir: str) -> None:
@@ -89,6 +88,7 @@ def phases_of(
 def _parse(words: Sequence[str], defaults: dict[str, Any]) -> list[Any]:
     # With the tokens seen, each log line has the tokens per second.
     common: dict[str, Any] = {"report_to": "none", "include_num_input_tokens_seen": True, "logging_steps": 50}
+    common["ddp_timeout"] = 86_400  # one process may write or measure while the others wait
     if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
         common["bf16"] = "--fp16" not in words
     if not torch.accelerator.is_available():

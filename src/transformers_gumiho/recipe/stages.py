@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from ..benchmarking import BenchmarkSettings, decoding_modes, read_prompts, run_benchmark, summarize
 from ..benchmarking.journal import Journal, measuring_conditions
@@ -19,6 +18,7 @@ from ..benchmarking.report import markdown
 from ..model.configuration_gumiho import GumihoConfig
 from ..pairs import PairArguments, load_pair
 from ..training import GumihoTrainingArguments, cache_size, load_conversations, write_feature_cache
+from ..training.data.usable_rows import split_rows
 from ..tuning import TuningArguments, describe, tune
 from .arguments import STAGES, RecipeArguments
 from .plan import describe as describe_plan
@@ -65,7 +65,10 @@ class Run:
         args = self.args
         if args.features is not None:
             return
-        num_rows = args.num_prompts if args.writes_prompts else len(load_rows(args))
+        num_rows = args.num_prompts
+        if not args.writes_prompts:
+            rows = load_rows(args, load_tokenizer(args), self.target.config, answered=not args.regenerate)[0]
+            num_rows = len(rows)
         config = GumihoConfig.from_target(self.target.config, **self.fields)
         speed = measure_speed(self.target, args.writing_batch_size)
         epochs = [phase.num_train_epochs for phase in self.phases.values()]
@@ -95,7 +98,7 @@ class Run:
         args = self.args
         if args.features is None and args.regenerate:
             target = None if args.endpoint is not None else self.target
-            write_answers(args, target, load_tokenizer(args), self.answers, self.training_args.seed, args.max_length)
+            write_answers(args, load_tokenizer(args), self.answers, self.training_args.seed, target)
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""
@@ -121,7 +124,7 @@ class Run:
         # Of an earlier drafter.
         shutil.rmtree(self.work / "evaluation", ignore_errors=True)
         if args.features is not None:
-            data = cached_data(args.features, args.num_eval_rows)
+            data = cached_data(args.features, args.num_eval_rows, seed=self.training_args.seed)
         elif args.cache_features:
             self._target = None  # its memory is the training's
             has_held_out = (held_out / "cache.json").exists()
@@ -197,10 +200,13 @@ class Run:
     def _split(self) -> tuple[Any, Any]:
         """Returns the rows to train on and those to hold out, `None` where these are none."""
         args = self.args
-        rows: Dataset = load_conversations(str(self.answers)) if args.regenerate else load_rows(args)
-        num_held_out = min(args.num_eval_rows, len(rows) // 10)
-        held_out = rows.select(range(num_held_out)) if num_held_out else None
-        return rows.select(range(num_held_out, len(rows))), held_out
+        if args.regenerate:
+            rows = load_conversations(str(self.answers))  # a line for each row of the data, so the split is theirs
+        else:
+            config = AutoConfig.from_pretrained(args.target)
+            rows, report = load_rows(args, load_tokenizer(args), config, answered=True)
+            self._say(report)
+        return split_rows(rows, args.num_eval_rows, self.training_args.seed)
 
     def _limit_vocabulary(self, target_config: Any) -> None:
         share = RECIPES[self.args.recipe].vocabulary_share
