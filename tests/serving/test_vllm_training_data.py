@@ -102,8 +102,8 @@ def test_a_server_writes_what_the_target_writes_here(
     assert "list_paths" in tokenizer.decode(found[2]["generations"][0]["prompt_ids"])
     assert tokenizer.decode(found[3]["generations"][0]["prompt_ids"]).endswith("<think>\n\n</think>\n\n")
     assert any("<think>" in row["messages"][-1]["content"] for row in found if "messages" in row)
-    assert all(row["generations"][-1]["answer_ids"][-1] == tokenizer.eos_token_id for row in found if row["ended"])
-    assert any(row["ended"] for row in found)
+    assert all(row["generations"][-1]["answer_ids"][-1] == tokenizer.eos_token_id for row in found if row.get("ended"))
+    assert any(row.get("ended") for row in found)
     # What it refuses costs its row alone, and a share that is sampled is sampled.
     rows[1]["messages"] = [{"role": "user", "content": "import os\n" * 100}]
     more = WritingSettings(max_length=500, max_new_tokens=40, sampling=Sampling(share=0.5))
