@@ -207,15 +207,15 @@ def test_a_quantized_target_is_imitated_as_it_is(tmp_path: Path) -> None:
     assert losses_of(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(("broken", "muon"), [(False, False), (True, False), (False, True)])
 def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
-    target: PreTrainedModel, tmp_path: Path, broken: bool
+    target: PreTrainedModel, tmp_path: Path, broken: bool, muon: bool
 ) -> None:
     settings = {
         "max_steps": 12, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 3,
         "eval_strategy": "steps", "eval_steps": 4,
         "acceptance_prompts": [torch.tensor([1, 2])], "acceptance_max_new_tokens": 8,
-        "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine",
+        "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "muon": muon,
     }  # fmt: skip
     whole = make_trainer(target, tmp_path / "whole", **settings)
     whole.train()

@@ -48,6 +48,7 @@ class GumihoTrainingArguments(TrainingArguments):
         "Train one part and keep the rest: `serial` (the serial head), `parallel` (the parallel heads and their "
         "transitions) or `transition` (the transitions)."
     )
+    muon: bool = option("Train matrices with Muon, all else with AdamW. `--learning_rate` is for both.", False)
     assistant_only_loss: bool = option(
         "Train on the answers alone; `false` also trains on prompts: right if the target wrote them.", True
     )

@@ -37,6 +37,7 @@ from .feature_cache import TargetFeatures
 from .linear_start import start_linearly
 from .measured_tau import measure_acceptance
 from .model_card import model_card_of
+from .muon import muon_of
 from .target_features import OnlineFeatures, why_not_finite
 from .trained_parts import freeze_all_but
 
@@ -120,6 +121,7 @@ class GumihoTrainer(Trainer):
         vocab_size = self.drafter.config.get_text_config().vocab_size
         kwargs.setdefault("data_collator", GumihoDataCollator(vocab_size, self._num_positions()))
         kwargs.setdefault("compute_metrics", lambda scored: agreement_metrics(scored.predictions, self._predictors()))
+        kwargs.setdefault("optimizer_cls_and_kwargs", muon_of(args))
         if isinstance(kwargs.get("train_dataset"), torch.utils.data.IterableDataset):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
             args.accelerator_config.dispatch_batches = False
