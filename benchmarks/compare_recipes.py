@@ -89,7 +89,7 @@ def train(
     features = CachedFeatures(args.features_dir)
     folder = args.folder_of(name, seed)
     set_seed(seed)
-    drafter, rows = make_drafter(config, features), FeatureDataset(args.features_dir, target)
+    drafter, rows = make_drafter(config, features), FeatureDataset(args.features_dir)
     trained = torch.utils.data.Subset(rows, range(args.num_eval_rows, len(rows)))
     held_out = torch.utils.data.Subset(rows, range(args.num_eval_rows))
     training_args = training_arguments(args, folder, seed, name)

@@ -67,7 +67,13 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP, "adjust_generation_fn"),
     # The loss is averaged over the drafted positions of all batches of a step; and a diverged drafter must not
     # overwrite a good checkpoint.
-    "transformers.Trainer": ("_get_num_items_in_batch", "_prepare_inputs", "_save_checkpoint"),
+    # Lengths of cached rows are known without reading the rows.
+    "transformers.Trainer": (
+        "_get_eval_sampler",
+        "_get_num_items_in_batch",
+        "_get_train_sampler",
+        "_save_checkpoint",
+    ),
 }
 
 

@@ -269,7 +269,8 @@ def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, tm
     rows = [{"text": "import os"}]
     regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=4)
     with pytest.raises(
-        ValueError, match=r"was created with different settings: max_new_tokens, seed\. Write into another"
+        ValueError,
+        match=r"different settings: max_new_tokens \(4, now 5\), seed \(0, now 1\)\. Write into another",
     ):
         regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=5, seed=1)
     with pytest.raises(ValueError, match="was created with different settings: template"):

@@ -82,10 +82,21 @@ class RecipeArguments(WritingArguments):
 
     recipe: str = option(f"How to train: {' or '.join(RECIPES)}.", "recommended")
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
-    plan: bool = option("Print the plan (disk, memory, time) and stop.", False)
+    restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
+    config: Path | None = option("File with defaults, in the form of the package's `recipe/defaults.yaml`.")
+    plan: bool = option("Print the plan (disk and memory) and stop.", False)
+    ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
     regenerate: bool = option("Let the target answer the data; `false` trains on the answers in it.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
-    cache_features: bool = option("Run the target once and keep its states; `false` runs it in every step.", True)
+    cache_features: str = option(
+        "`true` runs the target once and keeps its states; `false` runs it in every step; `auto` keeps them where the "
+        "disk has room and the data is passed more than once.",
+        "auto",
+    )
+    features_batch_tokens: int = option("Tokens that the target reads at a time to keep their states.", 2048)
+    tokens_per_step: int | None = option(
+        "Tokens of a step over all processes, on average (default: --per_device_train_batch_size rows)."
+    )
     features_dtype: str = option("Precision of the cached features.", "bfloat16")
     max_length: int = option("Maximum number of tokens of a row.", 2048)
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
@@ -109,6 +120,8 @@ class RecipeArguments(WritingArguments):
             raise ValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
         if unknown := set(self.stages) - set(STAGES):
             raise ValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
+        if self.cache_features not in ("auto", "true", "false"):
+            raise ValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
             super().check()
         elif self.data is not None:
@@ -127,7 +140,7 @@ class RecipeArguments(WritingArguments):
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
-    if args.num_acceptance_prompts and (args.features is not None or args.cache_features):
+    if args.num_acceptance_prompts and (args.features is not None or args.cache_features == "true"):
         raise ValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
     if args.lora_rank and part:
         raise ValueError("--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out.")
@@ -149,30 +162,12 @@ def parse(kind: Sequence[type], name: str, words: Sequence[str], defaults: dict[
         formatter_class=HelpFormatter,
     )
     known = {item.name for options in kind for item in fields(options)}
-    parser.set_defaults(**{option: value for option, value in defaults.items() if option in known})
-    for word in words:
-        option = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and option in REMOVED:
-            parser.error(f"--{option} was removed: {REMOVED[option]}")
+    if unknown := set(defaults) - known:
+        raise ValueError(
+            f"There is no option {min(unknown)!r}, which is given in --config. See `gumiho {name} --help`."
+        )
+    parser.set_defaults(**defaults)
     *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return parsed
-
-
-# Options of earlier command lines, and why they are gone.
-REMOVED = {
-    "serial_unroll_steps": "steps beyond those of drafting lost 4.8% of the tokens per cycle. Leave it out, or use "
-    "--unroll_serial_head.",
-    "weigh_by_reach": "it made no difference (-0.4%). Leave it out, or use --parallel_decay and --parallel_weight.",
-    "unrolled_weight": "no recipe used another than 1. Leave it out.",
-    "loss_term_weights": "use --feature_weight, --serial_ce_weight and --parallel_ce_weight, or a subclass of "
-    "GumihoTrainer.",
-    "streaming": "the data is read before training. Leave it out, and limit the rows with --num_rows.",
-    "system_prompts": "put the system prompt into the chat template (--chat_template FILE).",
-    "parallel_ce_start_epoch": "use --parallel_ce_start, a share of the training.",
-    "acceptance_steps": "use --num_acceptance_prompts, --eval_strategy steps and --eval_steps.",
-    "target_model": "use --target.",
-    "dataset_name": "use --data.",
-    "features_dir": "use --features.",
-}

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..training import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
+from .defaults import device_defaults
 from .recipes import RECIPES, Phase
 from .stages import Run
 from .writing import load_target, load_tokenizer, write_answers
@@ -48,7 +47,10 @@ def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], out
         check_training(args, phase, has_drafter=args.drafter is not None or number > 0)
     (Path(output_dir) / "work").mkdir(parents=True, exist_ok=True)
     run = Run(args, phases, Path(output_dir))
-    run.plan()
+    if args.restart is not None:
+        run.forget(args.restart)
+    if args.plan or not run.has_begun:
+        run.plan()
     if not args.plan:
         run.run()
 
@@ -87,13 +89,9 @@ def phases_of(
 
 
 def _parse(words: Sequence[str], defaults: dict[str, Any]) -> list[Any]:
-    # With the tokens seen, each log line has the tokens per second.
-    common: dict[str, Any] = {"report_to": "none", "include_num_input_tokens_seen": True, "logging_steps": 50}
-    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
-        common["bf16"] = "--fp16" not in words
-    if not torch.accelerator.is_available():
-        common["dataloader_pin_memory"] = False
-    return parse([RecipeArguments, GumihoTrainingArguments], "train", words, common | defaults, _summary(train))
+    """Returns the options: those given, then those of the device, then `defaults`, the recipe's."""
+    defaults = defaults | device_defaults(words)
+    return parse([RecipeArguments, GumihoTrainingArguments], "train", words, defaults, _summary(train))
 
 
 def _summary(command: Any) -> str:

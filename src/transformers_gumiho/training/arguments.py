@@ -22,6 +22,7 @@ class GumihoTrainingArguments(TrainingArguments):
     warmup_steps: float = option("Steps (or share of all steps) of linear warm-up.", 200)
     max_grad_norm: float = option("Maximum gradient norm.", 0.5)
     per_device_train_batch_size: int = option("Rows per device and step.", 4)
+    save_total_limit: int | None = option("Checkpoints to keep: the newest, and the best where one is known.", 2)
     ddp_find_unused_parameters: bool | None = option(
         "Leave as it is: every trained parameter has a gradient in every step.", False
     )
@@ -83,6 +84,11 @@ class GumihoTrainingArguments(TrainingArguments):
             raise ValueError(
                 "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
                 "not. Leave it `False`."
+            )
+        if self.batch_eval_metrics:
+            raise ValueError(
+                "`batch_eval_metrics=True` asks for metrics batch by batch, and the agreement is one of all rows. "
+                "Leave it `False`: an evaluation keeps only some numbers of each row."
             )
 
     def loss_weights(self, progress: float = 1.0) -> LossWeights:

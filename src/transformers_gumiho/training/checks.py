@@ -15,9 +15,9 @@ from ..internals import attention_implementation
 from ..losses.positions import count_positions
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_widths import state_width
+from ..resumable_file import Record
 from .collator import GumihoDataCollator
-from .draft_vocabulary import rows_without_states
-from .feature_cache import CachedFeatures, FeatureDataset, TargetFeatures
+from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, rows_without_states
 
 
 _ROWS_OF_STREAM = 1000
@@ -85,9 +85,9 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
         for part in dataset.datasets:
             check_rows(part, features)
     elif isinstance(dataset, FeatureDataset) and isinstance(features, CachedFeatures):
-        made_from = features.manifest.made_from
-        wanted = {name: made_from[name] for name in made_from if name not in ("data", "template")}
-        dataset.manifest.check(wanted, dataset.folder, "Give caches that were made as that of `target`.")
+        wanted = {name: features.made_from.get(name) for name in ("target", "tokenizer", "dtype", "target_layer_ids")}
+        way_out = "Give caches that were made as that of `target`."
+        Record(dataset.folder / MADE_FROM).check(wanted, way_out)
 
 
 def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:

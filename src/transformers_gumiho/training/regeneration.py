@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,12 +67,10 @@ def regenerate_dataset(
         sampling: Where given, a share of the batches is sampled so, and each row says whether it was `sampled`.
 
     Raises:
-        ValueError: It runs in several processes, the tokenizer does not belong to the target, `max_length` exceeds the
+        ValueError: The tokenizer does not belong to the target, `max_length` exceeds the
             target's positions, the file was begun with other settings, or what the target computes is not finite.
         OSError: The disk is full, or another run writes there. What was written stays.
     """
-    if PartialState().num_processes > 1:
-        raise ValueError("Regeneration runs in a single process. Start it without `accelerate launch`.")
     check_settings(tokenizer, target.config, max_length)
     path = Path(output_file)
     with sole_writer(path):

@@ -19,17 +19,6 @@ def why_not_finite(dtype: torch.dtype) -> str:
     return f"The target's own states are not finite ({dtype}). {cause}: load it in bfloat16 or float32."
 
 
-def stored_states(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a target's states in `dtype`, on the CPU. Raises `ValueError` if they do not fit or are not finite."""
-    kept = states.to(dtype).cpu()
-    if torch.isfinite(kept).all():
-        return kept
-    if not torch.isfinite(states).all():
-        raise ValueError(why_not_finite(states.dtype))
-    wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
-    raise ValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
-
-
 class OnlineFeatures:
     """
     Runs the frozen target in every step.

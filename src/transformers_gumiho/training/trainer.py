@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..internals import drive_one_device
@@ -21,7 +23,7 @@ from ..verification.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
-from .checkpoints import last_complete_checkpoint
+from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
 from .checks import (
     check_collator,
     check_drafter,
@@ -33,7 +35,7 @@ from .checks import (
 )
 from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
-from .feature_cache import TargetFeatures
+from .feature_cache import TargetFeatures, row_lengths
 from .linear_start import start_linearly
 from .measured_tau import measure_acceptance
 from .model_card import model_card_of
@@ -131,10 +133,12 @@ class GumihoTrainer(Trainer):
         # The loss is an average over all positions of a step. Older transformers know only the first of these.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
+        self.add_callback(ScheduleOfThisRun())
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
         self._forget_terms()
+        self.seconds_of_waiting = 0.0  # for training data
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         check_collator(self.data_collator, args.assistant_only_loss)
@@ -157,6 +161,30 @@ class GumihoTrainer(Trainer):
             return super().get_train_dataloader()
         finally:
             self.data_collator = collator
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        # A step's rows, so that several processes take those that one would.
+        rows_at_a_time = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return self._by_length(dataset, rows_at_a_time) or super()._get_train_sampler(train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        generator = torch.Generator().manual_seed(seed)
+        sampler = self._by_length(eval_dataset, self.args.eval_batch_size, generator=generator)
+        return sampler or super()._get_eval_sampler(eval_dataset)
+
+    def _by_length(self, dataset: Any, rows_at_a_time: int, **settings: Any) -> LengthGroupedSampler | None:
+        """Returns a sampler for `group_by_length`, which `Trainer` would let read all rows with their states."""
+        lengths = row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else None
+        return None if lengths is None else LengthGroupedSampler(rows_at_a_time, lengths=lengths, **settings)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.get_batch_samples`, with the time it takes: that of waiting for data."""
+        begin = time.perf_counter()
+        samples = super().get_batch_samples(*args, **kwargs)
+        self.seconds_of_waiting += time.perf_counter() - begin
+        return samples
 
     def _training_collator(self) -> Any:
         collator = copy.copy(self.data_collator)
