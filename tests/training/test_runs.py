@@ -26,7 +26,8 @@ from transformers_gumiho.training.fingerprint import checkpoint_fingerprint
 
 SMALL = [
     "--use_cpu", "--per_device_train_batch_size", 2, "--max_new_tokens", 12, "--num_eval_rows", 4, "--max_steps", 4,
-    "--num_measured_prompts", 2, "--measured_new_tokens", 3, "--feature_noise", 0, "--logging_steps", 1, "--max_length", 256,
+    "--num_measured_prompts", 2, "--measured_new_tokens", 3, "--feature_noise", 0, "--logging_steps", 1,
+    "--max_length", 256,
 ]  # fmt: skip
 UP_TO_TRAINING = ["--stages", "write", "features", "train"]
 

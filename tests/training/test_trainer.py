@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from datasets import IterableDataset
+from eager_loss import gumiho_loss
 from huggingface_hub import HfApi
 from origins import Origins
 from safetensors import safe_open
@@ -30,7 +31,6 @@ from transformers import (
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.internals import adopt_attention_implementation
-from transformers_gumiho.losses.eager import gumiho_loss
 from transformers_gumiho.training import GumihoDataCollator, GumihoTrainer, measure_acceptance
 
 
@@ -492,6 +492,8 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_trainer(target, tmp_path, other)
     with pytest.raises(ValueError, match="`remove_unused_columns=True` would drop the loss mask"):
         make_args(tmp_path, remove_unused_columns=True)
+    with pytest.raises(ValueError, match="`batch_eval_metrics=True` asks for metrics batch by batch"):
+        make_args(tmp_path, batch_eval_metrics=True)
     flash = make_drafter(target)
     adopt_attention_implementation(flash.config, LlamaConfig(attn_implementation="flash_attention_2"))
     with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):

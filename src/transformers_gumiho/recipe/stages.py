@@ -145,8 +145,8 @@ class Run:
         if rows is None:
             return args.num_prompts, (args.max_prompt_tokens + args.max_new_tokens) * ANSWER_SHARE
         sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
-        prompts = [prompt["prompt"] for prompt in map(prompt_of, sample) if prompt is not None]
-        if args.regenerate and prompts:
+        if args.regenerate:
+            prompts = [str((prompt_of(row) or row).get("prompt") or "") for row in sample]
             tokens = sum(len(tokenizer(prompt)["input_ids"]) for prompt in prompts) / len(prompts)
             return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, args.max_length)
         encoded, _ = prepare_dataset(sample, tokenizer, target_config, max_length=args.max_length, packing=False)

@@ -28,10 +28,12 @@ from .checks import (
     check_collator,
     check_drafter,
     check_is_no_adapter,
+    check_measures_tau,
     check_rows,
     check_something_counts,
     count_broken,
     drafter_of,
+    num_positions,
 )
 from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
@@ -121,7 +123,9 @@ class GumihoTrainer(Trainer):
         # The target is on one device, or split over several that are then all its own.
         drive_one_device(args)
         vocab_size = self.drafter.config.get_text_config().vocab_size
-        kwargs.setdefault("data_collator", GumihoDataCollator(vocab_size, self._num_positions()))
+        kwargs.setdefault(
+            "data_collator", GumihoDataCollator(vocab_size, num_positions(self.drafter, self.target_features))
+        )
         kwargs.setdefault("compute_metrics", lambda scored: agreement_metrics(scored.predictions, self._predictors()))
         kwargs.setdefault("optimizer_cls_and_kwargs", muon_of(args))
         if isinstance(kwargs.get("train_dataset"), torch.utils.data.IterableDataset):
@@ -143,16 +147,8 @@ class GumihoTrainer(Trainer):
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         check_collator(self.data_collator, args.assistant_only_loss)
         self._acceptance_prompts = list(acceptance_prompts or ())
-        if self._acceptance_prompts and not isinstance(target, nn.Module):
-            raise ValueError(
-                "Measuring tau needs the target itself, and only its cached features were given. Leave "
-                "`acceptance_prompts` out."
-            )
-        if self._acceptance_prompts and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError(
-                "Measuring tau needs the full drafter in each process, and FSDP or DeepSpeed splits it. Leave "
-                "`acceptance_prompts` out, and measure a checkpoint afterwards."
-            )
+        if self._acceptance_prompts:
+            check_measures_tau(target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         # Evaluations count the answers alone, whatever is trained on.
@@ -165,8 +161,8 @@ class GumihoTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         # A step's rows, so that several processes take those that one would.
-        rows_at_a_time = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return self._by_length(dataset, rows_at_a_time) or super()._get_train_sampler(train_dataset)
+        rows_of_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return self._by_length(dataset, rows_of_step) or super()._get_train_sampler(train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -420,9 +416,3 @@ class GumihoTrainer(Trainer):
             f"Training diverged at or before step {self.state.global_step}: {finding}. {kept} Lower the learning rate "
             f"or `max_grad_norm`, or train in bf16 instead of fp16."
         )
-
-    def _num_positions(self) -> int | None:
-        """Returns the tokens that both drafter and target have positions for; `None` without a limit."""
-        configs = (self.drafter.config.get_text_config(), self.target_features.config.get_text_config(decoder=True))
-        limits = [getattr(config, "max_position_embeddings", None) for config in configs]
-        return min((limit for limit in limits if limit), default=None)
