@@ -35,20 +35,19 @@ _NO_PART = re.compile(
 
 def target_contents(args: RecipeArguments, tokenizer: Any) -> dict[str, Any]:
     """Returns fingerprints of the target and its tokenizer, without loading the target."""
-    # Of a target behind a server only the name is known.
-    is_here = args.endpoint is None or args.stages != ["write"]
-    target = checkpoint_fingerprint(str(args.target)) if is_here else str(args.endpoint_model or args.target)
-    return {"target": target, "target_dtype": args.target_dtype, **tokenizer_fingerprints(tokenizer)}
+    target = {"target": checkpoint_fingerprint(str(args.target)), "target_dtype": args.target_dtype}
+    return target | tokenizer_fingerprints(tokenizer)
 
 
-def writing_contents(args: RecipeArguments, rows: Any, seed: int) -> dict[str, Any]:
-    """Returns what answers are made from besides the target: the options of writing, and the questions."""
+def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int) -> dict[str, Any]:
+    """Returns what answers are made from: the target, of one behind a server its name, options, and questions."""
     options = {item.name: getattr(args, item.name) for item in fields(WritingArguments) if item.name not in _CONTENTS}
-    contents = {
+    contents = {} if args.endpoint is None else {"target": str(args.endpoint_model or args.target)}
+    contents |= {
         "data": None if rows is None else conversations_fingerprint(rows),
         "openings": None if args.openings is None else file_fingerprint(args.openings),
     }
-    return options | contents | {"seed": seed, "max_length": args.max_length}
+    return options | contents | tokenizer_fingerprints(tokenizer) | {"seed": seed, "max_length": args.max_length}
 
 
 def rows_contents(args: RecipeArguments, answers: Path, rows: Any) -> dict[str, Any]:

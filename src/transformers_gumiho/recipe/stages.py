@@ -188,7 +188,8 @@ class Run:
         if args.features is not None or not args.regenerate:
             return
         rows = None if args.writes_prompts else load_rows(args)
-        contents = self.target_contents | writing_contents(args, rows, seed)
+        contents = {} if args.endpoint is not None else self.target_contents
+        contents = contents | writing_contents(args, load_tokenizer(args), rows, seed)
 
         def write() -> None:
             target = None if args.endpoint is not None else self.target
