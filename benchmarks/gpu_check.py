@@ -3,10 +3,10 @@
     python benchmarks/gpu_check.py                 # the shape of Llama-3-8B, on a GPU with 80 GB
     python benchmarks/gpu_check.py --toy           # the same code at a toy size, also on a CPU
 
-It runs the tests that need a GPU; times cycles in the shape of Llama-3-8B with random weights, eager and compiled, in
-each way of attention, next to the bound that reading weights sets; decodes with both shipped pairs, with and without
-the drafter; and trains a few steps. It prints one table and writes it as JSON. A section that could not run is printed
-as not run, with the reason.
+It times cycles in the shape of Llama-3-8B with random weights, eager and compiled, in each way of attention, next to
+the bound that reading weights sets; trains a few steps; decodes with both shipped pairs, with and without the drafter;
+and runs the tests that need a GPU. It prints one table; the file of JSON grows with each section. A section that could
+not run is printed as not run, with the reason.
 """
 
 import json
@@ -51,7 +51,7 @@ Rows = Iterator[tuple[str, str]]
 class CheckArguments:
     toy: bool = field(default=False, metadata={"help": "Small models and few repeats, to check this program."})
     json: Path = field(default=Path("gpu_check.json"), metadata={"help": "Where to write the table as JSON."})
-    minutes: float = field(default=10.0, metadata={"help": "No section begins after this time."})
+    minutes: float = field(default=8.0, metadata={"help": "No section begins after this time."})
 
 
 class NotRun(Exception):
@@ -73,7 +73,7 @@ class StepClock(TrainerCallback):
 
 
 class GpuCheck:
-    """The sections. Each yields rows of what was measured and its value, or raises [`NotRun`]."""
+    """The sections, what matters most first. Each yields rows of what was measured, or raises [`NotRun`]."""
 
     def __init__(self, is_toy: bool):
         self.is_toy = is_toy
@@ -88,12 +88,12 @@ class GpuCheck:
     @property
     def sections(self) -> dict[str, Callable[[], Rows]]:
         return {
-            "GPU tests": self.run_tests,
             "shape, eager": lambda: self.time_shape(compiled=False),
             "shape, compiled": lambda: self.time_shape(compiled=True),
             "training": self.train,
-            "pair demo": lambda: self.time_pair("demo"),
             "pair smollm2": lambda: self.time_pair("smollm2"),
+            "pair demo": lambda: self.time_pair("demo"),
+            "GPU tests": self.run_tests,
         }
 
     @cached_property
@@ -180,11 +180,12 @@ def main() -> None:
     for name, section in check.sections.items():
         print(f"{name} ...", file=sys.stderr)
         found[name] = dict(run(section, time.perf_counter() - start > 60 * args.minutes))
+        # After each section: whoever lends the GPU may take it back.
+        args.json.write_text(json.dumps({"machine": machine, "toy": args.toy, "sections": found}, indent=2) + "\n")
     print(f"{machine}\n\n| section | what | value |\n|---|---|---|")
     for name, rows in found.items():
         for what, value in rows.items():
             print(f"| {name} | {what} | {value} |")
-    args.json.write_text(json.dumps({"machine": machine, "toy": args.toy, "sections": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

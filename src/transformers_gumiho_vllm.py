@@ -52,6 +52,7 @@ def register() -> None:
                 registry.register_model(ARCHITECTURE, _MODEL)
             for module, names in _DRAFTING_CLASSES.items():
                 _after_import(module, functools.partial(_choose_by_drafter, *names))
+            _after_import("vllm.v1.core.sched.scheduler", _watch_acceptance)
         _read_configs_of_drafters(refusal, caution)
     except Exception as error:
         _say_what_does_not_fit(error)
@@ -160,13 +161,17 @@ def _choose_by_drafter(name: str, our_module: str, our_name: str, module: Any) -
         return
 
     def choose(cls: type, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # A copied object has no config, and other kinds of speculation have no drafter.
-        drafter = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-        if cls is plain and ARCHITECTURE in (getattr(drafter, "architectures", None) or ()):
+        if cls is plain and _drafts_with_gumiho(vllm_config):
             cls = getattr(importlib.import_module(our_module), our_name)
         return object.__new__(cls)
 
     plain.__new__ = choose
+
+
+def _drafts_with_gumiho(vllm_config: Any) -> bool:
+    # A copied object has no config, and other kinds of speculation have no drafter.
+    drafter = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    return ARCHITECTURE in (getattr(drafter, "architectures", None) or ())
 
 
 def _after_import(name: str, change: Callable[[Any], None]) -> None:
@@ -200,6 +205,58 @@ class _ChangingFinder(MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+# Judging a drafter by the drafts that the target accepts.
+
+
+def _watch_acceptance(module: Any) -> None:
+    """Makes vLLM's scheduler, which counts accepted drafts on the host, pass its counts on."""
+    plain = module.Scheduler.make_spec_decoding_stats
+    if hasattr(plain, "watches_gumiho"):
+        return
+
+    @functools.wraps(plain)
+    def make_spec_decoding_stats(
+        self: Any, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not hasattr(self, "gumiho_acceptance"):
+            self.gumiho_acceptance = _Acceptance() if _drafts_with_gumiho(self.vllm_config) else None
+        if self.gumiho_acceptance is not None:
+            self.gumiho_acceptance.observe(num_accepted_tokens)
+        return plain(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+    make_spec_decoding_stats.watches_gumiho = True  # type: ignore[attr-defined]
+    module.Scheduler.make_spec_decoding_stats = make_spec_decoding_stats
+
+
+class _Acceptance:
+    """Warns once if the target accepts nearly none of `JUDGED` drafts, one after another, of any requests."""
+
+    JUDGED = 300
+    FEW = 0.05  # accepted tokens per draft
+
+    def __init__(self) -> None:
+        self._num_drafts = self._num_accepted = 0
+        self._has_warned = False
+
+    def observe(self, num_accepted: int) -> None:
+        """Counts a draft, of which the target accepted `num_accepted` tokens."""
+        self._num_drafts += 1
+        self._num_accepted += num_accepted
+        if self._num_drafts < self.JUDGED:
+            return
+        if self._num_accepted < self.FEW * self.JUDGED and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The target accepted %d tokens of %d drafts, so drafting costs time and gains none. The usual causes: "
+                "the drafter was trained for another target; it reads other layers than the target passes on "
+                "(`target_layer_ids`); the requests are longer than the drafter's `max_position_embeddings`. Serve "
+                "without `--speculative-config`, or with a drafter that fits.",
+                self._num_accepted, self._num_drafts,
+            )  # fmt: skip
+        # What the drafter did long ago does not hide what it does now.
+        self._num_drafts = self._num_accepted = 0
 
 
 __all__ = ["ARCHITECTURE", "is_drafter", "register"]

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 from tiny_configs import small_config
 
 

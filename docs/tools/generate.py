@@ -68,34 +68,14 @@ def command_line() -> str:
 
 
 def help_of(words: list[str]) -> str:
-    """Returns what `gumiho WORDS --help` prints. Of the options of `TrainingArguments`, only ours are shown."""
+    """Returns what `gumiho WORDS --help` prints."""
     from transformers_gumiho.cli import main
 
     written, sys.argv = StringIO(), ["gumiho", *words, "--help"]
     os.environ["COLUMNS"] = "110"
     with redirect_stdout(written), suppress(SystemExit):
         main()
-    return without_training_arguments(written.getvalue().rstrip())
-
-
-def without_training_arguments(text: str) -> str:
-    """Returns a help text without its usage of many lines, and without the options that transformers documents."""
-    from transformers import TrainingArguments
-
-    from transformers_gumiho.training import GumihoTrainingArguments
-
-    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
-    inherited -= set(inspect.get_annotations(GumihoTrainingArguments)) | {"output_dir"}
-    head, options, entries = text.partition("options:\n")
-    if "--weight_decay" not in entries:
-        return text
-    head = re.sub(r"^usage: (gumiho \w+) .*?\n\n", r"usage: \1 [OPTIONS]\n\n", head, flags=re.S)
-    kept = [
-        entry
-        for entry in re.split(r"^(?=  -)", entries, flags=re.M)
-        if not any(name.removeprefix("no_") in inherited for name in re.findall(r"--(\w+)", entry.partition("   ")[0]))
-    ]
-    return head + options + "".join(kept).rstrip()
+    return written.getvalue().rstrip()
 
 
 def model_types() -> str:

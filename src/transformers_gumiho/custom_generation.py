@@ -8,6 +8,7 @@ from .decoding.attaching import attach
 from .decoding.named_drafters import load_drafter
 from .internals import repository_of_call
 from .model.attaching import attached_drafter
+from .user_errors import UserValueError
 
 
 # Arguments of `generate()` that say how a repository is read. They apply to the drafter and to the code next to it.
@@ -54,7 +55,7 @@ def _repository() -> str:
     """Returns the `custom_generate` argument of the running `generate()`."""
     if repository := repository_of_call():
         return repository
-    raise ValueError(
+    raise UserValueError(
         "This function was not called by `target.generate(custom_generate=<name or folder of a Gumiho drafter>, "
         "trust_remote_code=True)`, so there is no repository to load a drafter from. Call it so, or pass "
         "`assistant_model=GumihoModel.from_pretrained(...)`."

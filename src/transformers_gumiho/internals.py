@@ -146,6 +146,15 @@ def run_prompt(
     return target._prefill(input_ids, generation_config, model_kwargs)
 
 
+# Releases that mark the caller's cache. In others any cache may be the caller's.
+_MARKS_CACHES = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
+
+
+def is_callers_cache(cache: Any) -> bool:
+    """Whether the caller passed this cache to the running call of `generate()`, as far as the release says it."""
+    return bool(getattr(cache, "_is_user_defined", not _MARKS_CACHES))
+
+
 def pad_token_id(generation_config: GenerationConfig) -> int | None:
     """
     Returns the token that `generate()` pads with. The call determines it from several settings, and stores it only as
@@ -382,6 +391,11 @@ def mark_static_address(tensor: torch.Tensor) -> None:
     """
     # Without a guard, because a tensor of a later call with another address must not cause a recompilation.
     torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Returns how often a tensor was written to; `None` for one of inference mode, which does not count it."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def num_compiled_graphs() -> int:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .user_errors import UserOSError, UserValueError
+
 
 try:
     import fcntl
@@ -43,7 +45,7 @@ class Record:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
             self.made_from, self.is_finished = dict(found["made_from"]), bool(found["is_finished"])
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
+            raise UserValueError(
                 f"{str(path)!r} is damaged. It says what the files next to it were made from. Delete it to continue "
                 f"with the current settings; what was made with others stays."
             ) from error
@@ -58,7 +60,7 @@ class Record:
         ]
         if changed:
             name = str(self.path).removesuffix(_BESIDE)
-            raise ValueError(f"{name!r} was created with different settings: {', '.join(changed)}. {way_out}")
+            raise UserValueError(f"{name!r} was created with different settings: {', '.join(changed)}. {way_out}")
 
     def write(self, made_from: dict[str, Any], is_finished: bool = False) -> None:
         """
@@ -146,7 +148,7 @@ def sole_writer(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise OSError(
+            raise UserOSError(
                 error.errno, "Another run is writing there. Wait for it to end, or write elsewhere", str(path)
             ) from error
         except OSError:
@@ -171,7 +173,7 @@ def _file_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(
+        raise UserOSError(
             error.errno,
             f"Could not write {str(path)!r}: {error.strerror}. What was written before stays. {way_out(error)}",
         ) from error

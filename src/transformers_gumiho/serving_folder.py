@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 
 from .decoding.named_drafters import is_drafter
 from .options import REQUIRED, option
+from .user_errors import UserOSError, UserValueError, as_user_errors
 
 
 _WEIGHTS = (".safetensors", ".bin")
@@ -52,14 +53,15 @@ def write_served_target(args: AttachArguments) -> str:
         OSError: The target or the drafter cannot be found.
     """
     if not is_drafter(args.drafter):
-        raise ValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
+        raise UserValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
     folder = Path(args.output_dir)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
     source = _find_target(args.target)
     if (source / _CODE).exists():
-        raise ValueError(f"{args.target!r} already has a folder {_CODE!r}. Give a target without one.")
-    folder.mkdir(parents=True, exist_ok=True)
+        raise UserValueError(f"{args.target!r} already has a folder {_CODE!r}. Give a target without one.")
+    with as_user_errors():
+        folder.mkdir(parents=True, exist_ok=True)
     num_weights = 0
     for path in sorted(path for path in source.iterdir() if path.is_file()):
         is_weight = path.suffix in _WEIGHTS
@@ -84,8 +86,8 @@ def _find_target(name: str) -> Path:
         return Path(name)
     try:
         return Path(snapshot_download(name, ignore_patterns=_OTHER_FORMATS))
-    except OSError as error:
-        raise OSError(f"The target {name!r} is not a folder and cannot be downloaded: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UserOSError(f"The target {name!r} is not a folder and cannot be downloaded: {error}") from error
 
 
 __all__ = ["AttachArguments", "write_served_target"]

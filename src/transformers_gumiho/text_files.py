@@ -4,20 +4,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .user_errors import UserValueError, as_user_errors
+
 
 def read_text(path: str | Path) -> str:
     """
     Returns the text of a UTF-8 file, without a byte order mark.
 
     Raises:
+        OSError: There is no such file.
         ValueError: The file has another encoding.
     """
-    data = Path(path).read_bytes()
+    with as_user_errors():
+        data = Path(path).read_bytes()
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise ValueError(f"{str(path)!r} is not UTF-8 in line {line}: {error.reason}. Save it as UTF-8.") from error
+        raise UserValueError(
+            f"{str(path)!r} is not UTF-8 in line {line}: {error.reason}. Save it as UTF-8."
+        ) from error
 
 
 def read_json_lines(path: str | Path, num_rows: int | None = None) -> list[tuple[int, dict[str, Any]]]:
@@ -37,9 +43,9 @@ def read_json_lines(path: str | Path, num_rows: int | None = None) -> list[tuple
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{str(path)!r} is not JSON in line {number}: {error}. Correct the line.") from error
+            raise UserValueError(f"{str(path)!r} is not JSON in line {number}: {error}. Correct the line.") from error
         if not isinstance(row, dict):
-            raise ValueError(
+            raise UserValueError(
                 f"{str(path)!r} holds a {type(row).__name__} in line {number}. Each line must be a JSON object, "
                 f'such as {{"prompt": "..."}}.'
             )

@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 from transformers_gumiho.internals import CACHE_NAME, cache_argument
 from transformers_gumiho.verification import continuation
-from transformers_gumiho.verification.chain_session import PENDING_PER_DRAFT
+from transformers_gumiho.verification.chains import PENDING_PER_DRAFT
 from transformers_gumiho.verification.traits import TargetTraits
 
 

@@ -14,7 +14,7 @@ from trainers import losses_of, make_args, make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding import sampled_walk
+from transformers_gumiho.decoding import token_choice
 from transformers_gumiho.decoding.named_drafters import load_drafter
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
 from transformers_gumiho.training import GumihoTrainer
@@ -218,9 +218,9 @@ WAITS: dict[str, tuple[int, dict[str, Any], tuple[int, int]]] = {
     "sampled, 1 row": (1, SAMPLED, (1, 0)),
     "sampled, 3 rows": (3, SAMPLED, (1, 0)),
     "sampled token by token, 1 row": (1, SAMPLED | PENALTY, (0, 1)),
-    "sampled, context, 1 row": (1, SAMPLED | LOOKUP, (2, 0)),
-    "context, 1 row": (1, GREEDY | LOOKUP, (2, 0)),
-    "context, 3 rows": (3, GREEDY | LOOKUP, (2, 0)),
+    "sampled, context, 1 row": (1, SAMPLED | LOOKUP, (1, 0)),
+    "context, 1 row": (1, GREEDY | LOOKUP, (1, 0)),
+    "context, 3 rows": (3, GREEDY | LOOKUP, (1, 0)),
     "static, 1 row": (1, GREEDY | STATIC, (1, 0)),
 }
 
@@ -236,7 +236,7 @@ def test_waits_of_the_host(
 def test_waits_of_ragged_rows_whose_tokens_are_drawn_one_by_one(
     waits_of_cycles: Callable[..., tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampled_walk, "_DEVICE_TYPES", ())
+    monkeypatch.setattr(token_choice, "_AT_ONCE_DEVICES", ())
     _, num_tokens, num_waits = waits_of_cycles(3, SAMPLED)
     assert 0 < num_waits <= num_tokens
 

@@ -88,7 +88,7 @@ WITHOUT_EFFECT = {
     "early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", "low_memory", "cache_config",
     "stop_strings", "token_healing", "compile_config", "disable_compile", "continuous_batching_config",
     "decoder_start_token_id", "bos_token_id", "is_assistant", "transformers_version",
-    # Of an assistant of transformers' own. A Gumiho drafter has its settings in a file next to its weights.
+    # Of an assistant of transformers' own, or of the config of an assistant: see the warning below.
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
     "target_lookbehind",
 }  # fmt: skip
@@ -131,3 +131,21 @@ def test_field_is_refused(pair: tuple[PreTrainedModel, GumihoModel], name: str) 
     target, drafter = pair
     with pytest.raises(ValueError, match=r"Gumiho assistant|another way of decoding"):
         decode(target, REFUSED[name] | {"assistant_model": drafter, "trust_remote_code": True})
+
+
+@pytest.mark.parametrize("given", [{}, {"generation_config": GenerationConfig(num_assistant_tokens=2)}])
+def test_a_tree_size_in_a_call_is_said_to_be_a_setting_of_the_drafter(
+    pair: tuple[PreTrainedModel, GumihoModel], given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it is of transformers' own assistants, which ignore it without a word."""
+    target, drafter = pair
+    given = given or {"num_assistant_tokens": 2}
+    expected = decode(target, given)
+    assert not caplog.messages
+    assert torch.equal(decode(target, given | {"assistant_model": drafter}), expected)
+    drafter.attach(target)
+    assert torch.equal(decode(target, given), expected)
+    drafter.detach(target)
+    (message,) = caplog.messages
+    assert "has no effect" in message
+    assert "Set `assistant_model.generation_config.num_assistant_tokens = 2`" in message

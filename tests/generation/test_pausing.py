@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting import candidate_generator
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.verification.session import CommittedTokens
 
 
 GREEDY = {"do_sample": False}

@@ -9,7 +9,7 @@ from transformers import MaxTimeCriteria, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding import sampled_walk, sampling_noise, token_choice
+from transformers_gumiho.decoding import token_choice, token_draws
 from transformers_gumiho.tree.draft_tree import DraftTree
 
 
@@ -43,12 +43,14 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
     """Samples in one walk on a CPU, too. Holds the trees that were walked so."""
     walked: list[DraftTree] = []
 
-    def draw_at_nodes(tree: DraftTree, *args: torch.Tensor) -> torch.Tensor:
-        walked.append(tree)
-        return sampled_walk.draw_at_nodes(tree, *args)
+    draw_at_nodes = token_choice.draw_at_nodes
 
-    monkeypatch.setattr(sampled_walk, "_DEVICE_TYPES", ("cpu", "cuda"))
-    monkeypatch.setattr(token_choice, "draw_at_nodes", draw_at_nodes)
+    def drawing(tree: DraftTree, *args: torch.Tensor) -> torch.Tensor:
+        walked.append(tree)
+        return draw_at_nodes(tree, *args)
+
+    monkeypatch.setattr(token_choice, "_AT_ONCE_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(token_choice, "draw_at_nodes", drawing)
     return walked
 
 
@@ -86,8 +88,8 @@ def test_text_records_and_generator_are_those_of_plain_decoding(
 def test_rows_that_are_far_ahead_are_drawn_one_token_after_the_other(
     pair: tuple[PreTrainedModel, GumihoModel], walks: list[DraftTree], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling_noise, "_KEPT_BYTES", 0)
-    monkeypatch.setattr(sampling_noise, "_LEAST_KEPT", 9)
+    monkeypatch.setattr(token_draws, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(token_draws, "_MIN_KEPT", 9)
     counts = []
     for seed in range(3):
         check_same(*pair, [9, 4, 1], seed, **NUCLEUS)
@@ -127,7 +129,7 @@ def test_where_tokens_follow_each_other(
 def test_scores_that_take_much_memory_are_not_held(
     pair: tuple[PreTrainedModel, GumihoModel], walks: list[DraftTree], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampled_walk, "_MAX_BYTES", 4 * 8 * 20)
+    monkeypatch.setattr(token_choice, "_MAX_BYTES", 4 * 8 * 20)
     check_same(*pair, [5], 0)
     assert not walks
 

@@ -13,14 +13,8 @@ from scipy.stats import chisquare
 from targets import make_drafter, make_prompts, make_target
 from transformers import LogitsProcessor, MaxLengthCriteria, StopStringCriteria
 
-from transformers_gumiho.decoding import sampling_noise, token_choice
-from transformers_gumiho.decoding.sampling_noise import (
-    PerRowDraws,
-    ReservedNoise,
-    UpcomingNoise,
-    can_preview_multinomial,
-)
-from transformers_gumiho.decoding.token_draws import TokenDraws
+from transformers_gumiho.decoding import token_choice, token_draws
+from transformers_gumiho.decoding.token_draws import TokenDraws, can_preview_multinomial
 
 
 def draw(scores: torch.Tensor) -> torch.Tensor:
@@ -28,8 +22,18 @@ def draw(scores: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.multinomial(step.softmax(dim=-1), 1).squeeze(1) for step in scores])
 
 
-def noise_of(batch_size: int, vocab_size: int) -> PerRowDraws:
-    return PerRowDraws(UpcomingNoise(batch_size, vocab_size, torch.device("cpu")))
+def draws_after_one(batch_size: int, vocab_size: int, reserve: bool = False) -> TokenDraws:
+    """Returns draws that have drawn one token, from which they know the kind of the scores, and have given it back."""
+    draws, state = TokenDraws(batch_size, reserve), torch.get_rng_state()
+    draws.draw(torch.zeros(batch_size, vocab_size), [0] * batch_size)
+    draws.forget([1] * batch_size)
+    torch.set_rng_state(state)
+    return draws
+
+
+def variates(draws: TokenDraws, num_draws: int, step: int = 1) -> list[torch.Tensor]:
+    """Returns the exponential variates `(2, 11)` of the draws from a step on."""
+    return list(draws.take(num_draws, 11, [step] * 2).unbind(1))
 
 
 @pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 7), (3, 50), (2, 4097)])
@@ -37,9 +41,10 @@ def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> No
     torch.manual_seed(0)
     scores = torch.randn(5, batch_size, vocab_size) * 2
     torch.manual_seed(1)
-    noise = noise_of(batch_size, vocab_size).peek(5, [0] * batch_size)
+    steps = [1] * batch_size
+    noise = draws_after_one(batch_size, vocab_size).peek(5, vocab_size, steps)
     assert noise.shape == (batch_size, 5, vocab_size)
-    some = noise_of(batch_size, vocab_size).peek(5, [0] * batch_size, torch.tensor([4, 1, 6]))
+    some = draws_after_one(batch_size, vocab_size).peek(5, vocab_size, steps, torch.tensor([4, 1, 6]))
     assert torch.equal(some, noise[:, :, [4, 1, 6]])
     drawn = draw(scores)
     assert torch.equal((scores + noise.transpose(0, 1)).argmax(dim=-1), drawn)
@@ -52,11 +57,11 @@ def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> No
 @given(steps=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=8))
 def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) -> None:
     torch.manual_seed(0)
-    upcoming = UpcomingNoise(2, 11, torch.device("cpu"))
+    draws = draws_after_one(2, 11)
     for num_peeked, num_drawn, others_draw in steps:
-        races = torch.stack(upcoming.look_ahead(num_peeked))
+        exponentials = torch.stack(variates(draws, num_peeked))
         state = torch.get_rng_state()
-        assert torch.equal((1 / races).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
+        assert torch.equal((1 / exponentials).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
         # As many draws are made as come to be needed, and somebody else may draw as well.
         torch.set_rng_state(state)
         if num_drawn:
@@ -72,13 +77,13 @@ def test_noise_that_was_seen_is_not_made_again(monkeypatch: pytest.MonkeyPatch) 
         num_made.append(1)
         return exponential(self, *args, **kwargs)
 
+    draws = draws_after_one(1, 11)
     monkeypatch.setattr(torch.Tensor, "exponential_", counting_exponential)
-    noise = noise_of(1, 11)
-    first = noise.peek(5, [0])
-    for step in range(2):
-        noise.draw(torch.full((1, 11), 1 / 11), [step])
-    noise.forget(2)
-    second = noise.peek(5, [2])
+    first = draws.peek(5, 11, [1])
+    for step in (1, 2):
+        draws.draw(torch.zeros(1, 11), [step])
+    draws.forget([3])
+    second = draws.peek(5, 11, [3])
     assert torch.equal(first[:, 2:], second[:, :3])
     assert len(num_made) == 5 + 2
 
@@ -92,14 +97,18 @@ def test_rows_that_part_are_drawn_with_what_they_were_told(others_draw: bool) ->
     torch.manual_seed(0)
     plain = [torch.empty(2, 11).exponential_() for _ in range(9)]
     torch.manual_seed(0)
-    reserved = ReservedNoise(2, 11, torch.device("cpu"))
-    told = reserved.look_ahead(3)
+    draws = draws_after_one(2, 11, reserve=True)
+    told = variates(draws, 3)
     assert all(map(torch.equal, told, plain))
     seen = [*told, torch.empty(2, 11).exponential_()] if others_draw else told
-    assert [reserved.draw() is race for race in told] == [True] * 3
-    seen = [*seen, reserved.draw(), *reserved.look_ahead(2)]
+    for step, exponentials in enumerate(told, start=1):
+        tokens = draws.draw(torch.zeros(2, 11), [step] * 2)
+        assert torch.equal(tokens, (1 / exponentials).argmax(dim=1, keepdim=True))
+    draws.forget([4, 4])
+    seen = [*seen, *variates(draws, 3, step=4)]
+    draws.draw(torch.zeros(2, 11), [4, 4])
     assert all(map(torch.equal, seen, plain)), "no number twice, none left out"
-    reserved.release()
+    draws.return_unused()
     left = len(seen) - 2
     assert torch.equal(torch.empty(2, 11).exponential_(), plain[left]), "what is left is given back"
 
@@ -108,17 +117,17 @@ def test_what_is_left_is_not_given_back_where_others_have_drawn_since() -> None:
     torch.manual_seed(0)
     plain = [torch.empty(2, 11).exponential_() for _ in range(9)]
     torch.manual_seed(0)
-    reserved = ReservedNoise(2, 11, torch.device("cpu"))
-    reserved.look_ahead(2)
+    draws = draws_after_one(2, 11, reserve=True)
+    variates(draws, 2)
     others = torch.empty(2, 11).exponential_()
     assert torch.equal(others, plain[2])
-    reserved.look_ahead(4)
-    reserved.release()
-    assert torch.equal(torch.empty(2, 11).exponential_(), plain[3]), "those behind the other's are, and they alone"
-    reserved.look_ahead(1)
+    variates(draws, 4)
+    draws.return_unused()
+    assert torch.equal(torch.empty(2, 11).exponential_(), plain[3]), "those after the other's are, and they alone"
+    variates(draws, 1)
     torch.rand(1)
     state = torch.get_rng_state()
-    reserved.release()
+    draws.return_unused()
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -150,13 +159,15 @@ def test_what_was_seen_is_drawn_as_if_it_had_not_been(steps: list[tuple[int, boo
     runs = []
     for draws in ("plain", "seen"):
         torch.manual_seed(0)
-        upcoming, drawn = UpcomingNoise(2, 11, torch.device("cpu")), []
-        for num_peeked, others_draw in steps:
+        seen, drawn = draws_after_one(2, 11), []
+        for step, (num_peeked, others_draw) in enumerate(steps, start=1):
             if draws == "plain":
                 drawn.append(torch.multinomial(torch.ones(2, 11), 1))
             else:
-                upcoming.look_ahead(num_peeked)
-                drawn.append((1 / upcoming.draw()).argmax(dim=1, keepdim=True))
+                if num_peeked:
+                    variates(seen, num_peeked, step)
+                drawn.append(seen.draw(torch.zeros(2, 11), [step] * 2))
+                seen.forget([step + 1] * 2)
             if others_draw:
                 drawn.append(torch.randint(99, (2, 1)))
         runs.append((torch.cat(drawn) if drawn else torch.empty(0), torch.get_rng_state()))
@@ -170,16 +181,17 @@ def test_each_row_is_drawn_with_the_noise_of_its_own_steps(rows_that_step: list[
     torch.manual_seed(1)
     plain = torch.stack([torch.multinomial(step, 1).squeeze(1) for step in probabilities])
     torch.manual_seed(1)
-    noise, steps = PerRowDraws(ReservedNoise(3, 13, torch.device("cpu"))), [0, 0, 0]
+    draws, steps = draws_after_one(3, 13, reserve=True), [0, 0, 0]
     for takes in rows_that_step:
-        seen = noise.peek(4, steps)
+        drawn = [step + 1 for step in steps]
+        seen = draws.peek(4, 13, drawn)
         for row, step in enumerate(steps):
             told = probabilities[step : step + 4, row].log() + seen[row]
             assert torch.equal(told.argmax(dim=1), plain[step : step + 4, row])
-        tokens = noise.draw(probabilities[steps, range(3)], steps)
+        tokens = draws.draw(probabilities[steps, range(3)].log(), drawn)
         assert torch.equal(tokens.squeeze(1), plain[steps, range(3)])
         steps = [step + taken for step, taken in zip(steps, takes, strict=True)]
-        noise.forget(min(steps))
+        draws.forget([step + 1 for step in steps])
 
 
 @pytest.mark.parametrize("lengths", [[5], [5, 2]])
@@ -196,15 +208,15 @@ def test_what_is_no_distribution_is_refused_as_in_plain_decoding(lengths: list[i
     assert str(refused.value) == str(of_plain.value)
 
 
-@pytest.mark.parametrize("most_ahead", [None, 1, 3])
+@pytest.mark.parametrize("max_lead", [None, 1, 3])
 @pytest.mark.parametrize("warpers", [{"top_k": 0}, {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2}])
 def test_batches_sample_the_text_of_the_seed(
-    warpers: dict[str, Any], most_ahead: int | None, monkeypatch: pytest.MonkeyPatch
+    warpers: dict[str, Any], max_lead: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows end at different steps, and none is further ahead of the slowest one than noise is kept for."""
-    if most_ahead is not None:
-        monkeypatch.setattr(sampling_noise, "_KEPT_BYTES", 0)
-        monkeypatch.setattr(sampling_noise, "_LEAST_KEPT", most_ahead)
+    if max_lead is not None:
+        monkeypatch.setattr(token_draws, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(token_draws, "_MIN_KEPT", max_lead)
     target = make_target(seed=3)
     drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
     ended, parted = set(), 0
@@ -276,7 +288,7 @@ def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch
 def test_no_noise_where_a_generator_cannot_be_copied() -> None:
     assert can_preview_multinomial(torch.device("cpu"))
     assert not can_preview_multinomial(torch.device("meta"))
-    draws = TokenDraws(reserves_noise=True)
+    draws = TokenDraws(2, reserve=True)
     draws.draw(torch.zeros(2, 4, dtype=torch.float64), [0, 0])
     assert draws.peek(2, 4, [1, 1]) is None
 

@@ -128,7 +128,7 @@ class Backend:
 def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else graphs would be captured, or compiled, anew in every call."""
     marked: list[int] = []
-    for module in ("static_memory", "tree_cache"):
+    for module in ("cycle_shapes", "tree_cache"):
         monkeypatch.setattr(
             f"transformers_gumiho.verification.{module}.mark_static_address",
             lambda tensor: marked.append(tensor.data_ptr()),

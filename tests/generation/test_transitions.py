@@ -15,8 +15,8 @@ from trainers import make_args, make_rows
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.drafting.transitions import condition, extend_paths
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.tree.conditional import condition, extend_paths
 from transformers_gumiho.tree.draft_tree import DraftLevel, build_tree
 
 

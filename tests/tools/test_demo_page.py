@@ -23,6 +23,7 @@ from transformers_gumiho.presenting import DemoArguments, GenerateArguments, com
 from transformers_gumiho.presenting.web import race as race_module
 from transformers_gumiho.presenting.web.markup import answer_html, tree_html, verdict_html
 from transformers_gumiho.presenting.web.race import Host, Race
+from transformers_gumiho.user_errors import UserValueError
 
 
 Pair = tuple[Any, Any, Any]
@@ -209,7 +210,7 @@ def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair, monkeypatch: pytest
         assert "<img>" not in refused.value.message
     with pytest.raises(gradio.Error, match="max_question_tokens"):
         next(page.ask("a" * 1601, *settings.values()))
-    monkeypatch.setattr(page_module, "Race", fail_with(ValueError("<img>")))
+    monkeypatch.setattr(page_module, "Race", fail_with(UserValueError("<img>")))
     with pytest.raises(gradio.Error, match="&lt;img&gt;"):
         next(page.ask("a", *settings.values()))
 
@@ -304,7 +305,9 @@ def test_the_space_shows_what_its_variables_say(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PAIR", "demo")
     app = Path(__file__).parents[2] / "examples" / "space" / "app.py"
-    assert isinstance(runpy.run_path(str(app), run_name="app")["demo"], gradio.Blocks)
+    page = runpy.run_path(str(app), run_name="app")["demo"]
+    assert isinstance(page, gradio.Blocks)
+    assert any("The target of the pair `demo`" in str(getattr(b, "value", "")) for b in page.blocks.values())
     monkeypatch.delenv("PAIR")
     monkeypatch.setattr(presenting, "make_page", lambda arguments: arguments)
     shown = runpy.run_path(str(app), run_name="app")["demo"]

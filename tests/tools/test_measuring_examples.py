@@ -1,6 +1,5 @@
 """The scripts that measure: what they print is what they say it is."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -9,34 +8,32 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import gpu_check
+import measure_agreement
+import measure_context
+import measure_shape
+import numpy as np
 import pytest
+import recipe_table
+import sweep_architectures
 import torch
 import transformers
-from transformers.generation import GenerationMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.measuring.timing import DecodingTime, StageSeconds
+from transformers_gumiho.recipe.arguments import RecipeArguments, parse
+from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.verification import session
 
 
 ROOT = Path(__file__).parents[2]
 
 
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("measure_context", monkeypatch)
 
     def plain(_: Any, inputs: dict[str, torch.Tensor], **__: Any) -> DecodingTime:
         return DecodingTime(seconds=0.001 * inputs["input_ids"].shape[1], num_tokens=50, num_passes=50)
@@ -46,16 +43,16 @@ def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.M
     def generate(input_ids: torch.Tensor, **_: Any) -> None:
         taken.total = 5.0 + 0.02 * input_ids.shape[1]
 
-    monkeypatch.setattr(script, "time_plain", plain)
-    monkeypatch.setattr(script, "stage_timer", lambda _: nullcontext(taken))
-    args = script.ContextArguments(lengths=[16, 48], rounds=2)
+    monkeypatch.setattr(measure_context, "time_plain", plain)
+    monkeypatch.setattr(measure_context, "stage_timer", lambda _: nullcontext(taken))
+    args = measure_context.ContextArguments(lengths=[16, 48], rounds=2)
     target: Any = SimpleNamespace(generate=generate, device=None)
-    times = script.measure_times(target, None, torch.arange(99), args)
+    times = measure_context.measure_times(target, None, torch.arange(99), args)
     assert torch.tensor(times).allclose(torch.tensor([[[0.32, 32.0, 30.0], [0.96, 96.0, 30.0]]] * 2))
     # A machine that takes three times as long in one of three rounds.
-    monkeypatch.setattr(script, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
+    monkeypatch.setattr(measure_context, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
     rounds = [[[8 * slow, 16 * slow, 12 * slow], [10 * slow, 24 * slow, 18 * slow]] for slow in (1, 3, 1)]
-    assert script.report(48, rounds, 1) == (
+    assert measure_context.report(48, rounds, 1) == (
         "| 48 | 10.00 ms | 24.00 ms | 18.00 ms | 1.25x (1.25-1.25) | 1.50x (1.50-1.50) | 1.20x (1.20-1.20) | 20 MB | "
         "25 MB (1.25x) |"
     )
@@ -87,7 +84,7 @@ def test_a_gpu_is_checked_in_one_table(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", output, flags=re.M)[1:]
     sections = json.loads(path.read_text())["sections"]
     assert rows == [(name, *row) for name, section in sections.items() for row in section.items()]
-    assert list(sections) == ["GPU tests", "shape, eager", "shape, compiled", "training", "pair demo", "pair smollm2"]
+    assert list(sections) == ["shape, eager", "shape, compiled", "training", "pair smollm2", "pair demo", "GPU tests"]
     assert sections["pair smollm2"] == {"not run": "too large for a toy"}
     if not torch.cuda.is_available():
         assert sections["GPU tests"] == {"not run": "no GPU"}
@@ -98,24 +95,22 @@ def test_a_gpu_is_checked_in_one_table(tmp_path: Path) -> None:
     assert sections["pair demo"]["equal to plain"] == "1 of 1"
 
 
-def test_a_section_that_fails_or_comes_late_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("gpu_check", monkeypatch)
+def test_a_section_that_fails_or_comes_late_is_not_run() -> None:
 
     def failing() -> Iterator[tuple[str, str]]:
         yield "half", "done"
         raise RuntimeError("out of memory\nand more")
 
-    assert script.run(failing, is_late=False) == [("not run", "RuntimeError: out of memory")]
-    assert script.run(lambda: iter([("a", "b")]), is_late=True) == [("not run", "no time left")]
-    assert script.run(lambda: iter([("a", "b")]), is_late=False) == [("a", "b")]
+    assert gpu_check.run(failing, is_late=False) == [("not run", "RuntimeError: out of memory")]
+    assert gpu_check.run(lambda: iter([("a", "b")]), is_late=True) == [("not run", "no time left")]
+    assert gpu_check.run(lambda: iter([("a", "b")]), is_late=False) == [("a", "b")]
 
 
-def test_bound_is_that_of_the_weights_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("measure_shape", monkeypatch)
+def test_bound_is_that_of_the_weights_that_are_read() -> None:
     config = json.loads((ROOT / "hub_configs/Gumiho-llama3-8b/config.json").read_text())["model"]
     width, vocab_size = config["hidden_size"], config["vocab_size"]
-    target, gumiho = script.make_pair(script.ShapeArguments(device="meta", draft_vocabulary=32_768))
-    of_target, of_drafter = script.bytes_read(target, gumiho)
+    target, gumiho = measure_shape.make_pair(measure_shape.ShapeArguments(device="meta", draft_vocabulary=32_768))
+    of_target, of_drafter = measure_shape.bytes_read(target, gumiho)
     # Queries and outputs, keys and values of a quarter of the heads, the MLP, and the norms before both.
     layer = width * (2 * width + width // 2 + 3 * config["intermediate_size"] + 2)
     assert of_target == 2 * (32 * layer + width + vocab_size * width)
@@ -134,8 +129,7 @@ def test_the_table_of_targets_has_a_row_for_every_model_type() -> None:
         assert dict(rows).keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def test_a_model_type_that_takes_too_long_does_not_stop_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("sweep_architectures", monkeypatch)
+def test_a_model_type_that_takes_too_long_does_not_stop_the_sweep() -> None:
 
     def compute(seconds: float) -> dict[str, str]:
         start = time.process_time()
@@ -143,25 +137,23 @@ def test_a_model_type_that_takes_too_long_does_not_stop_the_sweep(monkeypatch: p
             pass
         return {"verdict": "tree"}
 
-    assert script.in_own_process(compute, 0.0, limit=1) == {"verdict": "tree"}
-    assert script.in_own_process(compute, 9.0, limit=1)["why"] == "crashed, or computed for more than 1 s"
+    assert sweep_architectures.in_own_process(compute, 0.0, limit=1) == {"verdict": "tree"}
+    assert sweep_architectures.in_own_process(compute, 9.0, limit=1)["why"] == "crashed, or computed for more than 1 s"
 
 
 def test_what_is_not_equal_is_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep's own verdicts: of a target that verifies trees, and of one whose mask hides nothing."""
-    script = load("sweep_architectures", monkeypatch)
     settings = {"max_new_tokens": 24, "min_new_tokens": 24}
-    result = script.compare(script.build("llama"), settings)
+    result = sweep_architectures.compare(sweep_architectures.build("llama"), settings)
     assert result["verdict"] == "tree"
     assert result["tau"] > 2
     assert result["num_tokens"] > 3
     monkeypatch.setattr(session, "_tree_masks", lambda tree, cache, dtype, windows, _: dict.fromkeys(windows))
-    assert script.compare(script.build("llama"), settings)["verdict"] == "differs"
+    assert sweep_architectures.compare(sweep_architectures.build("llama"), settings)["verdict"] == "differs"
 
 
-def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_counts_the_tokens_of_the_answers() -> None:
     """Up to the token that ends them, in batches of answers of different lengths."""
-    script = load("measure_agreement", monkeypatch)
     folder = ROOT / "examples" / "demo_pair" / "target"
     target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -177,9 +169,9 @@ def test_agreement_counts_the_tokens_of_the_answers(monkeypatch: pytest.MonkeyPa
     for length, tokens in alone:
         stop = next((i + 1 for i in range(length, len(tokens)) if tokens[i] == end), len(tokens))
         expected.append((tokens[:stop], [0] * length + [1] * (stop - length - 1) + [0]))
-    args = script.AgreementArguments(assistants=[], prompts="", max_new_tokens=12, batch_size=2)
-    questions = [script.Question(str(i), "all", (text,)) for i, text in enumerate(texts)]
-    rows = script.answer(args, target, tokenizer, questions)
+    args = measure_agreement.AgreementArguments(assistants=[], prompts="", max_new_tokens=12, batch_size=2)
+    questions = [measure_agreement.Question(str(i), "all", (text,)) for i, text in enumerate(texts)]
+    rows = measure_agreement.answer(args, target, tokenizer, questions)
     assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected
     assert len({len(tokens) - length for (length, _), (tokens, _) in zip(alone, expected, strict=True)}) > 1
 
@@ -188,7 +180,6 @@ def test_agreement_is_the_share_of_drafts_that_are_the_targets_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of each depth, by category, on the target's own answers, among the tokens that may be drafted."""
-    script = load("measure_agreement", monkeypatch)
     pair = ROOT / "examples" / "demo_pair"
     target = transformers.AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(pair / "target")
@@ -199,7 +190,7 @@ def test_agreement_is_the_share_of_drafts_that_are_the_targets_choice(
     prompts.write_text("".join(json.dumps({"category": c, "prompt": text}) + "\n" for c, text in questions))
     argv = ["--target", pair / "target", "--assistants", pair / "gumiho", "--prompts", prompts, "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", [*map(str, ["measure_agreement.py", *argv]), "--max_new_tokens", "24"])
-    script.main()
+    measure_agreement.main()
     printed = re.findall(r"^\| ([ab]) \| (\d+) \| (.*) \|$", capsys.readouterr().out, re.MULTILINE)
     right: dict[str, list[list[bool]]] = {"a": [[] for _ in range(7)], "b": [[] for _ in range(7)]}
     with torch.inference_mode():
@@ -224,43 +215,32 @@ def test_agreement_is_the_share_of_drafts_that_are_the_targets_choice(
     assert expected[0][2] != expected[1][2]
 
 
-def test_parts_of_a_drafter_are_told_in_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    script = load("measure_parts", monkeypatch)
-    options = ["--dtypes", "float32", "--num_prompts", "1", "--max_new_tokens", "16", "--tree_depths", "2", "7"]
-    monkeypatch.setattr(sys, "argv", ["measure_parts.py", *options])
-    script.main()
-    rows = re.findall(r"^\| float32 \| (\d) \|(.*)\|$", capsys.readouterr().out, flags=re.M)
-    assert [int(depth) for depth, _ in rows] == [2, 7]
-    for depth, row in rows:
-        fc, serial, heads, output, rest, drafting, step, share = map(float, row.replace("%", "").split("|"))
-        assert min(fc, serial, output, step) > 0
-        assert (heads > 0) == (depth == "7"), "the parallel heads draft from the third token on"
-        assert fc + serial + heads + output + rest == pytest.approx(drafting, abs=0.04)
-        assert share == pytest.approx(100 * drafting / step, abs=2)
-    assert script.GumihoDrafter.score.__name__ == "score", "afterwards nothing is timed"
+def test_gains_are_over_the_published_recipe(tmp_path: Path) -> None:
+    def write(recipe: str, seed: int, lengths: list[list[int]]) -> None:
+        folder = tmp_path / f"{recipe}-{seed}" / "benchmark"
+        folder.mkdir(parents=True)
+        samples = [{"mode": "plain", "temperature": 0.0, "accepted_lengths": None}]
+        samples += [{"mode": "tree of 63", "temperature": 0.0, "accepted_lengths": [row]} for row in lengths]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+    write("published", 0, [[2, 2], [2, 2]])
+    write("published", 1, [[2, 2], [2, 2]])
+    write("linear-start", 0, [[3, 3, 3], [3, 3, 3]])
+    write("linear-start", 1, [[2, 2, 2, 2, 1], [2, 2, 2, 2, 1]])
+    counts = recipe_table.read_counts(tmp_path)
+    assert np.array_equal(counts["linear-start"]["tree of 63", 0.0], [[[9, 3]] * 2, [[9, 5]] * 2])
+    # 36 tokens in 16 cycles, and each seed alone.
+    assert recipe_table.table(counts).splitlines()[2:] == [
+        "| `linear-start` | 2 | 2.25 | +12.5% (-10.0 to +50.0) |", "| `published` | 2 | 2.00 |  |",
+    ]  # fmt: skip
 
 
-def test_a_paused_drafter_drafts_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What `measure_pausing.py` compares: plain decoding, drafting until it pauses, and a drafter that is paused."""
-    script = load("measure_pausing", monkeypatch)
-    drafts: list[int] = []
-    generate, draft = GenerationMixin.generate, GumihoDrafter.draft
-
-    def counting_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts.append(0)
-        return generate(self, *args, **kwargs)
-
-    def counting_draft(self: Any, *args: Any) -> Any:
-        drafts[-1] += 1
-        return draft(self, *args)
-
-    monkeypatch.setattr(GenerationMixin, "generate", counting_generate)
-    monkeypatch.setattr(GumihoDrafter, "draft", counting_draft)
-    script.main(["--rows", "1", "--max_new_tokens", "24", "--turns", "1"])
-    assert len(drafts) == 10, "five ways, greedy and sampled"
-    for plain, alone, paused, with_lookup, lookup in (drafts[:5], drafts[5:]):
-        assert (plain, paused, lookup) == (0, 1, 1)
-        assert min(alone, with_lookup) > 1
-    _, *lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines] == [["1", "24", "greedy"], ["1", "24", "T=1"]]
-    assert all(float(figure) > 0 for line in lines for figure in line.split()[3:])
+def test_the_compared_recipes_are_options_of_the_command() -> None:
+    script = (ROOT / "benchmarks" / "compare_recipes.sh").read_text(encoding="utf-8")
+    (cross_entropy,) = re.findall(r'^cross_entropy="(.*)"$', script, flags=re.M)
+    options = dict(re.findall(r'^    \[(\w+)\]="(.*)"$', script, flags=re.M))
+    assert set(options) == set(re.search(r"RECIPES:-([^}]*)}", script)[1].replace("\\", "").split())
+    for given in options.values():
+        words = given.replace("$cross_entropy", cross_entropy).split()
+        parse([RecipeArguments, GumihoTrainingArguments], "train", ["--output_dir", "x", *words], {}, "")
+    subprocess.run(["bash", "-n", ROOT / "benchmarks" / "compare_recipes.sh"], check=True)

@@ -72,7 +72,8 @@ def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
     expected = {f"transformers_gumiho/{path.relative_to(package)}" for path in package.rglob("*.py")}
     expected |= {f"transformers_gumiho/hub_configs/{path.relative_to(configs)}" for path in configs.rglob("*.json")}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == expected | {"transformers_gumiho/py.typed", "transformers_gumiho_vllm.py"}
+    entry_points = {"transformers_gumiho_cli.py", "transformers_gumiho_vllm.py"}
+    assert held == expected | entry_points | {"transformers_gumiho/py.typed"}
 
 
 def test_installed_package_finds_its_configs(wheel: Path, tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def imported_by(*folders: Path) -> set[str]:
                 modules.add(node.module.split(".")[0])
     own = {path.stem for folder in folders for path in folder.rglob("*")} | {
         "transformers_gumiho",
+        "transformers_gumiho_cli",
         "transformers_gumiho_vllm",
     }
     # Only who builds the site has installed griffelib, whose name differs from its module's.

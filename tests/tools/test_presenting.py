@@ -7,6 +7,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    TrainingArguments,
 )
 
 import transformers_gumiho
@@ -51,6 +53,8 @@ from transformers_gumiho.presenting import (
 )
 from transformers_gumiho.presenting.answering import describe_comparison, logit_gap
 from transformers_gumiho.presenting.streaming import colored_writer, wants_colors
+from transformers_gumiho.recipe.arguments import RecipeArguments
+from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.tuning import TuningArguments
 from transformers_gumiho.tuning.turns import Contest, TurnDecoder
 
@@ -359,6 +363,40 @@ def test_ctrl_c_ends_an_answer_and_nothing_else(
     assert "interrupted" not in capsys.readouterr().out
 
 
+def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer to a prompt of the options is kept; no further prompt is answered."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": PROMPT}] * 3)
+    monkeypatch.setattr(CycleStreamer, "put", interrupt)
+    for words in (["generate", "--prompts", prompts], ["show", "--prompt", PROMPT]):
+        with pytest.raises(SystemExit, match="130"):
+            gumiho(*words, *OPTIONS)
+    written = capsys.readouterr()
+    assert written.out.count(" | interrupted]") == 1
+    assert written.err.splitlines()[-1] == "gumiho show: Interrupted."
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_output_replaces_what_the_encoding_lacks(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pipes and files of Windows, and the C locale."""
+    words = ["show", *OPTIONS, "--prompt", "# \N{GREEK SMALL LETTER PI}"]
+    gumiho(*words)
+    expected = capsys.readouterr().out
+    assert "\N{BOX DRAWINGS LIGHT VERTICAL AND RIGHT}" in expected
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    gumiho(*words)
+    stream.flush()
+    assert stream.buffer.getvalue() == expected.encode(encoding, errors="replace")
+
+
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_shown_path_is_the_one_that_generate_took(
     target: PreTrainedModel, drafter: GumihoModel, step: int, capsys: pytest.CaptureFixture[str]
@@ -484,7 +522,7 @@ def test_pictures_of_large_trees_are_valid_and_small(tmp_path: Path, capsys: pyt
     ],
 )
 def test_show_refuses_what_it_cannot_draw(options: dict[str, object], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ValueError, match=message):
         show(ShowArguments(**PAIR, prompt=PROMPT, **options))
 
 
@@ -494,7 +532,7 @@ def test_show_says_how_many_cycles_a_text_has(tmp_path: Path) -> None:
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {TOKENIZER("self")["input_ids"]}}}')
-    with pytest.raises(SystemExit, match=r"ends after \d+ cycles; give --step a number from 1 to \d+"):
+    with pytest.raises(ValueError, match=r"ends after \d+ cycles; give --step a number from 1 to \d+"):
         show(ShowArguments(**PAIR | {"target": str(tmp_path)}, prompt=PROMPT, step=30))
 
 
@@ -546,19 +584,44 @@ def test_a_target_alone_is_named_by_a_pair_too() -> None:
         load_pair(PairArguments(target=PAIR["target"]))
 
 
-@pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune"])
-def test_help_shows_each_default_once(
+@pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune", "attach", "data", "train"])
+def test_help_shows_each_option_and_default_once(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")  # an option on each line
     with pytest.raises(SystemExit) as caught:
         gumiho(command, "--help")
     assert caught.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert not any("args." in line for line in lines)
-    assert ("Turns --tune_vocabulary off." in "".join(lines)) == (command == "tune")
-    assert any("(default: auto)" in line for line in lines), "of --dtype"
-    assert not [line for line in lines if line.count("(default") > 1 or "(default: None)" in line]
+    text = capsys.readouterr().out
+    shown = re.findall(r"^  (?:-h, )?--(\S+)", text, flags=re.M)
+    assert len(shown) == len(set(shown))
+    assert not any("-" in name or name.startswith("no_") for name in shown), "a second spelling"
+    assert "args." not in text
+    assert not [line for line in text.splitlines() if line.count("(default") > 1 or "(default: None)" in line]
+    if command != "train":
+        return
+    own = {field.name for kind in (RecipeArguments, GumihoTrainingArguments) for field in fields(kind)}
+    own -= {field.name for field in fields(TrainingArguments)}
+    assert own < set(shown)
+    monkeypatch.setenv("COLUMNS", "110")
+    with pytest.raises(SystemExit):
+        gumiho(command, "--help")
+    assert len(capsys.readouterr().out.splitlines()) <= 100, "two screens"
+    with pytest.raises(SystemExit):
+        gumiho(command, "--help_all")
+    assert {field.name for field in fields(TrainingArguments) if field.init} <= set(
+        re.findall(r"^  --(\S+)", capsys.readouterr().out, flags=re.M)
+    )
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["--help"], 0), ([], 2), (["tun"], 2)])
+def test_what_needs_no_model_answers_without_importing_the_package(words: list[str], code: int) -> None:
+    program = "import atexit, sys; from transformers_gumiho_cli import main; atexit.register(lambda: print('torch' in sys.modules)); main()"  # noqa: E501
+    process = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert process.returncode == code
+    assert process.stdout.splitlines()[-1] == "False"
+    expected = {"--version": f"gumiho {version('transformers-gumiho')}", "tun": "gumiho: unknown command 'tun'"}
+    assert expected.get(next(iter(words), ""), "usage: gumiho COMMAND") in process.stdout + process.stderr
 
 
 @pytest.mark.parametrize(

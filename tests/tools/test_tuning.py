@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import gumiho, refuse
+from commands import gumiho
 from origins import Origins
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
@@ -299,7 +299,7 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
 
 
 def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
-    with pytest.raises(SystemExit, match="not a folder; give --output_dir"):
+    with pytest.raises(ValueError, match="not a folder; give --output_dir"):
         tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
 
 
@@ -358,7 +358,10 @@ def test_command_keeps_the_settings_with_the_drafter(
     if has_prompts:
         with monkeypatch.context() as patched:
             patched.setattr(TurnDecoder, "__call__", stopped_in_call(5, TurnDecoder.__call__))
-            refuse("Stopped. Run the same command again to continue from here.", *command)
+            with pytest.raises(SystemExit, match="130"):
+                gumiho(*command)
+        stopped = capsys.readouterr().err.splitlines()[-1]
+        assert stopped == "gumiho tune: Stopped. Run the same command again to continue from here."
         assert len((tmp_path / "tuning.jsonl").read_text(encoding="utf-8").splitlines()) == 4
     gumiho(*command)
     captured = capsys.readouterr()

@@ -10,7 +10,8 @@ import transformers_gumiho
 
 ROOT = Path(transformers_gumiho.__file__).parent
 
-# For each room the others that it may import. Within a room imports are free, as long as they make no circle.
+# For each room the others that it may import; all may import `user_errors`. Within a room imports are free, as long
+# as they make no circle.
 ROOMS: dict[str, set[str]] = {
     "internals": set(),
     "uploads": set(),
@@ -74,7 +75,6 @@ ROOMS: dict[str, set[str]] = {
         "recipe",
         "serving_folder",
         "tuning",
-        "user_errors",
     },
 }
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -112,7 +112,7 @@ def test_every_module_has_its_room() -> None:
 def test_imports_keep_the_order_of_rooms(path: Path) -> None:
     inside, outside = imports_of(path)
     room = room_of(name_of(path))
-    assert {room_of(module) for module in inside} - {room} <= ROOMS[room]
+    assert {room_of(module) for module in inside} - {room} <= ROOMS[room] | {"user_errors"}
     # evaluate copies its metric elsewhere, where a relative import would lead nowhere.
     assert ("transformers_gumiho" in outside) == (name_of(path) == "metrics.acceptance_length")
     if room == "tree":

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 from transformers.generation import StoppingCriteriaList
 
-from transformers_gumiho.decoding.sequences import CommittedSequences
-from transformers_gumiho.decoding.step_records import StepRecord
+from transformers_gumiho.decoding.sequences import CommittedSequences, WalkedTokens
 from transformers_gumiho.drafting.context_drafts import ContextDrafts, MatchEstimates, RowDrafts, longest_run
 from transformers_gumiho.drafting.ngram_index import LONGEST_MATCH, LONGEST_NGRAM, Match, NgramIndex
 
@@ -189,7 +188,7 @@ def test_index_grows_with_the_text_and_not_with_the_setting() -> None:
     assert longest.match() == Match(520, 20), "what is found is still compared further back"
 
 
-def test_new_tokens_alone_are_read_when_a_row_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_tokens_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = torch.arange(3000).view(3, 1000)
     monkeypatch.setattr("transformers_gumiho.decoding.sequences.pad_token_id", lambda generation_config: 0)
     sequences = CommittedSequences(prompt, StoppingCriteriaList(), GenerationConfig(max_length=5000))
@@ -208,9 +207,9 @@ def test_new_tokens_alone_are_read_when_a_row_has_ended(monkeypatch: pytest.Monk
     for cycle in range(60):
         new = [[], [cycle] * 5, [cycle, -cycle]]
         tokens = torch.tensor([[0] * 5, new[1], new[2] + [0] * 3])
-        sequences.append(tokens, tokens.tolist(), [0, 5, 2], StepRecord(3, enabled=False))
+        sequences.commit(WalkedTokens(tokens, tokens, tokens.tolist(), [0, 5, 2]))
         sizes.clear()
         assert sequences.tokens_from(known) == new
-        assert sum(sizes) <= 3 * 5
+        assert not sizes
         known = list(sequences.lengths)
     assert sequences.tokens_from(known) == [[], [], []]

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from transformers_gumiho import DraftingSettings, GumihoModel
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.verification.output_head import output_head
+from transformers_gumiho.verification.session import CommittedTokens
 
 
 TINY = {

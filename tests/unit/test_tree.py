@@ -8,8 +8,13 @@ from draft_trees import paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformers_gumiho.tree.attention_masks import block_attention_mask
-from transformers_gumiho.tree.draft_tree import DraftTree, build_tree, extend_level, first_level
+from transformers_gumiho.tree.draft_tree import (
+    DraftTree,
+    block_attention_mask,
+    build_tree,
+    extend_level,
+    first_level,
+)
 from transformers_gumiho.tree.walk import ChildFinder, walk_tree
 
 

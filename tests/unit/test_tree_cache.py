@@ -120,7 +120,7 @@ def test_paths_are_kept_in_many_buffers_by_one_index(lengths: list[int], monkeyp
         monkeypatch.setattr(tree_caches, "MOVED_BYTES", moved_bytes)
         dynamic, _ = make_dynamic(num_layers=32, length=5)
         cache = TreeCache.from_dynamic(dynamic, capacity=20)
-        cache.set_lengths(lengths)
+        cache.truncate([5 - length for length in lengths])
         with Operations() as operations:
             cache.keep_path(AcceptedPath(nodes, nodes, [3, 3]))
         numbers.append((len(buffers_of(cache)), operations.number))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from transformers import DynamicCache
 
 from transformers_gumiho.tree.walk import AcceptedPath
-from transformers_gumiho.verification.tree_cache import FixedTreeCache, TreeCache
+from transformers_gumiho.verification.tree_cache import TreeCache
 
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 3, 4
@@ -82,8 +82,8 @@ def check_root_alone(cache: TreeCache, case: Case, held: list[list[torch.Tensor]
     """Checks when a pass over one token of each row is said to need no mask; one over more tokens always does."""
     lengths = [len(row) for row in held]
     sees_all = all(all(seen_by(case, row, length, 0)[: length + 1]) for row, length in enumerate(lengths))
-    assert cache.hides_nothing(1, case.window) == (sees_all and len(set(lengths)) == 1 and not fixed)
-    assert not cache.hides_nothing(2, case.window)
+    assert cache.needs_no_mask(1, case.window) == (sees_all and len(set(lengths)) == 1 and not fixed)
+    assert not cache.needs_no_mask(2, case.window)
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
@@ -101,7 +101,7 @@ def test_entries_are_those_of_lists(fixed: bool, case: Case, capacity: int, seed
     context_mask = None if context_mask.all() else context_mask  # as the prompt's
     cache = TreeCache.from_dynamic(caller, 64 if fixed else capacity, context_mask)
     if fixed:
-        cache = FixedTreeCache(cache, torch.device("cpu"))
+        cache.fix_shapes(torch.device("cpu"))
 
     for paths in case.passes:
         check_root_alone(cache, case, held, fixed)
@@ -133,9 +133,9 @@ def test_pending_entries_stay_until_they_are_given_up() -> None:
         cache = TreeCache(2, 16)
         (first,) = make_entries(2, 3)[:1]
         cache.update(first, -first, 0)
-        cache.advance([1, 3])
+        cache.commit([1, 3])
         if fixed:
-            cache = FixedTreeCache(cache, torch.device("cpu"))
+            cache.fix_shapes(torch.device("cpu"))
         pending, newest, next_one = (torch.randn(2, NUM_HEADS, 2, HEAD_DIM) for _ in range(3))
         cache.update(pending, -pending, 0)
         cache.num_pending += 2

@@ -52,7 +52,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     """As much of vLLM as the plug-in touches before a drafter is asked for."""
     modules = {name: ModuleType(name) for name in (
         "vllm", "vllm.config", "vllm.config.model", "vllm.model_executor", "vllm.model_executor.models",
-        "vllm.model_executor.models.registry", "vllm.v1", "vllm.v1.spec_decode", "vllm.v1.spec_decode.eagle",
+        "vllm.model_executor.models.registry", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched",
+        "vllm.v1.core.sched.scheduler", "vllm.v1.spec_decode", "vllm.v1.spec_decode.eagle",
     )}  # fmt: skip
     for name, module in modules.items():
         module.__path__ = []
@@ -68,8 +69,19 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
             self.vllm_config = vllm_config
 
     modules["vllm.v1.spec_decode.eagle"].EagleProposer = EagleProposer
+
+    class Scheduler:
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config = vllm_config
+
+        def make_spec_decoding_stats(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int) -> Any:
+            return stats, num_draft_tokens, num_accepted_tokens
+
+    modules["vllm.v1.core.sched.scheduler"].Scheduler = Scheduler
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    return SimpleNamespace(root=root, config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer)
+    return SimpleNamespace(
+        root=root, config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer, scheduler=Scheduler
+    )
 
 
 def with_drafter(architecture: str) -> Any:
@@ -125,6 +137,29 @@ def test_our_drafters_get_our_class(vllm: SimpleNamespace, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, ours.__name__, ours)
     plugin.register()
     assert type(vllm.eagle(with_drafter(plugin.ARCHITECTURE))) is GumihoProposer
+
+
+@pytest.mark.parametrize(
+    ("architecture", "accepted", "num_warnings"),
+    [
+        (plugin.ARCHITECTURE, [0] * 299, 0),
+        (plugin.ARCHITECTURE, [0] * 900, 1),
+        (plugin.ARCHITECTURE, [1, *[0] * 9] * 90, 0),
+        (plugin.ARCHITECTURE, [3] * 3000 + [0] * 300, 1),  # requests grow longer than the drafter's positions
+        ("EagleLlamaForCausalLM", [0] * 900, 0),
+    ],
+)
+def test_drafts_that_are_never_accepted_are_said_once(
+    vllm: SimpleNamespace, architecture: str, accepted: list[int], num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        plugin.register()
+    scheduler = vllm.scheduler(with_drafter(architecture))
+    for count in accepted:
+        counted = scheduler.make_spec_decoding_stats("stats", num_draft_tokens=4, num_accepted_tokens=count)
+        assert counted == ("stats", 4, count)
+    assert len(caplog.messages) == num_warnings
+    assert all("accepted 0 tokens of 300 drafts" in message for message in caplog.messages)
 
 
 def test_a_class_that_is_imported_later_is_changed_as_well(

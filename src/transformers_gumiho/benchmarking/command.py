@@ -10,6 +10,7 @@ from ..measuring.journal import Journal
 from ..measuring.prompts import read_questions
 from ..options import REQUIRED, option
 from ..pairs import DraftingArguments, load_pair, prompts_field
+from ..user_errors import as_user_errors
 from ..verification.placement import input_device
 from .modes import choose_modes, decoding_modes
 from .report import markdown, write_json
@@ -47,7 +48,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         The rows of the summary.
 
     Raises:
-        SystemExit: The run was interrupted before anything was measured.
+        KeyboardInterrupt: The run was interrupted before anything was measured.
         ValueError: The options do not name both models, `args.modes` names an unknown mode, or `args.resume` finds a
             run with other settings.
     """
@@ -61,13 +62,15 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         num_questions=args.num_prompts,
         per_category=args.prompts_per_category,
     )
-    folder.mkdir(parents=True, exist_ok=True)
+    with as_user_errors():
+        folder.mkdir(parents=True, exist_ok=True)
     target, tokenizer, drafter = load_pair(args)
     draft_model = None
     if args.draft_model is not None:
-        draft_model = AutoModelForCausalLM.from_pretrained(
-            args.draft_model, dtype=target.dtype, device_map=input_device(target)
-        )
+        with as_user_errors():
+            draft_model = AutoModelForCausalLM.from_pretrained(
+                args.draft_model, dtype=target.dtype, device_map=input_device(target)
+            )
     modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled)
     if args.modes:
         modes = choose_modes(modes, args.modes)
@@ -83,7 +86,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         Journal(folder / "samples.jsonl", journal_settings, args.resume),
     )
     if not samples:
-        raise SystemExit("Stopped before anything was measured.")
+        raise KeyboardInterrupt("Stopped before anything was measured.")
     rows = summarize(samples)
     write_json(rows, folder / "summary.json", environment=conditions, arguments=asdict(args))
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..internals import compile_on_every_device
 from ..measuring.timing import temporary_settings
 from ..model.modeling_gumiho import GumihoModel
+from ..user_errors import UserValueError
 
 
 PLAIN = "plain"
@@ -106,5 +107,5 @@ def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[De
     """
     if unknown := [name for name in names if name not in {mode.name for mode in modes}]:
         known = ", ".join(f"'{mode.name}'" for mode in modes)
-        raise ValueError(f"There is no mode {unknown[0]!r}. Choose from {known}.")
+        raise UserValueError(f"There is no mode {unknown[0]!r}. Choose from {known}.")
     return [mode for mode in modes if mode.name == PLAIN or mode.name in names]

@@ -18,6 +18,7 @@ from ..internals import num_compiled_graphs
 from ..measuring.journal import Journal
 from ..measuring.prompts import Question, encode_turn, pad_left
 from ..measuring.timing import stage_timer, synchronize
+from ..user_errors import UserValueError
 from ..verification.placement import accelerators_of, input_device
 from .memory import peak_memory
 from .modes import PLAIN, DecodingMode
@@ -82,7 +83,7 @@ def run_benchmark(
         ValueError: The first mode is not plain decoding.
     """
     if not modes or modes[0].name != PLAIN:
-        raise ValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
+        raise UserValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
     runner = _Runner(target, tokenizer, modes, settings, journal)
     samples: list[Sample] = []
     total = len(settings.temperatures) * sum(

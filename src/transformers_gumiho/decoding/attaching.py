@@ -8,6 +8,7 @@ from torch import nn
 
 from ..model.attaching import attached_drafter, unwrap_model
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from ..user_errors import UserValueError
 from .named_drafters import named_drafter
 
 
@@ -71,7 +72,7 @@ def _find_drafter(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> 
     else:
         found, what = unwrap_drafter(drafter), f"a {type(unwrap_model(drafter)).__name__}"
     if found is None:
-        raise ValueError(f"No Gumiho drafter: {what}. Pass a `GumihoModel`, or its folder or name.")
+        raise UserValueError(f"No Gumiho drafter: {what}. Pass a `GumihoModel`, or its folder or name.")
     return found
 
 

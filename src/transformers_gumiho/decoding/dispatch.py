@@ -40,6 +40,8 @@ from .named_drafters import named_drafter
 
 logger = logging.get_logger(__name__)
 
+_TREE_SIZE = "num_assistant_tokens"
+
 # The target whose attached drafter is used in the running call of `generate()`.
 _attached_call: ContextVar[PreTrainedModel | None] = ContextVar("gumiho_attached_call", default=None)
 
@@ -60,6 +62,8 @@ def _generate(plain: Callable[..., Any], target: PreTrainedModel, *args: Any, **
             drafter = None
         else:
             given["assistant_model"] = drafter
+    if unwrap_drafter(given.get("assistant_model")) is not None:
+        _warn_of_drafter_settings(given)
     token = _attached_call.set(None if drafter is None else target)
     try:
         return plain(**given)
@@ -72,6 +76,16 @@ def _generate_batch(plain: Callable[..., Any], target: PreTrainedModel, *args: A
     if kwargs.pop("assistant_model", None) is not None:
         logger.warning_once("`generate_batch` takes no `assistant_model`: it decodes without a drafter.")
     return plain(*args, **kwargs)
+
+
+def _warn_of_drafter_settings(given: dict[str, Any]) -> None:
+    """Warns of a setting of assistants in a call. As in transformers, only that of the assistant has an effect."""
+    value = given.get(_TREE_SIZE, getattr(given.get("generation_config"), _TREE_SIZE, None))
+    if value is not None:
+        logger.warning_once(
+            f"`{_TREE_SIZE}={value!r}` in a call of `generate()` has no effect: it is a setting of the drafter. Set "
+            f"`assistant_model.generation_config.{_TREE_SIZE} = {value!r}`."
+        )
 
 
 def _warn_of_plain_decoding(reason: str) -> None:
@@ -108,7 +122,7 @@ def _assisted_decoding(
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
-    verifier = without_graphs(target, assistant.config.target_layer_ids)
+    verifier = without_graphs(target, assistant.config.layers_read(target.config))
     traits = TargetTraits.of(verifier)
     reason = reason_against(check_inputs, verifier, traits, input_ids, kwargs)
     if reason is None:
@@ -128,11 +142,11 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
     """
     traits = check_target(target)
     check_pair(target, drafter)
-    verifier = without_graphs(target, drafter.config.target_layer_ids)
+    verifier = without_graphs(target, drafter.config.layers_read(target.config))
     if traits.is_chain:
         check_multi_token_decode(verifier, traits, None, batch_size=1)
     elif not type(target).__module__.startswith("transformers."):
-        check_prompt_pass(verifier, traits, drafter.config.target_layer_ids)
+        check_prompt_pass(verifier, traits, drafter.config.layers_read(target.config))
 
 
 # Attribute of a step that was replaced.

@@ -1,17 +1,15 @@
-"""Inputs of the candidate generator: its parts, and the committed tokens of each cycle."""
+"""The candidate generator of a generation, and its parts."""
 
 from contextlib import nullcontext
 
 from ..drafting.break_even import estimate_break_even
 from ..drafting.candidate_generator import GumihoCandidateGenerator
-from ..drafting.committed_tokens import CommittedTokens
 from ..drafting.context_drafts import ContextDrafts
 from ..drafting.settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
-from ..tree.walk import AcceptedPath, pick
 from ..verification.feature_reader import TargetStates
 from ..verification.output_head import head_for_drafting
-from ..verification.session import TargetOutput, TargetSession
+from ..verification.session import TargetSession
 from ..verification.tree_cache import TreeCache
 from .observers import GenerationEvents
 from .sequences import CommittedSequences
@@ -25,6 +23,7 @@ def make_generator(
     chooser: TokenChooser,
     states: TargetStates,
     events: GenerationEvents,
+    prompt_chunk_size: int | None,
 ) -> GumihoCandidateGenerator:
     """
     Returns the candidate generator of a generation.
@@ -36,16 +35,18 @@ def make_generator(
         chooser: Chooses the target's tokens; knows the noise of the coming draws.
         states: The target's states of the prompt.
         events: Receives the passes of the drafter.
+        prompt_chunk_size: Most tokens of the prompt that are read in one pass; `None` for all.
     """
     # Only their device and dtype: the drafter must not keep the states of the prompt.
     device, dtype = states.last.device, states.last.dtype
     # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
-    num_new = max(settings.longest_path + 1, settings.branching_factor * (drafter.config.num_serial_tokens - 1))
+    num_serial = min(drafter.config.num_serial_tokens, settings.tree_depth)
+    num_new = max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
     memory = session.memory
-    head, token_ids = head_for_drafting(session.model, settings.draft_vocabulary, device, dtype, memory)
+    head, token_ids = head_for_drafting(session.model, drafter, settings.draft_vocabulary, device, dtype, memory)
     break_even = settings.break_even
     if break_even is None:
-        break_even = estimate_break_even(session.model, drafter, settings, chooser.batch_size)
+        break_even = estimate_break_even(session.model, drafter, settings, len(chooser.sequences.lengths))
     return GumihoCandidateGenerator(
         drafter,
         lm_head=head,
@@ -55,7 +56,9 @@ def make_generator(
         break_even=break_even,
         shapes=session.shapes,
         token_ids=token_ids,
+        head_module=session.model.get_output_embeddings(),
         peek_noise=chooser.peek_noise,
+        prompt_chunk_size=prompt_chunk_size,
         # A compiled function cannot call observers.
         around_pass=nullcontext if session.shapes.are_compiled else events.each("drafter_pass"),
     )
@@ -78,38 +81,4 @@ def _context_drafts(
         min(settings.prompt_lookup_num_tokens, settings.longest_path),
         settings.max_matching_ngram_size,
         session.model.config.get_text_config(decoder=True).vocab_size,
-    )
-
-
-def committed_prompt(
-    sequences: CommittedSequences, session: TargetSession, output: TargetOutput, vocab_size: int
-) -> CommittedTokens:
-    """Returns the tokens of the prompt that the prefill ran: all, or those after the caller's cache."""
-    states, mask = output.states.drafter_input, session.prompt.mask
-    # With `inputs_embeds`, only the generated tokens are known.
-    num_known = min(states.shape[1], sequences.lengths[0])
-    accepted_lengths = [num_known] * len(sequences.lengths)
-    return CommittedTokens(
-        # A multimodal prompt may mark its images by ids outside the vocabulary.
-        sequences.newest(accepted_lengths).clamp(0, vocab_size - 1),
-        states[:, -num_known:],
-        output.position_ids[:, -num_known:],
-        accepted_lengths,
-        mask[:, -num_known:] if mask is not None else None,
-    )
-
-
-def committed_path(
-    sequences: CommittedSequences, session: TargetSession, output: TargetOutput, path: AcceptedPath
-) -> CommittedTokens:
-    """
-    Returns the tokens that a cycle committed, with the states of the accepted nodes. With fixed shapes the width is
-    the same in every cycle.
-    """
-    nodes = path.nodes if session.shapes.are_fixed else path.nodes[:, : max(path.accepted_lengths)]
-    return CommittedTokens(
-        sequences.newest(path.accepted_lengths, nodes.shape[1]),
-        pick(output.states.drafter_input, nodes),
-        output.position_ids.gather(1, nodes.to(output.position_ids.device)),
-        path.accepted_lengths,
     )

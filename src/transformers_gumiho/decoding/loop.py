@@ -17,16 +17,16 @@ from transformers.utils import logging
 from ..drafting.settings import DraftingSettings
 from ..internals import CACHE_NAME
 from ..model.modeling_gumiho import GumihoModel
-from ..tree.draft_tree import bare_root
+from ..tree.draft_tree import DraftTree, bare_root
+from ..tree.walk import AcceptedPath
 from ..verification.continuation import check_multi_token_decode
 from ..verification.cycle_shapes import CycleShapes, cycle_shapes
-from ..verification.prompt import prompt_positions, read_prompt
+from ..verification.prompt import outlives_call, prompt_positions, read_prompt
 from ..verification.requirements import check_cache, check_padding, check_positions, check_text_is_kept
 from ..verification.traits import TargetTraits
-from .drafts import committed_path, committed_prompt, make_generator
+from .drafts import make_generator
 from .observers import GenerationEvents
 from .sequences import CommittedSequences, max_length_of
-from .step_records import CycleRecords
 from .token_choice import TokenChooser
 
 
@@ -45,7 +45,8 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
             row that is far ahead of the others takes one token per cycle.
         tree_sizes (`list[int]`):
             For each cycle, the number of draft tokens verified in every row. While the drafter is paused, this is the
-            number of prompt-lookup drafts, or 0. With a static cache it is the same in every cycle.
+            number of prompt-lookup drafts, or 0. Trees are smaller where few tokens are missing, and 0 where one is.
+            With a static cache it is the same in every cycle.
 
     In a batch, `scores`, `logits` and `hidden_states` are zero for a row that has ended before the others, because the
     target does not run on padding.
@@ -94,67 +95,79 @@ def decode_with_tree(
     Returns:
         `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
-    settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
+    num_rows = len(input_ids)
+    settings = _drafting_settings(traits, target, assistant_model, generation_config, num_rows)
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    max_new_tokens = sequences.max_length - sequences.prompt_length
+    keeps_cache = outlives_call(model_kwargs.get(traits.cache_argument), traits, generation_config)
     num_nodes = settings.num_assistant_tokens + 1
     shapes = _prepare_shapes(target, traits, generation_config, model_kwargs, num_nodes)
-    is_chain, longest = traits.is_chain, settings.longest_path + 1
-    chooser = TokenChooser(
-        sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain, longest
-    )
-    records = CycleRecords(len(input_ids), generation_config)
-    events = GenerationEvents.begin(len(input_ids))
+    is_chain = traits.is_chain
+    chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain)
+    events = GenerationEvents.begin(num_rows)
+
+    def commit(tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
+        # One part, or a part for each token where processors, criteria or the streamer need the text before it.
+        return AcceptedPath.join([sequences.commit(walked) for walked in chooser.walk(tree, logits)])
 
     with ExitStack() as running:
-        running.callback(chooser.release_noise)
+        running.callback(chooser.return_unused_draws)
+        # The prefill is a pass over a tree, too: its node is the prompt's end, whose token does not matter.
         with events.stage("prompt"):
-            layers = assistant_model.config.target_layer_ids
             session, output = read_prompt(
-                target, traits, input_ids, generation_config, model_kwargs, num_nodes, max_new_tokens, shapes, layers
+                target,
+                traits,
+                input_ids,
+                generation_config,
+                model_kwargs,
+                shapes,
+                keeps_cache=keeps_cache,
+                max_new_tokens=sequences.max_length - sequences.prompt_length,
+                num_nodes=num_nodes,
+                max_path=settings.longest_path + 1,
+                layers=assistant_model.config.layers_read(target.config),
             )
             # Entered first, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
-        records.hidden_states.add_prompt(output.hidden_states)
-        tree = bare_root(input_ids.new_zeros(len(input_ids)))
-        chooser.choose(tree, output.logits)
-        sequences.stream()
+        tree = bare_root(input_ids.new_zeros(num_rows))
+        sequences.records.add_prompt(output.hidden_states)
+        commit(tree, output.logits)
         if not sequences.finished:
-            drafts = make_generator(session, assistant_model, settings, chooser, output.states, events)
+            chunk_size = generation_config.prefill_chunk_size
+            drafts = make_generator(session, assistant_model, settings, chooser, output.states, events, chunk_size)
             vocab_size = assistant_model.config.get_text_config().vocab_size
-            committed = committed_prompt(sequences, session, output, vocab_size)
+            committed = session.committed_prompt(sequences.prefix(sequences.lengths[0]), output, vocab_size)
         while not sequences.finished:
+            # 1. Draft a tree after the committed tokens.
             with events.stage("draft"):
-                tree = drafts.draft_tree(committed, sequences.max_length - max(sequences.lengths))
+                tree = drafts.draft_tree(committed, sequences.num_missing)
             events.tree(drafts.origin)
+            # 2. Verify all of its nodes in one pass of the target.
             with events.stage("verify"):
-                output = session.run_tree(tree, [not sequences.is_open(row) for row in range(len(input_ids))])
-            path = chooser.choose(tree, output.logits)
+                output = session.run_tree(tree, [not is_open for is_open in sequences.open_rows])
+            # 3. Commit the drafts that are the target's own tokens, and the target's token after them.
+            path = commit(tree, output.logits)
             events.cycle(tree, path)
-            sequences.stream()
-            session.keep(path)
-            records.add(tree, path, output.hidden_states)
-            committed = committed_path(sequences, session, output, path)
-        session.finish(sequences.num_run_by_plain(), sequences.last_tokens(), tree)
+            sequences.records.add_cycle(tree, path, output.hidden_states)
+            # 4. Roll the cache back to the accepted path.
+            committed = session.keep(path, output)
+        session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(1).squeeze(1), tree)
 
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
         return sequences.final_ids()
-    return _output(sequences, chooser, records, session.prompt.cache)
+    return _output(sequences, session.prompt.cache)
 
 
-def _output(
-    sequences: CommittedSequences, chooser: TokenChooser, records: CycleRecords, cache: Any
-) -> GumihoGenerateOutput:
-    num_steps = sequences.final_length - sequences.prompt_length
+def _output(sequences: CommittedSequences, cache: Any) -> GumihoGenerateOutput:
+    records, num_steps = sequences.records, sequences.final_length - sequences.prompt_length
     num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
     accepted_lengths = records.accepted_lengths(num_removed)
     return GumihoGenerateOutput(
         sequences=sequences.final_ids(),
-        scores=chooser.scores.until(num_steps),
-        logits=chooser.logits.until(num_steps),
-        hidden_states=records.hidden_states.until(num_steps),
+        scores=records.scores.until(num_steps),
+        logits=records.logits.until(num_steps),
+        hidden_states=records.hidden_states(num_steps),
         accepted_lengths=accepted_lengths,
         tree_sizes=records.tree_sizes[: max(map(len, accepted_lengths))],
         **{CACHE_NAME: cache},
@@ -169,7 +182,7 @@ def check_inputs(
     trial of a few tokens in the first call of a chain's class and config.
 
     Args:
-        target: The target.
+        target: A decoder-only model.
         traits: Its traits.
         input_ids (`(B, T)`): The prompt.
         arguments: What `generate()` hands to its decoding loop, the cache among them.

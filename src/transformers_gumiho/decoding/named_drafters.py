@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
-from ..model.released_configs import find_packaged_folder
+from ..model.released_configs import find_packaged_folder, is_of_drafter
+from ..user_errors import UserValueError
 from ..verification.placement import drafter_device
 
 
@@ -19,7 +19,8 @@ _drafters: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, Any], GumihoModel]
 
 def is_drafter(name: str | os.PathLike) -> bool:
     """
-    Whether a folder or a name on the Hub is that of a Gumiho drafter, judged by its config. Runs no code from there.
+    Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
+    no code from there.
 
     Raises:
         ValueError: No config can be read there.
@@ -29,11 +30,10 @@ def is_drafter(name: str | os.PathLike) -> bool:
     try:
         config, _ = PreTrainedConfig.get_config_dict(str(name))
     except OSError as error:
-        raise ValueError(
+        raise UserValueError(
             f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
         ) from error
-    # As in `as_drafter_fields`, except for the reference's layout, which looks like a small Llama.
-    return config.get("model_type", "gumiho" if "model" in config else None) == GumihoConfig.model_type
+    return is_of_drafter(config, name)
 
 
 def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoModel | None:

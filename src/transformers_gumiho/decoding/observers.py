@@ -35,8 +35,8 @@ class GenerationObserver:
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
         """
-        Called when a cycle has committed its tokens. The first token, which the prefill predicts, is no cycle. A
-        streamer may have received the tokens before (sampling, processors that read the text) or receive them later.
+        Called when a cycle has committed its tokens, which a streamer has received before. The first token, which the
+        prefill predicts, is no cycle.
 
         Args:
             tree: The draft tree that was verified.
@@ -89,12 +89,7 @@ def _registrations() -> tuple[_Registration, ...]:
 
 
 class GenerationEvents:
-    """
-    Calls the observers of one generation in the order of registration; at the end of a stage, in reverse order.
-
-    Args:
-        observers: The observers.
-    """
+    """Calls the observers of one generation in the order of registration; at the end of a stage, in reverse order."""
 
     def __init__(self, observers: tuple[GenerationObserver, ...]):
         self.observers = observers

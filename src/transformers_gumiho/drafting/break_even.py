@@ -36,13 +36,15 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
     """Counts the parameters that the passes of a cycle read, once per pass."""
     num_serial = min(drafter.config.num_serial_tokens, settings.tree_depth)
     num_heads = settings.tree_depth - num_serial
-    vocabulary = settings.draft_vocabulary
-    text_config = drafter.config.get_text_config()
-    num_tokens = text_config.vocab_size if vocabulary is None else len(vocabulary)
-    head, fusion = num_tokens * text_config.hidden_size, _size(drafter.fc)
-    count = num_serial * (_size(drafter.layers) + fusion + head)
+    vocabulary, config = settings.draft_vocabulary, drafter.config
+    text_config = config.get_text_config()
+    num_tokens = config.draft_vocab_size or text_config.vocab_size if vocabulary is None else len(vocabulary)
+    head = num_tokens * text_config.hidden_size
+    # `fc` of an EAGLE-3 head reads the committed tokens alone.
+    num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1
+    count = num_serial * (_size(drafter.layers) + head) + num_fusions * _size(drafter.fc)
     if num_heads:
-        count += fusion + head + num_heads * _size(drafter.mlp) // drafter.config.num_parallel_heads
+        count += head + num_heads * _size(drafter.mlp) // drafter.config.num_parallel_heads
         count += 0 if drafter.transition is None else _size(drafter.transition)
     return count
 

@@ -14,12 +14,13 @@ from transformers.utils import ModelOutput
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
+from ..user_errors import UserValueError
+from ..verification.feature_reader import projected_states
 from ..verification.output_head import head_for_drafting
 from ..verification.placement import input_device
-from ..verification.prediction_head import projected_states
 from ..verification.requirements import check_pair
+from ..verification.session import CommittedTokens
 from ..verification.tree_cache import GROWTH, TreeCache
-from .committed_tokens import CommittedTokens
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GumihoDrafter, last_of_rows
 from .pause import DraftingPause, DraftOrigin
@@ -119,7 +120,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         )
         settings = replace(settings, branching_factor=1)
         head, token_ids = head_for_drafting(
-            target, settings.draft_vocabulary, device=input_device(target), dtype=target.dtype
+            target, assistant_model, settings.draft_vocabulary, device=input_device(target), dtype=target.dtype
         )
         eos_token_id = generation_config.eos_token_id
         return cls(
@@ -133,19 +134,23 @@ class GumihoCandidateGenerator(CandidateGenerator):
             token_ids=token_ids,
         )
 
-    def draft_tree(self, committed: CommittedTokens, num_missing: int = 0) -> DraftTree:
+    def draft_tree(self, committed: CommittedTokens, num_missing: int | None = None) -> DraftTree:
         """
         Returns the tree of the next cycle.
 
         Args:
             committed: What was committed since the last call: first the prompt, then the tokens of one cycle. On any
                 device; the tree is on the same one.
-            num_missing: Most tokens that may follow. It limits the runs of the context.
+            num_missing: Most tokens that may follow in any row. The target chooses the last of them itself, so no path
+                is as long, except in fixed shapes. By default any number may follow.
         """
-        # Before drafting, because reading the text waits until the device has finished its earlier work.
+        max_depth = None if num_missing is None or self.drafter.has_fixed_shapes else num_missing - 1
+        if max_depth == 0:
+            self.origin = DraftOrigin("end")
+            return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
         branch = None
         if self._context is not None:
-            branch = self._context.draft(committed.tokens.device, self._run_lengths(num_missing))
+            branch = self._context.draft(committed.tokens.device, self._run_lengths(num_missing or 0), max_depth)
         self.origin = self._next_origin(committed, is_run=branch is not None and branch.is_run)
         is_drafted = self.origin.source == "drafter"
         # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
@@ -153,7 +158,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         if not is_drafted:
             return self._make_undrafted(branch)
         committed, self._unread = CommittedTokens.join(self._unread), []
-        tree = self.drafter.draft(committed.to(self.device)).to(committed.tokens.device)
+        tree = self.drafter.draft(committed.to(self.device), max_depth).to(committed.tokens.device)
         self._num_drafted = tree.tokens.shape[1] - 1
         return self._add_branch(tree, branch)
 
@@ -196,8 +201,10 @@ class GumihoCandidateGenerator(CandidateGenerator):
         if branch is not None:
             merge = take_better_chain if settings.branching_factor == 1 else merge_branch
             tree = merge(tree, branch.tokens, branch.log_probs)
+        if self._context is None or not self.drafter.has_fixed_shapes:
+            return tree
         # With fixed shapes all trees are equally deep, with or without a branch.
-        return tree if self._context is None else replace(tree, max_depth=settings.longest_path)
+        return replace(tree, max_depth=settings.longest_path)
 
     def get_candidates(
         self,
@@ -231,7 +238,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
             ValueError: There are no hidden states, or several sequences.
         """
         if input_ids.shape[0] != 1:
-            raise ValueError(
+            raise UserValueError(
                 f"A single path fits one sequence, got a batch of {input_ids.shape[0]}; use `draft_tree`."
             )
         budget = self.drafter.settings.tree_depth
@@ -253,7 +260,7 @@ class GumihoCandidateGenerator(CandidateGenerator):
         hidden_states = getattr(model_outputs, "hidden_states", None)
         if not hidden_states:
             given = "no outputs" if model_outputs is None else f"a {type(model_outputs).__name__} without them"
-            raise ValueError(
+            raise UserValueError(
                 f"Gumiho drafts from the target's last hidden states, but got {given}. Run the target with "
                 f"`output_hidden_states=True` and pass what it returns as `model_outputs`, or pass them as "
                 f"`hidden_states`."

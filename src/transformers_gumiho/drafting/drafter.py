@@ -4,20 +4,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from ..internals import mark_static_address
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..model.transition import NUM_CANDIDATES
-from ..tree.conditional import extend_paths
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..uploads import upload
 from ..verification.attention import groups_in_place
 from ..verification.cycle_shapes import CycleShapes
-from ..verification.tree_cache import FixedTreeCache, TreeCache
-from .committed_tokens import CommittedTokens
+from ..verification.session import CommittedTokens
+from ..verification.tree_cache import TreeCache
 from .settings import DraftingSettings
-from .transitions import DraftTransitions
+from .transitions import DraftTransitions, extend_paths
 
 
 class GumihoDrafter:
@@ -33,9 +33,11 @@ class GumihoDrafter:
         cache ([`TreeCache`]): An empty cache for the serial head. With fixed shapes it must have room for all cycles.
         shapes: Shapes of the cycles. By default they follow the text.
         token_ids (`(K,)`, *optional*): Ids of the tokens that `lm_head` scores. By default all of the vocabulary.
+        head_module (*optional*): The module that `lm_head` runs. What is computed with it is kept for later calls.
         peek_noise: For sampling: returns the Gumbel noise `(B, draws, K)` of the target's next draws, or `None` if it
             cannot be known. Called with the number of draws and `token_ids`.
         around_pass: Returns a context manager for each pass of a module of the drafter or of the output head.
+        prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
     """
 
     def __init__(
@@ -46,13 +48,16 @@ class GumihoDrafter:
         cache: TreeCache,
         shapes: CycleShapes | None = None,
         token_ids: torch.Tensor | None = None,
+        head_module: nn.Module | None = None,
         peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None,
         around_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
+        prompt_chunk_size: int | None = None,
     ):
         self.model, self.lm_head, self.settings, self.cache = model, lm_head, settings, cache
         self.token_ids = token_ids
         self._peek_noise = peek_noise
         self._around_pass = around_pass
+        self._prompt_chunk_size = prompt_chunk_size
         self._has_read_prompt = False
         self._num_serial = min(model.config.num_serial_tokens, settings.tree_depth)
         self._num_heads = settings.tree_depth - self._num_serial
@@ -60,7 +65,9 @@ class GumihoDrafter:
         self._transitions = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
-                self._transitions = DraftTransitions(model, self._num_heads, lm_head, token_ids, cache.memory)
+                self._transitions = DraftTransitions(
+                    model, self._num_heads, lm_head, token_ids, head_module, cache.memory
+                )
         device = model.fc.weight.device
         # The masks and offsets of the tokens that a cycle may commit, made once for all cycles.
         self._max_committed = settings.longest_path + 1
@@ -82,8 +89,11 @@ class GumihoDrafter:
 
     @torch.no_grad()
     @groups_in_place()
-    def draft(self, committed: CommittedTokens) -> DraftTree:
-        """Reads what was committed since the last draft, and drafts a tree under the last token of each row."""
+    def draft(self, committed: CommittedTokens, max_depth: int | None = None) -> DraftTree:
+        """
+        Reads what was committed since the last draft, and drafts a tree under the last token of each row. With
+        `max_depth` no path is longer, except in fixed shapes.
+        """
         noise = self._scaled_noise()
         if self._has_read_prompt and self.has_fixed_shapes:
             *older, newest = committed.split(self._max_committed)
@@ -91,14 +101,17 @@ class GumihoDrafter:
                 # Not compiled, as this happens only after a pause.
                 self._read(*_stage_inputs(part))
             # A copy: a captured graph may overwrite what it returned before.
-            return self._draft_fixed(self, *_stage_inputs(newest), noise).clone()
+            tree = self._draft_fixed(self, *_stage_inputs(newest), noise).clone()
+            self.cache.count(committed.accepted_lengths)
+            return tree
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
         if self._has_read_prompt:
-            features = self._read(tokens, committed.drafter_input, position_ids, lengths)
+            feature = last_of_rows(self._read(tokens, committed.drafter_input, position_ids, lengths), lengths)
         else:
-            features = self._read_prompt(committed)
-        root, feature, position = (last_of_rows(t, lengths) for t in (tokens, features, position_ids))
-        return self._grow_tree(root, feature, position, noise)
+            feature = self._read_prompt(committed)
+        root, position = (last_of_rows(tensor, lengths) for tensor in (tokens, position_ids))
+        depth = min(self.settings.tree_depth, max_depth or self.settings.tree_depth)
+        return self._grow_tree(root, feature, position, noise, depth)
 
     def _scaled_noise(self) -> torch.Tensor | None:
         """Returns the noise `(B, tree_depth, K)` of the coming draws, divided by the draft temperatures."""
@@ -106,15 +119,20 @@ class GumihoDrafter:
         return None if noise is None else noise * self._scales[:, None].to(noise.device)
 
     def _read_prompt(self, prompt: CommittedTokens) -> torch.Tensor:
-        """Fills the cache with the prompt. Returns its serial features `(B, n, H)`."""
+        """Fills the cache with the prompt. Returns the serial feature of its last token, `(B, 1, H)`."""
         self._has_read_prompt = True
-        self.cache.hide(prompt.attention_mask)
-        fused = self._fuse(prompt.tokens, prompt.drafter_input, are_targets=True)
-        features = self._run_serial_head(fused, prompt.attention_mask, prompt.position_ids)
-        self.cache.advance(prompt.accepted_lengths)
+        mask, (num_rows, num_tokens) = prompt.attention_mask, prompt.tokens.shape
+        self.cache.hide(mask)
+        chunk_size = self._prompt_chunk_size or num_tokens
+        for start in range(0, num_tokens, chunk_size):
+            chunk = slice(start, min(start + chunk_size, num_tokens))
+            fused = self._fuse(prompt.tokens[:, chunk], prompt.drafter_input[:, chunk], are_targets=True)
+            seen = None if mask is None else mask[:, : chunk.stop]
+            features = self._run_serial_head(fused, seen, prompt.position_ids[:, chunk])
+            self.cache.commit([chunk.stop - start] * num_rows)
         if self.has_fixed_shapes:
-            self.cache = FixedTreeCache(self.cache, prompt.tokens.device)
-        return features
+            self.cache.fix_shapes(prompt.tokens.device)
+        return features[:, -1:]
 
     def _read(
         self,
@@ -130,7 +148,10 @@ class GumihoDrafter:
             causal, offsets = self._causal_block(n)
         fused = self._fuse(tokens, drafter_input, are_targets=True)
         features = self._run_block(fused, causal, offsets, position_ids)
-        self.cache.advance(accepted_lengths)
+        if isinstance(accepted_lengths, torch.Tensor):
+            self.cache.commit_on_device(accepted_lengths)
+        else:
+            self.cache.commit(accepted_lengths)
         return features
 
     def _draft_in_fixed_shapes(
@@ -144,7 +165,8 @@ class GumihoDrafter:
         """As [`draft`] after the prompt, with `accepted_lengths` `(B,)` on the device."""
         features = self._read(tokens, drafter_input, position_ids, accepted_lengths)
         last = (accepted_lengths - 1).clamp(min=0)
-        return self._grow_tree(_pick(tokens, last), _pick(features, last), _pick(position_ids, last), noise)
+        root, feature, position = (_pick(tensor, last) for tensor in (tokens, features, position_ids))
+        return self._grow_tree(root, feature, position, noise, self.settings.tree_depth)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
@@ -158,6 +180,7 @@ class GumihoDrafter:
         feature: torch.Tensor,
         position_ids: torch.Tensor,
         noise: torch.Tensor | None,
+        depth: int,
     ) -> DraftTree:
         """
         Drafts a tree.
@@ -167,16 +190,16 @@ class GumihoDrafter:
             feature (`(B, 1, H)`): The serial feature that predicts the token after them.
             position_ids (`(B, 1)`): The position of that feature.
             noise (`(B, tree_depth, K)`, *optional*): Scaled noise of each depth.
+            depth: Drafted tokens of the longest path.
         """
-        levels, path_inputs = self._draft_serially(feature, position_ids, noise)
-        if self._num_heads > 0:
-            levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
+        levels, path_inputs = self._draft_serially(feature, position_ids, noise, depth)
+        if depth > self._num_serial:
+            levels += self._draft_in_parallel(levels[-1], path_inputs, noise, depth)
         root_tokens = root_tokens.squeeze(1).to(levels[0].tokens.device)
-        settings = self.settings
-        return build_tree(root_tokens, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
+        return build_tree(root_tokens, levels, self.settings.num_assistant_tokens, depth, self.token_ids)
 
     def _draft_serially(
-        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
+        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None, depth: int
     ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
         """
         Drafts the serial tokens one after the other. The arguments are those of [`_grow_tree`].
@@ -188,7 +211,7 @@ class GumihoDrafter:
         level, levels = None, []
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
-        for step in range(1, self._num_serial + 1):
+        for step in range(1, min(self._num_serial, depth) + 1):
             found = self._topk(feature[:, None], settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
             if level is None:
@@ -196,12 +219,13 @@ class GumihoDrafter:
             else:
                 levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
             level = levels[-1].first(settings.branching_factor)
-            if step == settings.tree_depth:
+            if step == depth:
                 break
             # Each path has its own tokens, and the features that predict the next ones.
             parents = level.parents.to(feature.device)
             fused = self._fuse(self._ids(level.tokens).to(feature.device), gather_rows(feature, parents))
-            path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
+            if self._num_heads > 0:
+                path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < self._num_serial:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
                 positions = (position_ids + step).expand(-1, fused.shape[1])
@@ -211,11 +235,11 @@ class GumihoDrafter:
         return levels, path_inputs
 
     def _draft_in_parallel(
-        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None
+        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None, depth: int
     ) -> list[DraftLevel]:
         """Drafts all later tokens in one pass. Returns the levels of their combinations under the serial paths."""
-        settings, depths = self.settings, slice(self._num_serial, None)
-        features = self._run_heads(torch.cat(path_inputs, dim=-1), self._num_heads)
+        settings, depths = self.settings, slice(self._num_serial, depth)
+        features = self._run_heads(torch.cat(path_inputs, dim=-1), depth - self._num_serial)
         num_candidates = settings.beam if self._transitions is None else NUM_CANDIDATES
         tokens, log_probs = self._topk(features, num_candidates, depths, noise)
         if self._transitions is None:

@@ -16,12 +16,13 @@ class DraftOrigin:
     Where the tokens of a draft tree come from.
 
     Attributes:
-        source: "drafter"; "context" for a run of prompt-lookup drafts; or "pause" if the drafter is paused. In a pause
-            the tree has prompt-lookup drafts, or the root alone.
+        source: "drafter"; "context" for a run of prompt-lookup drafts; "pause" if the drafter is paused; or "end" if
+            one token is missing. In a pause the tree has prompt-lookup drafts, or the root alone. At the end it is the
+            root alone.
         num_left: Remaining cycles of the pause after this one.
     """
 
-    source: Literal["drafter", "context", "pause"]
+    source: Literal["drafter", "context", "pause", "end"]
     num_left: int = 0
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from transformers import GenerationConfig
@@ -10,6 +11,7 @@ from transformers import GenerationConfig
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.decoding_settings import vocabulary_fault
 from ..model.per_rows import value_for_rows
+from ..user_errors import UserValueError
 
 
 # Below 1, because the target takes the most likely token (under the noise of its draw when sampling), which the
@@ -19,6 +21,8 @@ DRAFT_TEMPERATURE = 2 / 3
 # On a CPU, each node of each row adds to the time of a pass.
 _CPU_NODES, _CPU_BRANCHING = {"1": 12, "4": 4, "8": 2}, 4
 _ACCELERATOR_NODES, _ACCELERATOR_BRANCHING = 63, 14
+# Of drafters without parallel heads, as EAGLE's. Each level costs a pass, and each of its nodes a slot in a cache.
+_SERIAL_DEPTH, _SERIAL_BRANCHING = 5, 10
 _WHERE = "Set it in the drafter's `generation_config`."
 _KINDS_OF_DECODING = ("greedy", "sampled")
 _LEAST_OF_LOOKUP = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
@@ -37,9 +41,9 @@ class DraftingSettings:
         num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, and
             `{"1": 12, "4": 4, "8": 2}` on a CPU.
         branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
-            and 4 on a CPU.
-        tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads. It never
-            exceeds `num_assistant_tokens`.
+            and 4 on a CPU. Without parallel heads, at most 10.
+        tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads; without
+            parallel heads 5 by default. It never exceeds `num_assistant_tokens`.
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`). With `False`,
             extend only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens
             (EAGLE-2's tree).
@@ -95,6 +99,9 @@ class DraftingSettings:
             return default if value is None else value
 
         on_cpu = device_type == "cpu"
+        depth, branching = config.max_draft_depth, _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING
+        if config.num_parallel_heads == 0:
+            depth, branching = min(depth, _SERIAL_DEPTH), min(branching, _SERIAL_BRANCHING)
         break_even = read("break_even", None)
         if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
             break_even = break_even.get(_KINDS_OF_DECODING[sampling_temperature is not None])
@@ -104,8 +111,8 @@ class DraftingSettings:
                 read("num_assistant_tokens", _CPU_NODES if on_cpu else _ACCELERATOR_NODES),
                 num_rows,
             ),
-            branching_factor=read("branching_factor", _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING),
-            tree_depth=read("tree_depth", config.max_draft_depth),
+            branching_factor=read("branching_factor", branching),
+            tree_depth=read("tree_depth", depth),
             full_tree_attention=read("full_tree_attention", True),
             draft_temperature=_as_tuple(read("draft_temperature", DRAFT_TEMPERATURE)),
             draft_vocabulary=read("draft_vocabulary", None),
@@ -137,7 +144,7 @@ class DraftingSettings:
         _check_lookup(settings, "It was given to `generate()`.")
         return settings
 
-    @property
+    @cached_property
     def longest_path(self) -> int:
         """Most drafted tokens on a path, including those of prompt lookup."""
         if self.branching_factor == 1:
@@ -148,23 +155,23 @@ class DraftingSettings:
         for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
+                raise UserValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
         if self.tree_depth > config.max_draft_depth:
-            raise ValueError(
+            raise UserValueError(
                 f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
                 f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
             )
         if self.break_even is not None and not _is_positive(self.break_even):
-            raise ValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")
+            raise UserValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")
         if not isinstance(self.full_tree_attention, bool):
-            raise ValueError(
+            raise UserValueError(
                 f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
             )
         self._validate_temperature()
         _check_lookup(self, _WHERE)
         vocab_size = config.get_text_config().vocab_size
         if self.draft_vocabulary is not None and (fault := vocabulary_fault(self.draft_vocabulary, vocab_size)):
-            raise ValueError(
+            raise UserValueError(
                 f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
                 f"{fault}. {_WHERE}"
             )
@@ -174,7 +181,7 @@ class DraftingSettings:
         values = given if isinstance(given, tuple) else (given,)
         if not values or not all(map(_is_positive, values)):
             shown = list(given) if isinstance(given, tuple) else given
-            raise ValueError(
+            raise UserValueError(
                 f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
                 f"depth 1 down) or None, got {shown!r}. {_WHERE}"
             )
@@ -185,7 +192,7 @@ class DraftingSettings:
         given = self.draft_temperature if isinstance(self.draft_temperature, tuple) else (self.draft_temperature,)
         return (*given, *[given[-1]] * self.tree_depth)[: self.tree_depth]
 
-    @property
+    @cached_property
     def beam(self) -> int:
         """Below the serial tokens: how many nodes of a depth are extended, each by as many tokens."""
         # A beam as wide as the tree holds every node that can be among its best.
@@ -197,14 +204,14 @@ def _for_rows(name: str, value: Any, num_rows: int) -> Any:
     try:
         return value_for_rows(value, num_rows)
     except ValueError as error:
-        raise ValueError(f"`{name}` is {value!r}, but {error}. {_WHERE}") from None
+        raise UserValueError(f"`{name}` is {value!r}, but {error}. {_WHERE}") from None
 
 
 def _check_lookup(settings: DraftingSettings, where: str) -> None:
     for name, least in _LEAST_OF_LOOKUP.items():
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
+            raise UserValueError(
                 f"`{name}` must be an integer of at least {least}, got {value!r}. {where} With "
                 f"`prompt_lookup_num_tokens` 0 there is no prompt lookup."
             )

@@ -1,14 +1,24 @@
-"""The parallel heads' transitions in drafting: for pairs of candidate tokens alone."""
+"""
+The parallel heads' transitions in drafting: for pairs of candidate tokens alone.
+
+With transitions a token's probability depends on the token above it. A path may then be better than one with more
+likely tokens at all depths, so Full Tree Attention's recombinations are searched depth by depth. A beam as wide as the
+tree holds every node that can be in the tree, as no node scores above its parent.
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch import nn
+from torch.nn.functional import linear, pad
 
 from ..model.modeling_gumiho import GumihoModel
-from ..tree.conditional import condition
-from ..verification.static_memory import StaticMemory
+from ..tree.draft_tree import DraftLevel, extend_level, gather_rows
+from ..verification.cycle_shapes import StaticMemory
+from ..verification.kept import kept
+from ..verification.output_head import is_plain_linear
 
 
 # The output head gets a small multiple of each direction, because it may cap its logits.
@@ -18,14 +28,15 @@ _STEP = 1 / 16
 class DraftTransitions:
     """
     What the token above a parallel head's draft adds to the draft's logit, as two tables over the `K` tokens that may
-    be drafted: the product of one row of each. They are made once per call of `generate()`.
+    be drafted: the product of one row of each. They are kept while the weights stay the same.
 
     Args:
         model: A drafter with transitions.
-        num_heads: The heads that draft.
+        num_heads: Number of heads that draft.
         lm_head: As in [`GumihoDrafter`].
         token_ids (`(K,)`, *optional*): As in [`GumihoDrafter`].
-        memory: Holds the tables if captured graphs read them.
+        head_module (*optional*): As in [`GumihoDrafter`].
+        memory: Given if captured graphs read the tables.
     """
 
     def __init__(
@@ -34,20 +45,30 @@ class DraftTransitions:
         num_heads: int,
         lm_head: Callable[[torch.Tensor], torch.Tensor],
         token_ids: torch.Tensor | None,
+        head_module: nn.Module | None = None,
         memory: StaticMemory | None = None,
     ):
         heads: list[Any] = list(model.transition or ())[:num_heads]
         embedding = model.embed_tokens.weight.detach()
-        drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
-        up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2) * _STEP  # (heads, rank, H)
-        # The output head is linear, but for its bias.
-        below = (lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))) / _STEP
-        self.below = below.transpose(1, 2).contiguous()  # (heads, K, rank)
-        above = [linear(drafted.to(head.down), head.down.detach()) for head in heads]
-        self.above = torch.stack(above).to(below)  # (heads, K, rank)
-        if memory is not None:
-            self.below, self.above = memory.copy(self.below), memory.copy(self.above)
-        self._heads = torch.arange(num_heads, device=below.device)[:, None, None]
+
+        def make() -> list[torch.Tensor]:
+            drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
+            up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2) * _STEP  # (heads, rank, H)
+            # The output head is linear, but for its bias.
+            below = (lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))) / _STEP
+            above = [linear(drafted.to(head.down), head.down.detach()) for head in heads]
+            # (heads, K, rank) both
+            return [torch.stack(above).to(below), below.transpose(1, 2).contiguous()]
+
+        if head_module is not None and is_plain_linear(head_module):
+            weights = [parameter for head in heads for parameter in head.parameters()]
+            weights = [embedding, *weights, *head_module.parameters()]
+            key = (num_heads, token_ids)
+            tables = kept("transitions", (model, head_module), weights, key, make, memory is not None)
+        else:
+            tables = make() if memory is None else [memory.copy(table) for table in make()]
+        self.above, self.below = tables
+        self._heads = torch.arange(num_heads, device=self.below.device)[:, None, None]
 
     def apply(
         self, serial_tokens: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, scales: torch.Tensor
@@ -63,6 +84,58 @@ class DraftTransitions:
             scales (`(heads, 1, 1, 1)`): Factors of the logits of each head.
         """
         first = serial_tokens[:, None, :, None].expand(-1, 1, -1, tokens.shape[3])
-        above = self.above[self._heads, torch.cat((first, tokens[:, :-1]), dim=1)].float()
-        below = self.below[self._heads, tokens].float()  # (B, heads, P, M, rank)
+        heads = self._heads[: tokens.shape[1]]
+        above = self.above[heads, torch.cat((first, tokens[:, :-1]), dim=1)].float()
+        below = self.below[heads, tokens].float()  # (B, heads, P, M, rank)
         return condition(log_probs, above @ below.transpose(-1, -2) * scales)
+
+
+def extend_paths(
+    last_level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int, beam: int
+) -> list[DraftLevel]:
+    """
+    Returns the levels below the last serial one. Its first `P` nodes are extended; each parallel head has `M`
+    candidates for each of them.
+
+    Args:
+        last_level: The last serial level.
+        tokens (`(B, heads, P, M)`): Candidate tokens.
+        log_probs (`(B, heads, P, M, M)`): Their draft log-probabilities: `[b, i, p, a, c]` is that of candidate c of
+            head i under candidate a of head i - 1. For the first head, a does not matter.
+        num_nodes: Most nodes of each level.
+        beam: Most nodes of a level that are extended, and most tokens by which each of them is extended.
+    """
+    batch_size, num_heads, num_paths, num_candidates = tokens.shape
+    # An index for each candidate, counted over all heads and paths.
+    indices = torch.arange(num_heads * num_paths * num_candidates, device=tokens.device)
+    indices = indices.view(1, -1, num_candidates).expand(batch_size, -1, -1)
+    level, scores, own = last_level.first(num_paths), log_probs[:, 0, :, 0], indices[:, :num_paths]
+    log_probs, indices = log_probs[:, 1:].flatten(1, 3), indices[:, num_paths:]  # under each candidate and path
+    levels: list[DraftLevel] = []
+    for head in range(num_heads):
+        if beam < num_candidates:
+            scores, best = scores.topk(beam)
+            own = own.gather(2, best)
+        levels.append(extend_level(level, own, scores, num_nodes))
+        level = levels[-1].first(beam)
+        if head + 1 < num_heads:
+            scores = gather_rows(log_probs, level.tokens)
+            own = gather_rows(indices, level.tokens // num_candidates)
+    sizes = [level.tokens.shape[1] for level in levels]
+    found = tokens.flatten(1).gather(1, torch.cat([level.tokens for level in levels], dim=1)).split(sizes, dim=1)
+    return [replace(level, tokens=own) for level, own in zip(levels, found, strict=True)]
+
+
+def condition(log_probs: torch.Tensor, logit_offsets: torch.Tensor) -> torch.Tensor:
+    """
+    Returns the log-probabilities `(..., A, M)` of candidates with offsets of their logits; the logits of all other
+    tokens stay.
+
+    Args:
+        log_probs (`(..., M)`): Log-probabilities before.
+        logit_offsets (`(..., A, M)`): What is added to the logits, in `A` cases.
+    """
+    others = torch.log1p(-log_probs.exp().sum(dim=-1, keepdim=True).clamp(max=1.0))
+    logits = torch.cat((log_probs, others), dim=-1)[..., None, :] + pad(logit_offsets, (0, 1))
+    # A log-softmax is at most 0, so no node scores above its parent; an overflow makes it NaN.
+    return logits.log_softmax(dim=-1)[..., :-1].nan_to_num(nan=-torch.inf, neginf=-torch.inf)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..model.outputs import GumihoOutput
+from ..user_errors import UserValueError
 from .weights import LossWeights
 
 
@@ -51,7 +52,7 @@ def predictions_of(output: GumihoOutput, weights: LossWeights) -> list[tuple[Pre
     """Returns each predictor of a drafter's output with its features `(B, T', H)`, in the order of [`predictors`]."""
     serial, parallel = output.serial_features, output.parallel_features
     if serial is None or parallel is None:
-        raise ValueError("The loss needs the features of both the serial and the parallel heads.")
+        raise UserValueError("The loss needs the features of both the serial and the parallel heads.")
     unrolled = output.unrolled_features or ()
     # In a text without a single path every count does: no head has a position.
     num_serial_tokens = serial.shape[1] - parallel.shape[2]

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..open_text import encode_open_text
 from ..text_files import read_json_lines
+from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
 
 
 logger = logging.get_logger(__name__)
@@ -58,16 +59,16 @@ def read_questions(
     """
     for option in (num_questions, per_category):
         if option is not None and option < 1:
-            raise ValueError(f"At least one question has to be read, got {option}.")
+            raise UserValueError(f"At least one question has to be read, got {option}.")
     path = Path(name)
     if path.suffix in (".jsonl", ".json", ".parquet") and not path.is_file():
-        raise FileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
+        raise UserFileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
     if path.suffix == ".jsonl":
         rows: list[tuple[str, Mapping[str, Any]]] = [(f"Line {n}", row) for n, row in read_json_lines(path)]
     else:
         rows = [(f"Row {index}", row) for index, row in enumerate(_load_dataset(path, name))]
     if not rows:
-        raise ValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
+        raise UserValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
     seen: Counter[str] = Counter()
     questions: list[Question] = []
     num_placeholders = 0
@@ -87,21 +88,28 @@ def read_questions(
             f"own script fetches these texts: run it, and give the file that it writes."
         )
     if not questions:
-        raise ValueError(f"{name!r} holds placeholders instead of texts. Fetch them with the dataset's own script.")
+        raise UserValueError(
+            f"{name!r} holds placeholders instead of texts. Fetch them with the dataset's own script."
+        )
     return questions
 
 
 def _load_dataset(path: Path, name: str) -> Iterable[Mapping[str, Any]]:
     # Imported here, because only datasets need the library.
     from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetGenerationError
 
-    if path.is_file():
-        return load_dataset(path.suffix.removeprefix("."), data_files=name, split="train")
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        dataset = load_from_disk(name)
-    else:
-        source, _, config = (name, "", "") if path.exists() else name.partition(":")
-        dataset = load_dataset(source, config or None)
+    try:
+        with as_user_errors():
+            if path.is_file():
+                return load_dataset(path.suffix.removeprefix("."), data_files=name, split="train")
+            if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+                dataset = load_from_disk(name)
+            else:
+                source, _, config = (name, "", "") if path.exists() else name.partition(":")
+                dataset = load_dataset(source, config or None)
+    except DatasetGenerationError as error:
+        raise UserValueError(f"{name!r} cannot be read: {error.__cause__}. Repair or replace the file.") from error
     if isinstance(dataset, DatasetDict):
         dataset = dataset["test" if "test" in dataset else next(iter(dataset))]
     return dataset
@@ -111,10 +119,10 @@ def _read_question(row: Mapping[str, Any], index: int, where: str, column: str |
     names = [column] if column is not None else ["turns", "prompt", "text"]
     found = next((row[name] for name in names if row.get(name)), None)
     if found is None:
-        raise ValueError(f"{where} has the columns {sorted(row)}, and needs {' or '.join(map(repr, names))}.")
+        raise UserValueError(f"{where} has the columns {sorted(row)}, and needs {' or '.join(map(repr, names))}.")
     turns = tuple(found) if isinstance(found, (list, tuple)) else (found,)
     if not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"{where} has turns that are not text: {turns!r}.")
+        raise UserValueError(f"{where} has turns that are not text: {turns!r}.")
     return Question(str(row.get("question_id", index)), str(row.get("category", DEFAULT_CATEGORY)), turns)
 
 

@@ -5,29 +5,19 @@ Functions here take from the keys that `from_pretrained` reports those that are 
 of the checkpoint without a place in the model, `missing_keys` entries of the model that the checkpoint lacks.
 """
 
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
-from safetensors import safe_open
 from transformers import GenerationConfig
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-    logging,
-)
+from transformers.utils import logging
 
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
+from ..user_errors import UserValueError
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import vocabulary_fault
+from .weight_files import PLACES, plain_name, read_entry
 
 
 logger = logging.get_logger(__name__)
@@ -40,8 +30,6 @@ _FUSION_TENSOR = "layer_fusion.weight"
 # Draft vocabularies in checkpoints of EAGLE drafters: token ids, or their distances from the draft's own indices. The
 # latter may come with a mask, `_MEMBERSHIP`.
 _TOKEN_MAP, _OFFSETS, _MEMBERSHIP = "token_map", "d2t", "t2d"
-# The arguments of `from_pretrained` that say where files are.
-_PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 _TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(?:down|up)")
 
 
@@ -61,7 +49,13 @@ def register_released_names() -> None:
         GumihoConfig.model_type,
         [
             # As in vLLM, around the drafter or the serial head alone.
-            RenamingOnLoad(r"^(?:model\.){1,2}(embed_tokens|fc|layers|layer_fusion|mlp|transition)\.", r"\1."),
+            RenamingOnLoad(
+                r"^(?:model\.){1,2}(embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition)\.",
+                r"\1.",
+            ),
+            # The first layer of EAGLE-3, in most tools, and its vocabulary.
+            RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
+            RenamingOnLoad(r"^(?:model\.){1,2}d2t$", "d2t"),
             # As the reference's training writes them.
             RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
         ],
@@ -135,11 +129,13 @@ def set_new_fusion_aside(
         ValueError: The checkpoint reads other layers, or lacks the fusion that its own config names.
     """
     missing, layer_ids = set(info["missing_keys"]), config.target_layer_ids
+    if config.is_eagle3:  # it fuses layers by `fc`, whichever they are
+        return missing
     if layer_ids is None and _FUSION_TENSOR not in info["unexpected_keys"]:
         return missing
     own_ids = _layer_ids_of(name_or_path, kwargs)
     if own_ids is not None and own_ids != layer_ids:
-        raise ValueError(
+        raise UserValueError(
             f"The drafter {str(name_or_path)!r} was trained to read the target's layers {own_ids}, and cannot be "
             f"loaded with `target_layer_ids={layer_ids}`. Leave `target_layer_ids` out, or train a new drafter that "
             f"reads those."
@@ -147,7 +143,7 @@ def set_new_fusion_aside(
     if _FUSION_TENSOR not in missing:
         return missing
     if own_ids is not None:
-        raise ValueError(
+        raise UserValueError(
             f"The checkpoint {str(name_or_path)!r} is damaged: its config says that it reads the target's layers "
             f"{own_ids} (`target_layer_ids`), and its weights lack `{_FUSION_TENSOR}`. Save or download it again."
         )
@@ -162,7 +158,7 @@ def _layer_ids_of(name_or_path: Any, kwargs: Mapping[str, Any]) -> list[int] | N
     """Returns the `target_layer_ids` of a checkpoint's own config, whatever it is loaded with; `None` without any."""
     if name_or_path is None:
         return None
-    where = {name: kwargs[name] for name in _PLACES if name in kwargs}
+    where = {name: kwargs[name] for name in PLACES if name in kwargs}
     try:
         fields, _ = GumihoConfig.get_config_dict(name_or_path, **where)
     except (OSError, ValueError):  # it has none, and was loaded with another one
@@ -188,54 +184,52 @@ def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) 
         reason = "is not a Gumiho drafter: it has no `fc`, which fuses a token with the state before it."
     else:
         reason = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
-    raise ValueError(f"The checkpoint {str(name_or_path)!r} {reason}\n" + "\n".join(problems))
+    raise UserValueError(f"The checkpoint {str(name_or_path)!r} {reason}\n" + "\n".join(problems))
 
 
 def adopt_released_vocabulary(
-    generation_config: GenerationConfig,
-    unexpected_keys: Iterable[str],
-    vocab_size: int,
-    name_or_path: Any,
-    options: Mapping[str, Any],
+    drafter: Any, unexpected_keys: Iterable[str], name_or_path: Any, options: Mapping[str, Any]
 ) -> set[str]:
     """
-    Sets `draft_vocabulary` of `generation_config` to the vocabulary that a checkpoint holds as a tensor, unless it is
-    set. `options` are the arguments of `from_pretrained`. Returns the keys that are still unexpected.
+    Sets the `draft_vocabulary` of a drafter to the vocabulary that its checkpoint holds as a tensor, unless it is set.
+    That of an EAGLE-3 head belongs to its weights and is only checked. `options` are the arguments of
+    `from_pretrained`. Returns the keys that are still unexpected.
 
     Raises:
         ValueError: The checkpoint carries several vocabularies, or one that does not fit the drafter.
     """
     unexpected = set(unexpected_keys)
+    generation_config, vocab_size = drafter.generation_config, drafter.config.get_text_config().vocab_size
+    if drafter.config.is_eagle3:
+        if drafter.config.draft_vocab_size is not None:
+            entry_token_ids(_OFFSETS, drafter.d2t.cpu(), vocab_size, name_or_path)
+        return {key for key in unexpected if not is_vocabulary_mask(key)}
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if not keys:
         return unexpected
     key, *others = keys
     if others:
-        raise ValueError(
+        raise UserValueError(
             f"The checkpoint {str(name_or_path)!r} carries its draft vocabulary more than once: {', '.join(keys)}. "
             f"Keep one of them."
         )
     if generation_config.draft_vocabulary is None:
-        entry = _read_entry(name_or_path, key, options)
+        entry = read_entry(name_or_path, key, options)
         if entry is None:
             return unexpected
         generation_config.draft_vocabulary = entry_token_ids(key, entry, vocab_size, name_or_path)
     redundant = {other for other in unexpected if is_vocabulary_mask(other)}
-    return unexpected - {key} - (redundant if _plain_name(key) == _OFFSETS else set())
-
-
-def _plain_name(key: str) -> str:
-    return re.sub(r"^(?:model\.){1,2}", "", key)
+    return unexpected - {key} - (redundant if plain_name(key) == _OFFSETS else set())
 
 
 def is_vocabulary_entry(key: str) -> bool:
     """Returns whether a checkpoint's entry of this name is a draft vocabulary."""
-    return _plain_name(key) in (_TOKEN_MAP, _OFFSETS)
+    return plain_name(key) in (_TOKEN_MAP, _OFFSETS)
 
 
 def is_vocabulary_mask(key: str) -> bool:
     """Returns whether a checkpoint's entry of this name is a draft vocabulary once more, as a mask."""
-    return _plain_name(key) == _MEMBERSHIP
+    return plain_name(key) == _MEMBERSHIP
 
 
 def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) -> list[int]:
@@ -247,52 +241,17 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
     """
     values, where = torch.as_tensor(entry), f"In the checkpoint {str(name_or_path)!r}, `{key}`"
     if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise ValueError(
+        raise UserValueError(
             f"{where} must be 1-D and of integers, got {values.dtype} of shape {tuple(values.shape)}. Correct it, or "
             f"take it out to draft from all of the vocabulary."
         )
     values = values.long()
-    if _plain_name(key) == _OFFSETS:
+    if plain_name(key) == _OFFSETS:
         values = values + torch.arange(len(values))
     token_ids = values.tolist()
     if fault := vocabulary_fault(token_ids, vocab_size):
-        raise ValueError(
+        raise UserValueError(
             f"{where} must name distinct token ids from 0 to {vocab_size - 1}, but {fault}. Correct it, or take it "
             f"out to draft from all of the vocabulary."
         )
     return token_ids
-
-
-def _read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
-    """Returns one entry of a checkpoint, without reading the others; `None` where it cannot be found."""
-    if options.get("state_dict") is not None:
-        return options["state_dict"].get(key)
-    path = _find_file(name_or_path, key, options)
-    if path is None:
-        return None
-    if path.endswith(".safetensors"):
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (not a dict)
-    # Files of before PyTorch 1.6 are no archives, and cannot be mapped into memory.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)).get(key)
-
-
-def _find_file(name_or_path: Any, key: str, options: Mapping[str, Any]) -> str | None:
-    """Returns the weight file that holds `key`, of those that `from_pretrained` looks for, in its order."""
-    if os.path.isfile(name_or_path):
-        return str(name_or_path)
-    names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME] if options.get("use_safetensors") is not False else []
-    hub_options = {name: options[name] for name in _PLACES if options.get(name) is not None}
-    for name in (*names, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        if variant := options.get("variant"):
-            name = f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}"
-        try:
-            path = cached_file(name_or_path, name, **hub_options)
-            if path is not None and name.endswith(".json"):
-                shard = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].get(key)
-                path = shard and cached_file(name_or_path, shard, **hub_options)
-        except OSError:  # there is no such file
-            continue
-        if path is not None:
-            return path
-    return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..user_errors import UserValueError
 from .configuration_gumiho import GumihoConfig
 from .pushing import Push
 
@@ -61,7 +62,7 @@ class SavingMixin:
                 checkpoint is to be pushed.
         """
         if push_to_hub and kwargs.get("distributed_checkpoint"):
-            raise ValueError(
+            raise UserValueError(
                 "A distributed checkpoint is not what a Gumiho drafter is loaded from. Push with "
                 "`distributed_checkpoint=False`, which gathers the weights."
             )
@@ -87,7 +88,7 @@ class SavingMixin:
         tensors = dict(state_dict or self.state_dict())  # type: ignore[attr-defined]
         if save_embedding:
             if self.embed_tokens.weight is None:  # type: ignore[attr-defined]
-                raise ValueError(
+                raise UserValueError(
                     "`save_embedding=True`, but this drafter has no token embedding yet. "
                     "Call `drafter.share_embedding(target)` first."
                 )

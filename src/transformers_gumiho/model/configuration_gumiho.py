@@ -10,8 +10,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from ..user_errors import UserOSError, UserValueError
 from .damaged_files import damaged_json_named
 from .released_configs import as_drafter_fields, find_packaged_folder, released_names
+from .target_layers import TargetLayers
 from .target_widths import embedding_width, state_width
 
 
@@ -22,7 +24,12 @@ _TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Of a drafter for a target without attention heads.
 HEAD_DIM = 64
 # Left out of files where they are None, so that the configs of published drafters stay as they are.
-_LEFT_OUT = ("embedding_size", "target_layer_ids")
+_LEFT_OUT = ("embedding_size", "target_layer_ids", "converted_from")
+# Of an EAGLE-3 head alone.
+_EAGLE3_FIELDS = (
+    "serial_head", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm",
+    "norm_output", "qk_norm",
+)  # fmt: skip
 
 
 @strict
@@ -48,7 +55,8 @@ class GumihoConfig(PreTrainedConfig):
             Layers of the target whose states the serial head reads, from 0 up and in rising order; see
             [`GumihoLayerFusion`]. Number i is what layer i returns, as in DFlash drafters. For the last layer it is
             the state after the final norm. By default the serial head reads only this state, as in the published
-            drafters. [`from_target`] also takes negative numbers, which count from the last layer down.
+            drafters. [`from_target`] also takes negative numbers, which count from the last layer down. An EAGLE-3
+            head reads three layers by default ([`layers_read`]), and the last layer before the final norm.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
         initializer_range (`float`, defaults to 0.02):
@@ -58,8 +66,27 @@ class GumihoConfig(PreTrainedConfig):
             see `save_pretrained(save_embedding=False)`.
         embedding_size (`int`, *optional*):
             Width of the token embedding, if it differs from the hidden size.
+        serial_head (`str`, defaults to `"gumiho"`):
+            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, or `"eagle3"`.
+        draft_vocab_size (`int`, *optional*):
+            For EAGLE-3: tokens that the head's own output head scores, by their ids in the tensor `d2t`. By default
+            it scores all tokens.
+        target_hidden_size (`int`, *optional*):
+            For EAGLE-3: width of the target's states, if it differs from the hidden size.
+        norm_before_residual (`bool`, defaults to `False`):
+            For EAGLE-3: whether the first layer adds to the normed state instead of the state itself.
+        norm_before_fc (`bool`, defaults to `False`):
+            For EAGLE-3: whether the target's states have one norm before `fc`, side by side.
+        fc_norm (`bool`, defaults to `False`):
+            For EAGLE-3.1: whether each of the target's states has a norm before `fc`.
+        norm_output (`bool`, defaults to `False`):
+            For EAGLE-3.1: whether the feature that is fed back is the one after the final norm.
+        qk_norm (`bool`, defaults to `False`):
+            For EAGLE-3: whether queries and keys have norms, as in Qwen3.
+        converted_from (`str`, *optional*):
+            Name or folder of the EAGLE head that this config was read from.
         tie_word_embeddings (`bool`, defaults to `False`):
-            Required by transformers. A drafter has no output head to tie.
+            Required by transformers. A drafter ties no weights.
 
     Raises:
         ValueError: A field is out of range, or `model` does not describe a Llama.
@@ -92,6 +119,15 @@ class GumihoConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     has_embedding: bool = True
     embedding_size: int | None = None
+    serial_head: str = "gumiho"
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    converted_from: str | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -100,7 +136,9 @@ class GumihoConfig(PreTrainedConfig):
         elif isinstance(self.model, dict):
             model_type = self.model.get("model_type", LlamaConfig.model_type)
             if model_type != LlamaConfig.model_type:
-                raise ValueError(f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}.")
+                raise UserValueError(
+                    f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}."
+                )
             self.model = LlamaConfig(**self.model)
         super().__post_init__(**kwargs)
 
@@ -114,16 +152,18 @@ class GumihoConfig(PreTrainedConfig):
         smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
         for name, minimum in smallest.items():
             if getattr(self, name) < minimum:
-                raise ValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
+                raise UserValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
         if not isinstance(self.model, LlamaConfig):
-            raise ValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
+            raise UserValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
         if self.model.num_hidden_layers < 1:
-            raise ValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
+            raise UserValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
         if self.embedding_size is not None and self.embedding_size < 1:
-            raise ValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
+            raise UserValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
+        if self.serial_head not in ("gumiho", "eagle3"):
+            raise UserValueError(f"`serial_head` must be 'gumiho' or 'eagle3', got {self.serial_head!r}.")
         ids = self.target_layer_ids
         if ids is not None and (not ids or ids[0] < 0 or ids != sorted(set(ids))):
-            raise ValueError(
+            raise UserValueError(
                 f"`target_layer_ids` must be None or numbers of layers in rising order, from 0 up, got {ids!r}."
             )
 
@@ -133,12 +173,12 @@ class GumihoConfig(PreTrainedConfig):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """
         Reads a `config.json` as `PreTrainedConfig.get_config_dict` does. One that describes a small Llama, as the
-        reference writes it, is read as the `model` of a drafter. For the released drafters, whose repositories may
-        have none, the packaged one is used, and the log says so.
+        reference writes it, is read as the `model` of a drafter, and one of an EAGLE head as that of its drafter. For
+        the released drafters, whose repositories may have none, the packaged one is used, and the log says so.
 
         Raises:
             OSError: There is no `config.json`, neither there nor in this package, or it is damaged.
-            ValueError: The file describes another kind of model.
+            ValueError: The file describes another kind of model, or an EAGLE head that is not available here.
         """
         name, lack, cause = pretrained_model_name_or_path, "has no config.json", None
         try:
@@ -154,18 +194,18 @@ class GumihoConfig(PreTrainedConfig):
         if not fields:
             folder = find_packaged_folder(name)
             if folder is None and os.path.isfile(os.path.join(name, "generation_config.json")):
-                raise OSError(
+                raise UserOSError(
                     f"{str(name)!r} {lack}, but a generation_config.json: decoding settings alone, as `gumiho tune` "
                     f"writes them. Copy that file over the one in the drafter's folder, and give the drafter's folder."
                 ) from cause
             if folder is None:
-                raise OSError(
+                raise UserOSError(
                     f"{str(name)!r} {lack}, and is not one of the released drafters: {', '.join(released_names())}. "
                     f"Pass `config=`: a `GumihoConfig`, or the name of the released drafter that it is a copy of."
                 ) from cause
             logger.warning(f"{str(name)!r} {lack}; the packaged one of {folder.name} is used.")
             fields, unused = super().get_config_dict(folder, **kwargs | {"subfolder": ""})
-        return as_drafter_fields(fields, name), unused
+        return as_drafter_fields(fields, name, kwargs), unused
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -177,7 +217,7 @@ class GumihoConfig(PreTrainedConfig):
             ValueError: It asks for vLLM's `add_para_norm`.
         """
         if config_dict.get("add_para_norm"):
-            raise ValueError(
+            raise UserValueError(
                 "The config asks for `add_para_norm`, two norms before `fc` that the published drafters do not have, "
                 "and that are not available here. Load this drafter with vLLM."
             )
@@ -186,7 +226,29 @@ class GumihoConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
         fields: dict[str, Any] = super().to_dict()
-        return {name: value for name, value in fields.items() if name not in _LEFT_OUT or value is not None}
+        left_out = {name for name in _LEFT_OUT if fields.get(name) is None}
+        left_out |= set() if self.is_eagle3 else {*_EAGLE3_FIELDS}
+        return {name: value for name, value in fields.items() if name not in left_out}
+
+    @property
+    def is_eagle3(self) -> bool:
+        """Whether the serial head is one of EAGLE-3, which has an output head of its own."""
+        return self.serial_head == "eagle3"
+
+    def layers_read(self, target_config: PreTrainedConfig) -> TargetLayers | None:
+        """
+        Returns the layers of a target whose states the drafter reads; `None` where it reads the last state alone.
+
+        Args:
+            target_config: The target's.
+
+        Raises:
+            ValueError: The target has too few layers for the defaults of EAGLE-3.
+        """
+        if not self.is_eagle3:
+            return TargetLayers.of(self.target_layer_ids)
+        num_layers = target_config.get_text_config(decoder=True).num_hidden_layers
+        return TargetLayers.of_eagle3(self.target_layer_ids, num_layers)
 
     @property
     def has_transitions(self) -> bool:
@@ -201,7 +263,14 @@ class GumihoConfig(PreTrainedConfig):
     @property
     def drafter_input_size(self) -> int:
         """Width of what the drafter reads of the target for each token."""
-        return len(self.target_layer_ids or (0,)) * self.get_text_config().hidden_size
+        num_states = len(self.target_layer_ids or (range(3) if self.is_eagle3 else range(1)))
+        return num_states * (self.target_hidden_size or self.get_text_config().hidden_size)
+
+    @property
+    def fused_width(self) -> int:
+        """Width of what the serial head reads for each token."""
+        hidden_size = self.get_text_config().hidden_size
+        return self.embedding_width + hidden_size if self.is_eagle3 else hidden_size
 
     @property
     def max_draft_depth(self) -> int:
@@ -245,7 +314,7 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
     """Returns the fields of the drafter's Llama config that follow from the target's text config."""
     for name in ("vocab_size", "hidden_size"):
         if not hasattr(target, name) and name not in overrides:
-            raise ValueError(
+            raise UserValueError(
                 f"{type(target).__name__} has no `{name}`, which a drafter's configuration is derived from. Pass "
                 f"`{name}` as an override."
             )
@@ -289,12 +358,12 @@ def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int])
     text_config = target_config.get_text_config(decoder=True)
     num_layers, width = text_config.num_hidden_layers, state_width(text_config)
     if width != text_config.hidden_size:
-        raise ValueError(
+        raise UserValueError(
             f"`target_layer_ids` cannot be read: the target's layers are {text_config.hidden_size} wide, and what its "
             f"output projection reads is {width} wide. Leave them out."
         )
     if any(not -num_layers <= number < num_layers for number in layer_ids):
-        raise ValueError(
+        raise UserValueError(
             f"`target_layer_ids` must be layers of the target, which has {num_layers}: numbers from 0 to "
             f"{num_layers - 1}, or from -{num_layers} to -1. Got {list(layer_ids)}."
         )

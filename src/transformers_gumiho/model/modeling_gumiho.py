@@ -1,5 +1,6 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
+from ..user_errors import UserValueError
 from .attaching import AttachingMixin, unwrap_model
 from .checkpoint_conversion import (
     IGNORED_KEYS,
@@ -26,14 +28,15 @@ from .checkpoint_conversion import (
 )
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
-from .damaged_files import damaged_weights_named
 from .decoding_settings import DecodingSettingsMixin
-from .layer_fusion import GumihoLayerFusion, normalize_lower
+from .layer_fusion import GumihoLayerFusion
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
+from .serial_head import SERIAL_HEADS
 from .token_embedding import BorrowedEmbedding, fitting_rows
 from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unroll_serial_head
+from .weight_files import damaged_weights_named
 
 
 class GumihoPreTrainedModel(AttachingMixin, SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -68,8 +71,10 @@ class GumihoModel(GumihoPreTrainedModel):
     """
     A Gumiho drafter. Pass it as `assistant_model` to the `generate()` of the target it was trained for.
 
-    It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]). It has no
-    output head: the target's turns features into tokens. `generation_config` has its [`DraftingSettings`].
+    It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]). The
+    target's output head turns its features into tokens. `generation_config` has its [`DraftingSettings`].
+
+    EAGLE heads load as drafters without parallel heads. Those of EAGLE-3 have an output head of their own.
 
     Example:
 
@@ -95,18 +100,14 @@ class GumihoModel(GumihoPreTrainedModel):
         self.embed_tokens: Any = BorrowedEmbedding()
         if config.has_embedding:
             self.embed_tokens = nn.Embedding(llama.vocab_size, config.embedding_width)
-        fused_size = config.embedding_width + llama.hidden_size
-        self.fc = nn.Linear(fused_size, llama.hidden_size, bias=config.gumiho_fc_bias)
-        self.layer_fusion = GumihoLayerFusion(config) if config.target_layer_ids is not None else None
-        self.layers = nn.ModuleList(LlamaDecoderLayer(llama, index) for index in range(llama.num_hidden_layers))
-        # The first layer reads the output of `fc` unnormalized: the architecture has no weights for a norm here.
-        self.layers[0].input_layernorm = nn.Identity()
+        self.serial_head = SERIAL_HEADS[config.serial_head]
+        self.serial_head.add_modules(self, config)
         self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
-        if self.transition is not None:
-            # FSDP refuses the names of modules that a model does not have.
-            self._no_split_modules = [*self._no_split_modules, "GumihoTransitions"]  # type: ignore[misc]
+        # FSDP refuses the names of modules that a model does not have.
+        own = [type(module).__name__ for module in (self.layers[0], self.transition) if module is not None]
+        self._no_split_modules = list(dict.fromkeys([*self._no_split_modules, *own]))  # type: ignore[misc]
         self.gradient_checkpointing = False
         self.complete_generation_config()
         self.post_init()
@@ -193,10 +194,11 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
 
-        The released drafters load by their names; see [`GumihoConfig.get_config_dict`] for their configs. Tensors may
-        have the names of the released weights, vLLM's prefixes, or the names of the reference's training. An output
-        head is ignored: the target's is used. Of more parallel heads than in the config, the first are used, with a
-        warning. A `token_map` or `d2t` becomes the setting `draft_vocabulary`, unless that is set.
+        The released drafters load by their names; see [`GumihoConfig.get_config_dict`] for their configs. EAGLE heads
+        load as published. Tensors may have the names of the released weights, vLLM's prefixes, or the names of the
+        reference's training. An output head is ignored, except an EAGLE-3 head's: the target's is used. Of more
+        parallel heads than in the config, the first are used, with a warning. A `token_map` or `d2t` becomes the
+        setting `draft_vocabulary`, unless that is set; an EAGLE-3 head keeps its `d2t`.
 
         Raises:
             OSError: There is no config or no weight file, or a file is damaged.
@@ -214,8 +216,7 @@ class GumihoModel(GumihoPreTrainedModel):
             info["unexpected_keys"], info["missing_keys"], config, name
         )
         unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
-        vocab_size = config.get_text_config().vocab_size
-        info["unexpected_keys"] = adopt_released_vocabulary(settings, unexpected, vocab_size, name, kwargs)
+        info["unexpected_keys"] = adopt_released_vocabulary(model, unexpected, name, kwargs)
         check_fit(info, name, allow_mismatch)
         return (model, info) if output_loading_info else model
 
@@ -229,10 +230,10 @@ class GumihoModel(GumihoPreTrainedModel):
                 distribution the token was taken from.
 
         Returns:
-            `(B, T, H)`: the inputs of the serial head.
+            `(B, T, H)`, for EAGLE-3 `(B, T, E + H)`: the inputs of the serial head.
         """
         embeddings = self.embed_tokens(input_ids)
-        return self.fc(torch.cat((embeddings, hidden_states.to(embeddings)), dim=-1))
+        return self.serial_head.fuse(self, embeddings, hidden_states.to(embeddings))
 
     def read_target(self, drafter_input: torch.Tensor) -> torch.Tensor:
         """
@@ -240,14 +241,10 @@ class GumihoModel(GumihoPreTrainedModel):
         drafter's own features.)
 
         Args:
-            drafter_input (`(B, T, k * H)`): The target's states of the `target_layer_ids`, side by side; without such,
-                its last ones `(B, T, H)`, which are returned.
+            drafter_input (`(B, T, k * H)`): The target's states of the layers that the drafter reads, side by side;
+                without such, its last ones `(B, T, H)`, which are returned.
         """
-        if self.layer_fusion is None:
-            return drafter_input
-        # Outside of the layer, which an adapter or quantization may replace.
-        states = normalize_lower(drafter_input, self.config.get_text_config().hidden_size)
-        return self.layer_fusion(states.to(self.dtype))
+        return self.serial_head.read_target(self, drafter_input)
 
     def run_serial_head(
         self,
@@ -261,7 +258,7 @@ class GumihoModel(GumihoPreTrainedModel):
         Runs the serial Transformer head.
 
         Args:
-            fused (`(B, T, H)`): What [`fuse`] returned.
+            fused: What [`fuse`] returned.
             attention_mask: `(B, past + T)` with 0 at padding, or `(B, 1, T, keys)` in the form that the attention
                 implementation takes, which is then used as it is.
             position_ids (`(B, T)`): Positions for the rotary embedding; counted on from the cache where not given.
@@ -292,7 +289,26 @@ class GumihoModel(GumihoPreTrainedModel):
                 **{CACHE_NAME: cache},
                 **kwargs,
             )
-        return features
+        return self.serial_head.finish(self, features)
+
+    def score(
+        self, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """
+        Returns the logits `(..., K)` of the tokens after features `(..., H)`.
+
+        Args:
+            features: Features of the serial head.
+            head: The output head, the target's for all drafters but EAGLE-3's. Those have one of their own, which is
+                the default. Its rows are of the tokens [`own_tokens`].
+        """
+        return self.serial_head.score(self, features, head or self.lm_head)
+
+    def own_tokens(self) -> torch.Tensor | None:
+        """Returns the ids `(K,)` of the tokens that the drafter's own output head scores; `None` for all tokens."""
+        if self.config.draft_vocab_size is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     # As transformers' own models take the older name.
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -330,12 +346,12 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         width = self.config.drafter_input_size
         if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != width:
-            raise ValueError(
+            raise UserValueError(
                 f"`hidden_states` must have shape (batch, tokens, {width}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
         if unroll and (cache is not None or use_cache):
-            raise ValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
+            raise UserValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))

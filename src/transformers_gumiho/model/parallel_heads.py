@@ -41,7 +41,7 @@ class GumihoParallelHeads(nn.ModuleList):
         super().__init__(
             nn.ModuleList(
                 GumihoHeadBlock(
-                    in_features=hidden_size if block else config.num_serial_tokens * hidden_size,
+                    in_features=hidden_size if block else config.num_serial_tokens * config.fused_width,
                     out_features=hidden_size,
                     residual=block > 0,
                 )

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..user_errors import UserValueError
+
 
 def value_for_rows(value: Any, num_rows: int) -> Any:
     """
@@ -24,7 +26,7 @@ def value_for_rows(value: Any, num_rows: int) -> Any:
         return value
     by_rows = {_rows(key): item for key, item in value.items()}
     if not by_rows:
-        raise ValueError("a mapping from rows to values must not be empty")
+        raise UserValueError("a mapping from rows to values must not be empty")
     fitting = [rows for rows in by_rows if rows <= num_rows]
     return by_rows[max(fitting) if fitting else min(by_rows)]
 
@@ -32,5 +34,5 @@ def value_for_rows(value: Any, num_rows: int) -> Any:
 def _rows(key: Any) -> int:
     text = key.strip() if isinstance(key, str) else key
     if isinstance(key, bool) or not str(text).isdecimal() or int(text) < 1:
-        raise ValueError(f"{key!r} is not a number of rows")
+        raise UserValueError(f"{key!r} is not a number of rows")
     return int(text)

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..user_errors import UserValueError
+
 
 class BorrowedEmbedding(nn.Module):
     """
@@ -32,7 +34,7 @@ class BorrowedEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings `(..., E)` of token ids `(...)`."""
         if self.weight is None:
-            raise ValueError(
+            raise UserValueError(
                 "This drafter has no token embedding yet, because it was saved without one. Call "
                 "`drafter.share_embedding(target)` first; `generate(assistant_model=...)` does so."
             )
@@ -57,12 +59,12 @@ def fitting_rows(embedding: torch.Tensor, vocab_size: int, embedding_size: int) 
         ValueError: The embedding is offloaded, or has another shape.
     """
     if embedding.device.type == "meta":
-        raise ValueError(
+        raise UserValueError(
             "The target's token embedding is offloaded, so a drafter cannot read it. Load the target with a "
             "`device_map` that keeps the embedding on a device."
         )
     if embedding.shape[1] != embedding_size or embedding.shape[0] < vocab_size:
-        raise ValueError(
+        raise UserValueError(
             f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
             f"{(vocab_size, embedding_size)}. Pass `vocab_size`, and `hidden_size` or `embedding_size`, as overrides."
         )

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..options import option
+from ..user_errors import UserValueError
 from .known import find_pair
 
 
@@ -40,7 +41,7 @@ class TargetArguments:
             if dtype == "auto" and not torch.accelerator.is_available():
                 dtype = known.cpu_dtype
         if target is None:
-            raise ValueError("Specify --pair NAME, or --target.")
+            raise UserValueError("Specify --pair NAME, or --target.")
         return replace(self, pair=None, target=target, dtype=dtype)
 
 
@@ -56,7 +57,7 @@ class PairArguments(TargetArguments):
         if self.pair is not None:
             assistant = assistant or find_pair(self.pair).find_drafter()
         if assistant is None or (self.pair is None and self.target is None):
-            raise ValueError("Specify --pair NAME, or both --target and --assistant.")
+            raise UserValueError("Specify --pair NAME, or both --target and --assistant.")
         return replace(super().resolved(), assistant=assistant)
 
 

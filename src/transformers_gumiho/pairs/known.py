@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..user_errors import UserFileNotFoundError, UserValueError
 from . import smollm2
 
 
@@ -21,8 +22,8 @@ class Pair:
     Attributes:
         name: The name of the pair on a command line.
         drafter: The drafter's folder, in the folder `examples` of the repository.
-        target: The target's folder, in the same folder, or a function that returns it and may download it. The
-            function is given `report`, which it calls with a line before anything slow.
+        target: The target's folder, in the same folder, or a function that returns its folder or its name on the
+            Hub. The function is given `report`, which it calls with a line before anything slow.
         in_bfloat16: Whether a CPU that computes in bfloat16 runs it in bfloat16: whether reading weights takes most of
             its time.
     """
@@ -48,15 +49,15 @@ class Pair:
 
     def find_target(self, report: Callable[[str], None] = lambda message: None) -> str:
         """
-        Returns the target's folder, and creates it if necessary.
+        Returns the target's folder, which is created if necessary, or its name on the Hub.
 
         Args:
             report: Called with a line of text before anything slow.
 
         Raises:
             ImportError: A library that the target needs is not installed.
-            OSError: The target is missing and cannot be downloaded.
-            ValueError: The download is damaged.
+            OSError: The target is missing, or its folder cannot be written.
+            ValueError: The file that the target is made from is damaged.
         """
         return self._find(self.target) if isinstance(self.target, str) else self.target(report)
 
@@ -64,7 +65,7 @@ class Pair:
         for folder in (Path(__file__).parents[3] / "examples" / name, Path("examples", name)):
             if (folder / "config.json").exists():
                 return str(folder)
-        raise FileNotFoundError(
+        raise UserFileNotFoundError(
             f"There is no folder examples/{name} here, which --pair {self.name} needs. Run this in a clone of "
             f"{_REPOSITORY}, or specify --target and --assistant."
         )
@@ -91,5 +92,5 @@ def find_pair(name: str) -> Pair:
     """
     if name not in PAIRS:
         known = " or ".join(f"--pair {known}" for known in PAIRS)
-        raise ValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
+        raise UserValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
     return PAIRS[name]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..drafting.settings import DraftingSettings
 from ..model.decoding_settings import override_settings
 from ..model.modeling_gumiho import GumihoModel
+from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
 from ..verification.placement import drafter_device
 from ..verification.requirements import check_pair
 from .arguments import DraftingArguments, PairArguments, TargetArguments
@@ -28,7 +29,8 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
     args = args.resolved()
     _check_folder(str(args.assistant))
     target, tokenizer = load_target(args)
-    drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
+    with as_user_errors():
+        drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
     check_pair(target, drafter)
     drafter.share_embedding(target)
     if isinstance(args, DraftingArguments):
@@ -72,23 +74,27 @@ def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedToken
     name, dtype, device_map = str(args.target), args.dtype, args.device_map
     _check_folder(name)
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
+        raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
     if device_map is not None and device_map.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"There is no device {device_map!r} here. Leave the device map out, or give 'cpu'.")
+        raise UserValueError(f"There is no device {device_map!r} here. Leave the device map out, or give 'cpu'.")
     place: Any = device_map
     if place is None:
         place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
+    with as_user_errors():
+        target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     if isinstance(target, GumihoModel):
-        raise ValueError(f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target.")
-    return target, AutoTokenizer.from_pretrained(name)
+        raise UserValueError(
+            f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
+        )
+    return target, tokenizer
 
 
 def _check_folder(name: str) -> None:
     """Raises `FileNotFoundError` for a missing folder. Names on the Hub pass: they have at most one slash."""
     is_folder = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
     if is_folder and not Path(name).is_dir():
-        raise FileNotFoundError(
+        raise UserFileNotFoundError(
             f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
             f"'amd/Gumiho-llama3-8b'."
         )

@@ -27,6 +27,11 @@ class GenerateArguments(TerminalArguments):
     seed: int = option("Seed for sampling.", 0)
     compare: bool = option("Also generate without the drafter and report the speed-up.", False)
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the options name what is answered. Otherwise it is typed."""
+        return self.prompt is not None or self.prompts is not None
+
 
 @dataclass(kw_only=True)
 class ShowArguments(TerminalArguments):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
+from ..user_errors import UserValueError, as_user_errors
 from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
 from .cycles import Cycle
@@ -37,7 +38,8 @@ def generate(args: GenerateArguments) -> list[Answer]:
     """
     Generates text for a prompt, or for every line that you type, and highlights accepted draft tokens. Below it stand
     the acceptance length tau and the speed. If the tokenizer has a chat template, the lines are a conversation;
-    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation. `--compare` also generates without
+    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation. Prompts of options end with an
+    interrupted answer. `--compare` also generates without
     the drafter, from the same random numbers.
 
     Returns:
@@ -54,6 +56,8 @@ def generate(args: GenerateArguments) -> list[Answer]:
             turns.append(line)
             answers.append(_answer(args, models, _encode(tokenizer, turns, texts), seed=args.seed + len(answers)))
             texts.append(tokenizer.decode(answers[-1].tokens, skip_special_tokens=True))
+            if args.has_prompts and answers[-1].progress == "stopped":
+                return answers
             if args.prompts is None and not tokenizer.chat_template:
                 turns, texts = [], []
     return answers
@@ -68,12 +72,12 @@ def show(args: ShowArguments) -> Cycle:
         The cycle.
 
     Raises:
-        SystemExit: The text ends before this cycle, or `args.output` is no .svg file.
+        ValueError: The text ends before this cycle, or `args.output` is no .svg file.
     """
     if args.output is not None and Path(args.output).suffix != ".svg":
-        raise SystemExit(f"A tree can be drawn into an .svg file, got --output {args.output}.")
+        raise UserValueError(f"A tree can be drawn into an .svg file, got --output {args.output}.")
     if args.step < 1:
-        raise SystemExit(f"Cycles are counted from 1, got --step {args.step}.")
+        raise UserValueError(f"Cycles are counted from 1, got --step {args.step}.")
     target, tokenizer, drafter = load_pair(args)
     prompt = _encode(tokenizer, [args.prompt], [])
     answer = _decode_until(target, tokenizer, drafter, prompt, args.step)
@@ -82,7 +86,8 @@ def show(args: ShowArguments) -> Cycle:
     colors = wants_colors(args.color, sys.stdout)
     sys.stdout.write(draw_in_terminal(cycle, labels, colors=colors) + "\n")
     if args.output is not None:
-        Path(args.output).write_text(tree_svg(cycle, labels, is_alone=True) + "\n", encoding="utf-8")
+        with as_user_errors():
+            Path(args.output).write_text(tree_svg(cycle, labels, is_alone=True) + "\n", encoding="utf-8")
         sys.stdout.write(f"\ndrawn into {args.output}\n")
     return cycle
 
@@ -99,20 +104,25 @@ def demo(args: DemoArguments) -> None:
     """
     page = _load_page(args)
     try:
-        page.build(args.max_visitors).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+        _build(page, args).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
     finally:
         page.lock.is_closed = True
 
 
 def make_page(args: DemoArguments) -> "gradio.Blocks":
     """Returns the page of [`demo`], for a Space or a program of yours; its `launch()` opens it."""
-    return _load_page(args).build(args.max_visitors)
+    return _build(_load_page(args), args)
+
+
+def _build(page: "Page", args: DemoArguments) -> "gradio.Blocks":
+    is_pair = args.target is None and args.assistant is None
+    return page.build(args.max_visitors, args.pair if is_pair else None)
 
 
 def _load_page(args: DemoArguments) -> "Page":
     for name in ("max_new_tokens", "max_question_tokens", "max_visitors"):
         if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
+            raise UserValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
     # Only the page needs Gradio; whoever lacks it should not wait for the models first.
     from .web.page import Page
 
@@ -160,7 +170,7 @@ def _conversations(args: GenerateArguments) -> list[Iterable[str]]:
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
     prompt = encode_turn(tokenizer, turns, texts)
     if not prompt:
-        raise SystemExit("The prompt has no tokens. Give a longer --prompt.")
+        raise UserValueError("The prompt has no tokens. Give a longer --prompt.")
     return prompt
 
 
@@ -170,7 +180,7 @@ def _typed_lines() -> Iterator[str]:
     if is_terminal:
         with suppress(ImportError):  # gives `input` its editing keys, where there is one
             import readline  # noqa: F401
-    with suppress(EOFError, KeyboardInterrupt):
+    with suppress(EOFError), as_user_errors():
         while True:
             line = input("> " if is_terminal else "")
             if line.strip():
@@ -194,8 +204,8 @@ def _decode_until(
     if answer.progress == "stopped" and len(answer.cycles) < step:
         raise KeyboardInterrupt
     if not answer.cycles:
-        raise SystemExit("The text ends before anything is drafted. Give another --prompt.")
+        raise UserValueError("The text ends before anything is drafted. Give another --prompt.")
     if len(answer.cycles) < step:
         num_cycles = len(answer.cycles)
-        raise SystemExit(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
+        raise UserValueError(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
     return answer

@@ -9,6 +9,7 @@ from ..decoding.observers import GenerationObserver, observing
 from ..drafting.pause import DraftOrigin
 from ..tree.draft_tree import DraftTree
 from ..tree.walk import AcceptedPath, ChildFinder
+from ..user_errors import UserValueError
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class _CycleWatcher(GenerationObserver):
 
     def on_generation_begin(self, batch_size: int) -> None:
         if batch_size != 1:
-            raise ValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
+            raise UserValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
 
     def on_tree(self, origin: DraftOrigin) -> None:
         self._origin = origin

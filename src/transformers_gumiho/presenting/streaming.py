@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from ..user_errors import UserValueError
 from .cycles import Cycle
 
 
@@ -69,7 +70,7 @@ class CycleStreamer(BaseStreamer):
             ValueError: There are several sequences.
         """
         if value.shape[0] != 1:
-            raise ValueError(f"Only one text can be written at a time, got tokens of shape {tuple(value.shape)}.")
+            raise UserValueError(f"Only one text can be written at a time, got tokens of shape {tuple(value.shape)}.")
         if self._context is None:
             self._context = value[0, -_CONTEXT:].tolist()
             return

@@ -13,6 +13,7 @@ _ORIGINS = {
     "drafter": "drafted by the drafter",
     "context": "drafted by the context alone",
     "pause": "the drafter is paused for {} more cycles",
+    "end": "one token is missing, so nothing is drafted",
 }
 
 

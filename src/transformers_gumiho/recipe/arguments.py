@@ -5,17 +5,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
-
-from ..options import REQUIRED, HelpFormatter, option
+from .. import options
+from ..options import REQUIRED, option
 from ..training import GumihoTrainingArguments, SynthesisSettings
+from ..user_errors import UserValueError
 from .recipes import RECIPES
 
 
-_USAGES = {
-    "train": "--target NAME --data FILE|DATASET|none --output_dir DIR",
-    "data": "--target NAME --data FILE|DATASET|none --output_file FILE",
-}
 STAGES = ["write", "features", "train", "tune", "evaluate"]
 
 
@@ -63,9 +59,11 @@ class WritingArguments:
     def check(self) -> None:
         """Raises `ValueError` for options that are missing or contradict each other."""
         if self.target is None or self.data is None:
-            raise ValueError("Give the target with --target, and the data with --data FILE, --data DATASET or none.")
+            raise UserValueError(
+                "Give the target with --target, and the data with --data FILE, --data DATASET or none."
+            )
         if not self.writes_prompts and self.openings:
-            raise ValueError("--openings are for prompts of the target: use --data none.")
+            raise UserValueError("--openings are for prompts of the target: use --data none.")
 
 
 @dataclass(kw_only=True)
@@ -117,21 +115,21 @@ class RecipeArguments(WritingArguments):
 
     def check(self) -> None:
         if self.recipe not in RECIPES:
-            raise ValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
+            raise UserValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
         if unknown := set(self.stages) - set(STAGES):
-            raise ValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
+            raise UserValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
         if self.cache_features not in ("auto", "true", "false"):
-            raise ValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
+            raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
             super().check()
         elif self.data is not None:
-            raise ValueError("--features holds prepared data: leave --data out.")
+            raise UserValueError("--features holds prepared data: leave --data out.")
         if self.num_eval_rows < 0 or self.lora_rank < 0:
-            raise ValueError("--num_eval_rows and --lora_rank must not be negative.")
+            raise UserValueError("--num_eval_rows and --lora_rank must not be negative.")
         if self.lora_rank and self.drafter is None:
-            raise ValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
+            raise UserValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
         if self.lora_rank and (self.transition_rank or self.target_layer_ids is not None):
-            raise ValueError(
+            raise UserValueError(
                 "Adapters hold neither transitions nor a fusion of layers: train these without --lora_rank, on the "
                 "merged drafter."
             )
@@ -141,33 +139,56 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
     if args.num_acceptance_prompts and (args.features is not None or args.cache_features == "true"):
-        raise ValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
+        raise UserValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
     if args.lora_rank and part:
-        raise ValueError("--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out.")
-    if training_args.linear_start and has_drafter:
-        raise ValueError("--linear_start is for new drafters: leave --drafter or --linear_start out.")
-    if part in ("parallel", "transition") and not has_drafter:
-        raise ValueError(f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter.")
-    if args.device_map is not None and training_args.world_size > 1:
-        raise ValueError("--device_map splits the target of one process: start a single process.")
-
-
-def parse(kind: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
-    """Returns an object of each kind. `defaults` replace those of options that `words` does not give."""
-    parser = HfArgumentParser(
-        kind,
-        prog=f"gumiho {name}",
-        usage=f"gumiho {name} {_USAGES[name]} [options]",
-        description=summary,
-        formatter_class=HelpFormatter,
-    )
-    known = {item.name for options in kind for item in fields(options)}
-    if unknown := set(defaults) - known:
-        raise ValueError(
-            f"There is no option {min(unknown)!r}, which is given in --config. See `gumiho {name} --help`."
+        raise UserValueError(
+            "--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out."
         )
-    parser.set_defaults(**defaults)
-    *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return parsed
+    if training_args.linear_start and has_drafter:
+        raise UserValueError("--linear_start is for new drafters: leave --drafter or --linear_start out.")
+    if part in ("parallel", "transition") and not has_drafter:
+        raise UserValueError(
+            f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter."
+        )
+    if args.device_map is not None and training_args.world_size > 1:
+        raise UserValueError("--device_map splits the target of one process: start a single process.")
+
+
+def parse(kinds: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
+    """Returns an object of each kind. `defaults` replace those of options that `words` does not give."""
+    if unknown := set(defaults) - {item.name for kind in kinds for item in fields(kind)}:
+        raise UserValueError(f"There is no option {min(unknown)!r}, which --config gives. See `gumiho {name} --help`.")
+    output = "--output_dir DIR" if name == "train" else "--output_file FILE"
+    usage = f"--target NAME --data FILE|DATASET|none {output}"
+    groups = HELP if name == "train" else None
+    return options.parse(kinds, name, words, summary, usage=usage, defaults=defaults, groups=groups)
+
+
+# What `gumiho train --help` shows, by heading. All else are options of `TrainingArguments`.
+HELP = {
+    "target and data": [
+        "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
+        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "config",
+        "plan", "ignore_plan", "num_proc",
+    ],
+    "answers of the target": [
+        "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
+        "sampled_share", "temperature", "top_p", "endpoint", "endpoint_model", "concurrency",
+    ],
+    "drafter": ["drafter", "transition_rank", "target_layer_ids", "lora_rank", "train_only", "linear_start",
+        "draft_vocabulary_size",
+    ],
+    "training": [
+        "num_train_epochs", "learning_rate", "warmup_steps", "per_device_train_batch_size", "tokens_per_step",
+        "muon", "packing", "cache_features", "features_dtype", "features_batch_tokens",
+        "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
+    ],
+    "loss": [
+        "feature_weight", "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start", "parallel_decay",
+        "parallel_weight", "loss_chunk_size",
+    ],
+    "scores": [
+        "num_acceptance_prompts", "acceptance_max_new_tokens", "calibrate", "num_measured_prompts",
+        "measured_new_tokens",
+    ],
+}  # fmt: skip

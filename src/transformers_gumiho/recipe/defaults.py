@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from ..text_files import read_text
+from ..user_errors import UserValueError, as_user_errors
 
 
 DEFAULTS = Path(__file__).with_name("defaults.yaml")
@@ -16,10 +17,17 @@ _PARTS = ("everywhere", "accelerator", "cpu")
 
 def read_defaults(path: Path, on_accelerator: bool) -> dict[str, Any]:
     """Returns the options that a file gives for this kind of device; raises `ValueError` for other parts."""
-    found = yaml.safe_load(read_text(path)) or {}
+    with as_user_errors():
+        text = read_text(path)
+    try:
+        found = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise UserValueError(f"{str(path)!r} is no YAML: {error}") from error
     if not isinstance(found, dict) or (unknown := set(found) - set(_PARTS)):
         wrong = "no parts" if not isinstance(found, dict) else f"the part {min(unknown)!r}"
-        raise ValueError(f"{str(path)!r} has {wrong}. Its parts are {', '.join(_PARTS)}, each with options below it.")
+        raise UserValueError(
+            f"{str(path)!r} has {wrong}. Its parts are {', '.join(_PARTS)}, each with options below it."
+        )
     return (found.get("everywhere") or {}) | (found.get("accelerator" if on_accelerator else "cpu") or {})
 
 

@@ -15,6 +15,7 @@ from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
 from ..training import GumihoTrainingArguments
 from ..training.feature_extraction import state_bytes
+from ..user_errors import UserOSError, UserValueError
 from .arguments import RecipeArguments
 
 
@@ -116,14 +117,14 @@ def check_fits(needs: dict[str, Needs], folder: Path, device: torch.device, is_s
     """
     disk = sum(need.disk for need in needs.values())
     if disk > (free := shutil.disk_usage(folder).free):
-        raise OSError(
+        raise UserOSError(
             f"The run needs about {_size(disk)} in {str(folder)!r}, and {_size(free)} are free. Use a larger disk, "
             f"fewer rows, or `--cache_features false`. `--ignore_plan` starts all the same."
         )
     for stage, need in needs.items():
         has = memory_of(device) * (torch.accelerator.device_count() if is_split and stage != "train" else 1)
         if need.memory > has:
-            raise ValueError(
+            raise UserValueError(
                 f"The stage {stage!r} needs about {_size(need.memory)} of memory, and the device has {_size(has)}. "
                 f"What helps: {need.way_out}. `--ignore_plan` starts all the same."
             )

@@ -27,6 +27,7 @@ from ..training import (
 )
 from ..training.feature_cache import MADE_FROM, row_lengths
 from ..training.fingerprint import checkpoint_fingerprint, file_fingerprint
+from ..user_errors import UserValueError, as_user_errors
 from .arguments import STAGES, RecipeArguments
 from .measure import evaluate_drafter, tune_drafter
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
@@ -73,7 +74,8 @@ class Run:
     @cached_property
     def target_contents(self) -> dict[str, Any]:
         """Fingerprints of the target and its tokenizer."""
-        return target_contents(self.args, load_tokenizer(self.args))
+        with as_user_errors():
+            return target_contents(self.args, load_tokenizer(self.args))
 
     @cached_property
     def rows_contents(self) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class Run:
         """Removes the results of a stage, or of a phase of the training, and of those after it."""
         order = ["write", "features", "train", *self.phases, "tune", "evaluate"]
         if stage not in order:
-            raise ValueError(f"--restart must be one of {', '.join(order)}, got {stage!r}.")
+            raise UserValueError(f"--restart must be one of {', '.join(order)}, got {stage!r}.")
         if self.is_main:
             for later in order[order.index(stage) :]:
                 shutil.rmtree(self.work / later, ignore_errors=True)
@@ -123,7 +125,8 @@ class Run:
         if args.features is not None:
             return
         rows = None if args.writes_prompts else load_rows(args)
-        target_config = AutoConfig.from_pretrained(args.target)
+        with as_user_errors():
+            target_config = AutoConfig.from_pretrained(args.target)
         config = GumihoConfig.from_target(target_config, **self.fields)
         num_rows, length = self._row_length(rows, target_config)
         needs = estimate(args, phases, target_config, config, num_rows, length)

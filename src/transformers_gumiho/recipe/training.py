@@ -28,6 +28,7 @@ from ..training import (
 )
 from ..training.conversations import MalformedRowError, RawText, read_text
 from ..training.feature_cache import MADE_FROM, row_lengths
+from ..user_errors import UserValueError, as_user_errors
 from .arguments import RecipeArguments
 from .progress import Progress
 from .records import training_contents
@@ -180,7 +181,7 @@ def cached_data(folders: list[str], num_eval_rows: int, held_out: Path | None = 
     """
     caches = [FeatureDataset(folder) for folder in folders]
     if len({str(cache.made_from.get("data")) for cache in caches}) < len(caches):
-        raise ValueError("--features names caches of the same texts. Give each of them once.")
+        raise UserValueError("--features names caches of the same texts. Give each of them once.")
     rows: Any = torch.utils.data.ConcatDataset(caches)
     num_eval = 0 if held_out is not None else min(num_eval_rows, len(rows) // 10)
     chosen = [
@@ -247,7 +248,8 @@ def _make_drafter(
     if (layers := fields.get("target_layer_ids")) is not None:
         fields = fields | {"target_layer_ids": resolve_layer_ids(source.config, layers)}
     if start is not None:
-        drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
+        with as_user_errors():
+            drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
     elif isinstance(source, CachedFeatures):
         drafter = source.make_drafter(**fields).float()
     else:

@@ -15,12 +15,14 @@ from ..training import (
     synthesize_dataset,
     synthesize_from_endpoint,
 )
+from ..user_errors import UserValueError, as_user_errors
 from .arguments import WritingArguments
 
 
 def load_tokenizer(args: WritingArguments) -> PreTrainedTokenizerBase:
     """Returns the target's tokenizer, with the chat template that the options name."""
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    with as_user_errors():
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
     if args.chat_template is not None:
         tokenizer.chat_template = read_text(args.chat_template)
     return tokenizer
@@ -29,9 +31,10 @@ def load_tokenizer(args: WritingArguments) -> PreTrainedTokenizerBase:
 def load_target(args: WritingArguments) -> PreTrainedModel:
     """Returns the target, on the machine's accelerator if there is one."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return AutoModelForCausalLM.from_pretrained(
-        args.target, dtype=args.target_dtype, device_map=args.device_map or device
-    ).eval()
+    with as_user_errors():
+        return AutoModelForCausalLM.from_pretrained(
+            args.target, dtype=args.target_dtype, device_map=args.device_map or device
+        ).eval()
 
 
 def load_rows(args: WritingArguments) -> Dataset:
@@ -60,7 +63,7 @@ def write_answers(
         endpoint = Endpoint(args.endpoint, model, concurrency=args.concurrency, api_key=key)
         synthesize_from_endpoint(endpoint, tokenizer, path, settings, questions=rows, openings=openings)
     elif target is None:
-        raise ValueError("Writing needs the target, or the `endpoint` of a server that runs it.")
+        raise UserValueError("Writing needs the target, or the `endpoint` of a server that runs it.")
     elif rows is None:
         synthesize_dataset(target, tokenizer, path, settings, openings=openings)
     else:

@@ -2,9 +2,11 @@
 
 from importlib.util import find_spec
 
+from ..user_errors import UserImportError
+
 
 if find_spec("datasets") is None:
-    raise ImportError(
+    raise UserImportError(
         "Training needs the `datasets` library. Install it with `pip install 'transformers-gumiho[train]'`."
     )
 

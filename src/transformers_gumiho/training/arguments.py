@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 from ..losses.chunked import DEFAULT_CHUNK_SIZE
 from ..losses.weights import LossWeights
 from ..options import option
+from ..user_errors import UserValueError
 from .trained_parts import PARTS
 
 
@@ -67,26 +68,26 @@ class GumihoTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.train_only not in (None, *PARTS):
             names = ", ".join(map(repr, PARTS))
-            raise ValueError(f"`train_only` must be one of {names}, or None, got {self.train_only!r}.")
+            raise UserValueError(f"`train_only` must be one of {names}, or None, got {self.train_only!r}.")
         if self.linear_start and self.train_only in ("parallel", "transition"):
-            raise ValueError(
+            raise UserValueError(
                 f"`linear_start` begins a serial head anew, which `train_only={self.train_only!r}` leaves as it is. "
                 f"Leave one of them out."
             )
         if self.draft_vocabulary_size is not None and self.draft_vocabulary_size < 1:
-            raise ValueError(
+            raise UserValueError(
                 f"`draft_vocabulary_size` must be at least 1, or `None` for all tokens, got "
                 f"{self.draft_vocabulary_size}."
             )
         if self.loss_chunk_size < 1:
-            raise ValueError(f"`loss_chunk_size` must be at least 1, got {self.loss_chunk_size}.")
+            raise UserValueError(f"`loss_chunk_size` must be at least 1, got {self.loss_chunk_size}.")
         if self.remove_unused_columns:
-            raise ValueError(
+            raise UserValueError(
                 "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
                 "not. Leave it `False`."
             )
         if self.batch_eval_metrics:
-            raise ValueError(
+            raise UserValueError(
                 "`batch_eval_metrics=True` asks for metrics batch by batch, and the agreement is one of all rows. "
                 "Leave it `False`: an evaluation keeps only some numbers of each row."
             )

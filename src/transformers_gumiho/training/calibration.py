@@ -21,6 +21,7 @@ from ..losses.terms import LMHead
 from ..losses.weights import LossWeights
 from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
+from ..user_errors import UserValueError
 
 
 logger = logging.get_logger(__name__)
@@ -113,7 +114,7 @@ def drop_break_even(drafter: GumihoModel) -> None:
 def rows_to_fit_on(dataset: Any) -> Any:
     """Returns evenly spread rows of a dataset. Raises `ValueError` for no rows, a stream, or several datasets."""
     if isinstance(dataset, Mapping) or not has_length(dataset) or not len(dataset):
-        raise ValueError(
+        raise UserValueError(
             "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows, one of "
             "several: `calibrate(datasets[name])`."
         )

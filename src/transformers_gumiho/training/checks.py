@@ -16,6 +16,7 @@ from ..losses.positions import count_positions
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_widths import state_width
 from ..resumable_file import Record
+from ..user_errors import UserValueError
 from .collator import GumihoDataCollator
 from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, rows_without_states
 
@@ -37,21 +38,21 @@ def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
     config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
     hidden_size = state_width(target_config)
     if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
-        raise ValueError(
+        raise UserValueError(
             f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
             f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
             f"`GumihoModel.from_target(target)`."
         )
     layer_ids = drafter.config.target_layer_ids
     if layer_ids is not None and list(features.layer_ids or ()) != layer_ids:
-        raise ValueError(
+        raise UserValueError(
             f"The drafter reads the target's layers {layer_ids} (`target_layer_ids`), and the features are of "
             f"{'the last one alone' if features.layer_ids is None else list(features.layer_ids)}. Extract them with "
             f"`target_layer_ids={layer_ids}`, or train a drafter that reads what is there."
         )
     implementation = attention_implementation(drafter.config)
     if implementation not in ("eager", "sdpa"):
-        raise ValueError(
+        raise UserValueError(
             f"The drafter's attention is {implementation!r}, which takes no mask of the features that evaluation "
             f"unrolls. Load it with `attn_implementation='sdpa'`."
         )
@@ -66,12 +67,12 @@ def check_collator(collator: Any, assistant_only_loss: bool) -> None:
     """Raises `ValueError` where prompts shall count and `collator` does not know of that, or the other way round."""
     if isinstance(collator, GumihoDataCollator):
         if not collator.assistant_only_loss:
-            raise ValueError(
+            raise UserValueError(
                 "`data_collator` counts the prompts, in evaluations, too. Leave that to the training argument "
                 "`assistant_only_loss=False`, which is about training alone."
             )
     elif not assistant_only_loss:
-        raise ValueError(
+        raise UserValueError(
             f"`assistant_only_loss=False` is carried out by a GumihoDataCollator, and `data_collator` is a "
             f"{type(collator).__name__}. Let it return a `loss_mask` of ones instead."
         )
@@ -100,7 +101,7 @@ def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Se
         batch = collate([row])
         if count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).any():
             return
-    raise ValueError(
+    raise UserValueError(
         "The training data has no state that counts, so there is nothing to learn. A state counts where its token and "
         "the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
     )
@@ -109,12 +110,12 @@ def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Se
 def check_measures_tau(target: Any, is_split: bool) -> None:
     """Raises `ValueError` where the target itself is missing, or the drafter `is_split` over processes."""
     if not isinstance(target, nn.Module):
-        raise ValueError(
+        raise UserValueError(
             "Measuring tau needs the target itself, and only its cached features were given. Leave "
             "`acceptance_prompts` out."
         )
     if is_split:
-        raise ValueError(
+        raise UserValueError(
             "Measuring tau needs the full drafter in each process, and FSDP or DeepSpeed splits it. Leave "
             "`acceptance_prompts` out, and measure a checkpoint afterwards."
         )
@@ -130,7 +131,7 @@ def num_positions(drafter: GumihoModel, features: TargetFeatures) -> int | None:
 def check_is_no_adapter(model: nn.Module, option: str) -> None:
     """Raises `ValueError` for an adapter, whose files do not hold what `option` changes."""
     if not isinstance(model, GumihoModel):
-        raise ValueError(
+        raise UserValueError(
             f"`{option}` changes a GumihoModel itself, got a {type(model).__name__}. Merge its adapters first "
             f"(`merge_and_unload()`), or leave `{option}` out."
         )

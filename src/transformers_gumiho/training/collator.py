@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..user_errors import UserValueError
+
 
 _STATES = ("hidden_states", "layer_states")
 # How other libraries mark the assistant's tokens, with the value of all others.
@@ -38,16 +40,16 @@ class GumihoDataCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Returns `input_ids` and `loss_mask` `(B, L)`, and the other columns where the rows have them."""
         if missing := [row for row in rows if "input_ids" not in row]:
-            raise ValueError(
+            raise UserValueError(
                 f"A row must hold `input_ids`, and one of the batch holds only {sorted(missing[0])}. Prepare "
                 f"conversations with `transformers_gumiho.training.prepare_dataset`."
             )
         for row in rows:
             if not len(row["input_ids"]):
-                raise ValueError("A row holds no tokens. Leave such rows out of the dataset.")
+                raise UserValueError("A row holds no tokens. Leave such rows out of the dataset.")
             for name in ("loss_mask", *OTHER_MARKS, "position_ids", *_STATES):
                 if row.get(name) is not None and len(row[name]) != len(row["input_ids"]):
-                    raise ValueError(
+                    raise UserValueError(
                         f"A row has {len(row['input_ids'])} tokens, but its `{name}` is for {len(row[name])}."
                     )
         batch = {"input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows])}
@@ -73,12 +75,12 @@ class GumihoDataCollator:
     def _check(self, input_ids: torch.Tensor) -> None:
         outside = input_ids[(input_ids < 0) | (input_ids >= (self.vocab_size or float("inf")))]
         if len(outside):
-            raise ValueError(
+            raise UserValueError(
                 f"A row holds the token {int(outside[0])}, but target and drafter know {self.vocab_size or 'no such'} "
                 f"tokens. Prepare the dataset with the target's own tokenizer."
             )
         if self.max_length is not None and input_ids.shape[1] > self.max_length:
-            raise ValueError(
+            raise UserValueError(
                 f"A row has {input_ids.shape[1]} tokens, but target and drafter have positions for {self.max_length}. "
                 f"Prepare the dataset with `max_length={self.max_length}` or less."
             )
@@ -97,7 +99,7 @@ def loss_mask_of(row: Mapping[str, Any], position_ids: torch.Tensor | None = Non
     values = torch.as_tensor(row[marks])
     if marks == "loss_mask":
         if len(others := values[(values != 0) & (values != 1)]):
-            raise ValueError(
+            raise UserValueError(
                 f"The `loss_mask` of a row holds {others[0].item():g}. Give 1 for states that count, 0 for all others."
             )
         return values.long()

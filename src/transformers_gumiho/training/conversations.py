@@ -9,6 +9,8 @@ from typing import Any
 from datasets import Dataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
+from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
+
 
 # The column under which the lines of a JSONL file travel until they are parsed: a broken one costs only itself.
 JSON_LINE = "json_line"
@@ -21,7 +23,7 @@ _PLACEHOLDER_MESSAGE = {"role": "assistant", "content": _PLACEHOLDER}
 FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
 
 
-class MalformedRowError(ValueError):
+class MalformedRowError(UserValueError):
     """A row that cannot be read; its message is the reason it is counted under."""
 
 
@@ -78,22 +80,26 @@ def load_conversations(name: str, split: str = "train", **kwargs: Any) -> Datase
     lines = sorted(map(str, path.glob("*.jsonl"))) if path.is_dir() else [name] if path.suffix == ".jsonl" else []
     other = {".json": "json", ".parquet": "parquet"}.get(path.suffix)
     if (lines == [name] or other) and not path.is_file():
-        raise FileNotFoundError(f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub.")
+        raise UserFileNotFoundError(
+            f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub."
+        )
     if lines and not any(Path(file).stat().st_size for file in lines):
-        raise ValueError(f"{name!r} is empty.")
+        raise UserValueError(f"{name!r} is empty.")
     if lines:
         # As text, so that a broken line costs only itself: bytes that are no UTF-8 become escapes that JSON has not.
         kwargs = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"} | kwargs
         dataset = load_dataset("text", data_files=lines, split="train", **kwargs)
         return dataset.rename_column("text", JSON_LINE)
     if path.is_dir() and (path / "dataset_info.json").exists():
-        return load_from_disk(name)
+        with as_user_errors():
+            return load_from_disk(name)
     if other:
         try:
             return load_dataset(other, data_files=name, split="train", **kwargs)
         except DatasetGenerationError as error:
-            raise ValueError(f"{name!r} is no {path.suffix} file that can be read: {error.__cause__}") from error
-    return load_dataset(name, split=split, **kwargs)
+            raise UserValueError(f"{name!r} is no {path.suffix} file that can be read: {error.__cause__}") from error
+    with as_user_errors():
+        return load_dataset(name, split=split, **kwargs)
 
 
 def read_row(row: Mapping[str, Any], has_template: bool) -> Example:

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, Trainer
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..losses.terms import LMHead
+from ..user_errors import UserValueError
 from .feature_cache import TargetFeatures, rows_without_states
 
 
@@ -40,13 +41,13 @@ class DraftRestriction:
             return
         smallest = max(len(self._kept()), 1)
         if not smallest <= self._size <= self._vocab_size:
-            raise ValueError(
+            raise UserValueError(
                 f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in the "
                 f"vocabulary) to the target's {self._vocab_size} tokens, got {self._size}. Choose one in between, or "
                 f"`None` for all tokens."
             )
         if trainer.train_dataset is not None and not self._has_own and not isinstance(trainer.train_dataset, Sized):
-            raise ValueError(
+            raise UserValueError(
                 "A draft vocabulary is counted on the training answers before the first step, and a stream can only "
                 "be read while training. Give a dataset with a length, or set `draft_vocabulary_size=None`."
             )
@@ -80,7 +81,7 @@ class DraftRestriction:
         elif found is None:
             found, owner = self._own(), "the drafter, which has no training data to count in,"
         if len(found) != self._size:
-            raise ValueError(
+            raise UserValueError(
                 f"`draft_vocabulary_size` is {self._size}, but {owner} has a draft vocabulary of {len(found)} tokens. "
                 f"Set the size to that, or begin another training with that drafter."
             )

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import Record
+from ..user_errors import UserFileNotFoundError, UserValueError
 from ..verification.feature_reader import TargetStates
 from ..verification.output_head import cut_head, scaled_head
 from .shards import damaged, load_checked, open_file, read_row, shard_path
@@ -74,7 +75,7 @@ class CacheManifest:
         """Reads the manifest in `folder`; raises `FileNotFoundError` without one, `ValueError` for a damaged one."""
         path = folder / MANIFEST
         if not path.exists():
-            raise FileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
+            raise UserFileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
@@ -100,7 +101,7 @@ class FeatureDataset(torch.utils.data.Dataset):
         paths = [shard_path(self.folder, index) for index in range(self.manifest.num_shards)]
         found = sum(path.exists() for path in paths)
         if found < len(paths):
-            raise ValueError(
+            raise UserValueError(
                 f"The feature cache {str(folder)!r} has {found} of {len(paths)} shards. Run the extraction again: it "
                 f"continues where it was stopped."
             )
@@ -182,7 +183,7 @@ class CachedFeatures:
             ValueError: The rows hold no `hidden_states`.
         """
         if "hidden_states" not in inputs:
-            raise ValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
+            raise UserValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
         last = inputs["hidden_states"]
         if self.layer_ids is None:
             return TargetStates.from_last(last)
@@ -198,7 +199,7 @@ class CachedFeatures:
     def restricted_to(self, token_ids: torch.Tensor) -> "CachedFeatures":
         """Returns the same features with the logits of `token_ids` `(K,)` alone."""
         restricted = copy.copy(self)
-        restricted.head = cut_head(self._linear, self.config, token_ids)
+        restricted.head = scaled_head(cut_head(self._linear, token_ids), self.config)
         return restricted
 
 

@@ -23,6 +23,7 @@ from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_widths import state_width
 from ..model.token_embedding import fitting_rows
 from ..resumable_file import Record, sole_writer
+from ..user_errors import UserOSError, UserValueError
 from ..verification.feature_reader import TargetStates
 from ..verification.fingerprint import model_fingerprint
 from ..verification.placement import input_device
@@ -223,9 +224,9 @@ class _StatesOfBatch:
 def _refuse(states: torch.Tensor, dtype: torch.dtype) -> None:
     """Raises `ValueError` for states that are not finite in this dtype."""
     if not torch.isfinite(states).all():
-        raise ValueError(why_not_finite(states.dtype))
+        raise UserValueError(why_not_finite(states.dtype))
     wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
-    raise ValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
+    raise UserValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
 
 
 def _write_target(
@@ -261,7 +262,7 @@ def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
     needed = total * (manifest.num_shards - done) // manifest.num_shards
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(
+        raise UserOSError(
             errno.ENOSPC,
             f"The features need {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free. Use a larger disk, less "
             f"data, or train with the target running in every step",

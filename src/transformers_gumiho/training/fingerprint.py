@@ -10,6 +10,7 @@ import numpy as np
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
+from ..user_errors import UserFileNotFoundError
 from ..verification.fingerprint import VOLATILE
 
 
@@ -38,7 +39,7 @@ def checkpoint_fingerprint(name: str | Path) -> str:
         if tensors:
             break
     if not tensors:
-        raise FileNotFoundError(f"{str(name)!r} holds no weights: no model.safetensors and no pytorch_model.bin.")
+        raise UserFileNotFoundError(f"{str(name)!r} holds no weights: no model.safetensors and no pytorch_model.bin.")
     for path in (folder / config for config in _CONFIGS if (folder / config).exists()):
         config = json.loads(path.read_text(encoding="utf-8"))
         digest.update(json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True).encode())

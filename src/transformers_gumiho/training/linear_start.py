@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer
 
 from ..model.modeling_gumiho import GumihoModel
+from ..user_errors import UserValueError
 from .target_features import why_not_finite
 
 
@@ -62,7 +63,7 @@ def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
         if fit.count >= NUM_TOKENS:
             break
     if not fit.count:
-        raise ValueError("There are no answers to begin with in the first rows. Train without `linear_start`.")
+        raise UserValueError("There are no answers to begin with in the first rows. Train without `linear_start`.")
     solution = fit.solve()
     weight.copy_(solution[:, : weight.shape[1]])
     if bias is not None:
@@ -84,7 +85,7 @@ def _first_answers(trainer: Any, drafter: GumihoModel) -> Iterator[tuple[torch.T
         batch = {name: values.to(trainer.args.device) for name, values in trainer.data_collator(some).items()}
         states = trainer.target_features.states(batch)
         if not torch.isfinite(states.last).all():
-            raise ValueError(why_not_finite(states.last.dtype))
+            raise UserValueError(why_not_finite(states.last.dtype))
         read = drafter.read_target(trainer.drafter_input(states).to(drafter.fc.weight))
         counts = batch["loss_mask"][:, 1:].bool()
         if "position_ids" in batch:  # a text's first token has no state before it

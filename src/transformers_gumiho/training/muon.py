@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..user_errors import UserImportError, UserValueError
 from .arguments import GumihoTrainingArguments
 
 
@@ -25,7 +26,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
         if not hasattr(torch.optim, "Muon"):
-            raise ImportError(
+            raise UserImportError(
                 f"`muon=True` needs PyTorch 2.9 or later, and this is {torch.__version__}. Install it, or use "
                 f"`muon=False`."
             )
@@ -72,6 +73,8 @@ def muon_of(args: GumihoTrainingArguments) -> tuple[type[MuonWithAdamW], dict[st
     if not args.muon:
         return None
     if args.deepspeed_plugin is not None:
-        raise ValueError("`muon=True` needs full matrices, and DeepSpeed splits them. Use DDP, FSDP, or `muon=False`.")
+        raise UserValueError(
+            "`muon=True` needs full matrices, and DeepSpeed splits them. Use DDP, FSDP, or `muon=False`."
+        )
     betas = (args.adam_beta1, args.adam_beta2)
     return MuonWithAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}

@@ -9,6 +9,7 @@ import numpy as np
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..user_errors import UserValueError
 from .conversations import FORMATS, JSON_LINE, MalformedRowError, RawText, read_row
 from .rendering import check_tokenizer, counting_states, encode
 
@@ -137,7 +138,7 @@ def prepare_dataset(
     )
     kept = [index for index, row in enumerate(encoded.with_format("numpy")) if report.add(row)]
     if not kept:
-        raise ValueError(f"No row of the dataset could be used:\n{report}")
+        raise UserValueError(f"No row of the dataset could be used:\n{report}")
     rows = encoded.select(kept).select_columns(list(_ROWS))
     if packing:
         rows = rows.map(
@@ -158,13 +159,13 @@ def check_settings(tokenizer: PreTrainedTokenizerBase, target_config: PreTrained
     check_tokenizer(tokenizer)
     config = target_config.get_text_config(decoder=True)
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(
+        raise UserValueError(
             f"The tokenizer {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, and the target "
             f"{config.vocab_size}. Give the tokenizer that belongs to the target."
         )
     positions = getattr(config, "max_position_embeddings", None)
     if max_length < 2 or (positions and max_length > positions):
-        raise ValueError(
+        raise UserValueError(
             f"`max_length` must be at least 2 and at most the target's {positions} positions, got {max_length}."
         )
 
@@ -172,12 +173,16 @@ def check_settings(tokenizer: PreTrainedTokenizerBase, target_config: PreTrained
 def _check_form(dataset: Dataset) -> None:
     """Raises `ValueError` for a dataset that is a stream, empty or of an unknown form."""
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"The dataset must be a `datasets.Dataset`, got {type(dataset).__name__}. Load it at once.")
+        raise UserValueError(
+            f"The dataset must be a `datasets.Dataset`, got {type(dataset).__name__}. Load it at once."
+        )
     columns = dataset.column_names
     if not columns or not len(dataset):
-        raise ValueError("The dataset is empty. Check its name and split.")
+        raise UserValueError("The dataset is empty. Check its name and split.")
     if not {"messages", "conversations", "completion", "text", JSON_LINE} & set(columns):
-        raise ValueError(f"The dataset has the columns {columns}, and must have {FORMATS}. Rename or map its columns.")
+        raise UserValueError(
+            f"The dataset has the columns {columns}, and must have {FORMATS}. Rename or map its columns."
+        )
 
 
 def _encode_batch(

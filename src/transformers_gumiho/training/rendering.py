@@ -8,6 +8,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from ..open_text import count_closing_tokens
+from ..user_errors import UserValueError
 from .conversations import Conversation, Example, MalformedRowError, RawText, WrittenTokens
 
 
@@ -23,7 +24,7 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises `ValueError` for a tokenizer that cannot say where in a text its tokens are."""
     if not tokenizer.is_fast:
-        raise ValueError(
+        raise UserValueError(
             f"{type(tokenizer).__name__} does not report where in a text its tokens are. Load the fast tokenizer "
             f"(`use_fast=True`)."
         )
@@ -43,7 +44,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[tuple[l
     if isinstance(example, RawText):
         return [_encode_text(tokenizer, example)]
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UserValueError(
             f"The dataset holds conversations, and the target's tokenizer {tokenizer.name_or_path!r} has no chat "
             f"template. Set `tokenizer.chat_template` (`--chat_template FILE` in the examples), or give the dataset a "
             f"`text` column."

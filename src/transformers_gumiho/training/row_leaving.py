@@ -9,6 +9,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..internals import CACHE_NAME
+from ..user_errors import UserValueError
 from ..verification.placement import input_device
 from .sampling import Sampling
 from .target_features import why_not_finite
@@ -69,5 +70,5 @@ def continue_rows(
 
 def _check_finite(dtype: torch.dtype, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     if scores.isnan().any():
-        raise ValueError(why_not_finite(dtype))
+        raise UserValueError(why_not_finite(dtype))
     return scores

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..resumable_file import way_out
+from ..user_errors import UserOSError, UserValueError
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -20,7 +21,7 @@ def shard_path(folder: Path, index: int) -> Path:
 
 def damaged(path: Path, error: object) -> ValueError:
     """Returns the error of a damaged file of a cache."""
-    return ValueError(f"{str(path)!r} is damaged: {error}. Run what wrote it again, which writes this file anew.")
+    return UserValueError(f"{str(path)!r} is damaged: {error}. Run what wrote it again, which writes this file anew.")
 
 
 def make_shard(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -39,7 +40,7 @@ def save_completely(tensors: dict[str, torch.Tensor], path: Path) -> None:
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise OSError(
+        raise UserOSError(
             f"Could not write {str(path)!r}: {error}. The shards before it are complete. {way_out(error)}."
         ) from error
 

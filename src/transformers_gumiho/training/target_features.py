@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
+from ..model.target_layers import TargetLayers
+from ..user_errors import UserValueError
 from ..verification.feature_reader import FeatureReader, TargetStates
 from ..verification.output_head import output_head
 
@@ -35,7 +37,7 @@ class OnlineFeatures:
         self.target = target.eval().requires_grad_(False)
         self.config = target.config
         self.layer_ids = layer_ids
-        self._reader = FeatureReader(target, layer_ids)
+        self._reader = FeatureReader(target, TargetLayers.of(layer_ids))
         self.head = output_head(target)
         self._packing_is_checked = False
 
@@ -98,7 +100,7 @@ class OnlineFeatures:
         packed = self._run(tokens, torch.cat((positions, positions), dim=1)).last[:, 6:].float()
         difference = float((packed - alone).norm() / alone.norm())
         if difference > 0.1:  # Rounding in eight bits stays below; another context changes the states by their size.
-            raise ValueError(
+            raise UserValueError(
                 f"{type(self.target).__name__} does not keep packed texts apart: the states of a text change by "
                 f"{difference:.0%} when another one is before it in the row. Prepare the dataset with `packing=False`."
             )

@@ -3,6 +3,7 @@
 from torch import nn
 
 from ..model.modeling_gumiho import GumihoModel
+from ..user_errors import UserValueError
 from .checks import check_is_no_adapter
 
 
@@ -23,12 +24,12 @@ def freeze_all_but(part: str, model: nn.Module, drafter: GumihoModel) -> None:
     """
     check_is_no_adapter(model, "train_only")
     if part == "transition" and drafter.transition is None:
-        raise ValueError(
+        raise UserValueError(
             "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
             "`GumihoModel.from_pretrained(name, transition_rank=64)`."
         )
     if part == "parallel" and not len(drafter.mlp):
-        raise ValueError(
+        raise UserValueError(
             "`train_only='parallel'` needs a drafter with parallel heads, and this one has none. Leave `train_only` "
             "out, or make one with `num_parallel_heads`."
         )

@@ -19,6 +19,7 @@ from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
 from ..model.layer_fusion import normalize_lower
+from ..user_errors import UserValueError
 from ..verification.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
@@ -280,7 +281,7 @@ class GumihoTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(
+                raise UserValueError(
                     f"There is no complete checkpoint in {self.args.output_dir!r} to go on from. Train with "
                     f"`resume_from_checkpoint=None`, or give the folder of one."
                 )

@@ -26,11 +26,11 @@ def merge_branch(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor)
     scores = tree.scores.scatter(1, shared.clamp(min=0), branch_scores.where(is_shared, 0.0))
     scores = scores.maximum(tree.scores)
     scores[:, 0] = 0.0
-    # A shared node is no second candidate: it ranks behind the tree, which has as many nodes as are chosen.
+    # A shared node is no second candidate: it ranks after the tree, which has as many nodes as are chosen.
     new_scores = branch_scores.masked_fill(is_shared, -torch.inf)
     own = torch.arange(num_nodes, num_nodes + length, device=tokens.device)
-    places = shared.where(is_shared, own)
-    parents = torch.cat((torch.zeros_like(places[:, :1]), places[:, :-1]), dim=1)
+    indices = shared.where(is_shared, own)
+    parents = torch.cat((torch.zeros_like(indices[:, :1]), indices[:, :-1]), dim=1)
     return choose_nodes(
         tokens=torch.cat((tree.tokens, tokens), dim=1),
         scores=torch.cat((scores, new_scores), dim=1),
@@ -54,11 +54,11 @@ def take_better_chain(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Te
     tokens, log_probs = tokens[:, :length], log_probs[:, :length]
     own_tokens, own_scores = tree.tokens[:, 1:], tree.scores[:, 1:]
     branch_scores = _branch_scores(tree, _shared_nodes(tree, tokens), log_probs)
-    # The common beginning is as likely in the chain as in the branch, which lifts what follows it in the chain.
+    # The common beginning is as likely in the chain as in the branch, so what follows it in the chain gains as much.
     agreed = (own_tokens[:, :length] == tokens).cumprod(dim=1)
     fork = agreed.sum(dim=1, keepdim=True)
-    lift = nn.functional.pad(branch_scores, (1, 0)).gather(1, fork) - tree.scores.gather(1, fork)
-    chain_scores = (own_scores + lift.nan_to_num_(nan=0.0)).clamp(max=0.0)
+    score_gain = nn.functional.pad(branch_scores, (1, 0)).gather(1, fork) - tree.scores.gather(1, fork)
+    chain_scores = (own_scores + score_gain.nan_to_num_(nan=0.0)).clamp(max=0.0)
     chain_scores[:, :length] = branch_scores.where(agreed.bool(), chain_scores[:, :length])
     is_better = branch_scores.exp().sum(dim=1, keepdim=True) > chain_scores.exp().sum(dim=1, keepdim=True)
     missing = own_tokens.shape[1] - length
@@ -80,11 +80,11 @@ def _shared_nodes(tree: DraftTree, tokens: torch.Tensor) -> torch.Tensor:
     agreed = tree.tokens == padded.gather(1, tree.depths.clamp(max=length + 1))
     agreed[:, 0] = True
     on_branch = (tree.ancestors <= agreed[:, None]).all(dim=-1)
-    places = torch.arange(tree.tokens.shape[1], device=tokens.device).expand_as(tree.tokens)
+    indices = torch.arange(tree.tokens.shape[1], device=tokens.device).expand_as(tree.tokens)
     shared = torch.full((len(tokens), length + 2), -1, device=tokens.device)
     # What is not on it goes to an unused column: no two nodes of the branch have one depth.
     depths = tree.depths.where(on_branch, length + 1)
-    return shared.scatter(1, depths, places)[:, 1:-1]
+    return shared.scatter(1, depths, indices)[:, 1:-1]
 
 
 def _branch_scores(tree: DraftTree, shared: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,8 @@ def _branch_scores(tree: DraftTree, shared: torch.Tensor, log_probs: torch.Tenso
     # From a shared node j on: `own_j + log_probs_(j+1) + ... + log_probs_d`, the best of all j. Each j has a row.
     starts = nn.functional.pad(own, (1, 0))
     steps = nn.functional.pad(log_probs.to(own.dtype), (1, 0))[:, None].expand(-1, starts.shape[1], -1)
-    is_behind = torch.ones_like(steps[0], dtype=torch.bool).tril(-1)
-    sums = steps.triu(1).cumsum(dim=2).masked_fill(is_behind, -torch.inf)
+    is_after = torch.ones_like(steps[0], dtype=torch.bool).tril(-1)
+    sums = steps.triu(1).cumsum(dim=2).masked_fill(is_after, -torch.inf)
     scores = (starts[:, :, None] + sums).amax(dim=1)[:, 1:]
     ended = (log_probs == -torch.inf) & ~is_shared
     return scores.masked_fill(ended, -torch.inf).clamp(max=0.0)

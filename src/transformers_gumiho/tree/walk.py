@@ -1,10 +1,6 @@
-"""Walking a draft tree from its root along the tokens that the target chooses.
+"""Walking a draft tree from its root along the tokens that the target chooses, the same way at every temperature."""
 
-The acceptance rule is the same at every temperature. At the current node the target's next token is chosen as plain
-decoding would choose it; if a child carries that token, the walk moves there, otherwise the token is the cycle's bonus
-token and the walk ends. What is committed is therefore exactly what plain decoding commits.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +15,21 @@ class Walk:
 
     Attributes:
         nodes (`(B, L)`): Tree indices of the visited nodes from the root (index 0) down; past the end any index.
-        tokens (`(B, L)`): The token chosen at each visited node: accepted drafts, the last one the bonus token.
-        counts (`(B,)`): Number of visited nodes.
+        packed (`(B, 1 + L)`): The counts, then the tokens: one tensor, because the host reads both.
     """
 
     nodes: torch.Tensor
-    tokens: torch.Tensor
-    counts: torch.Tensor
+    packed: torch.Tensor
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """`(B,)`: Number of visited nodes."""
+        return self.packed[:, 0]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """`(B, L)`: The token chosen at each visited node: accepted drafts, the last one the bonus token."""
+        return self.packed[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,23 @@ class AcceptedPath:
     tokens: torch.Tensor
     accepted_lengths: list[int]
 
+    @classmethod
+    def join(cls, parts: Sequence["AcceptedPath"]) -> "AcceptedPath":
+        """Returns consecutive parts of a path as one. A row that has ended its path has ended it in later parts."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            torch.cat([part.nodes for part in parts], dim=1),
+            torch.cat([part.tokens for part in parts], dim=1),
+            [sum(lengths) for lengths in zip(*(part.accepted_lengths for part in parts), strict=True)],
+        )
+
+    def padded(self, width: int) -> "AcceptedPath":
+        """Returns the path with at least `width` columns."""
+        missing = max(width - self.nodes.shape[1], 0)
+        nodes, tokens = (torch.nn.functional.pad(tensor, (0, missing)) for tensor in (self.nodes, self.tokens))
+        return AcceptedPath(nodes, tokens, self.accepted_lengths)
+
 
 def longest_path(tree: DraftTree) -> int:
     """Returns the most nodes that a path of `tree` can have, root included."""
@@ -56,15 +77,17 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
     Args:
         choices (`(B, N + 1)`): The token that the target chooses after each node.
     """
-    # A node is visited if it and all its ancestors but the root carry the token chosen at their parent. At most one
-    # child can.
+    # At a node the target's next token is chosen as plain decoding chooses it. A draft is accepted if it is the token
+    # chosen at its parent, and all drafts above it are accepted. The token chosen at the last accepted node, which no
+    # child of it carries, is the bonus token. So exactly the tokens of plain decoding are committed.
     agreed = tree.tokens == choices.gather(1, tree.parents)
     agreed[:, 0].fill_(True)
     # Being an ancestor implies agreement: `<=` of truth values.
     visited = (tree.ancestors <= agreed[:, None]).all(dim=-1)
     # Nodes come after their parents, so the visited indices in increasing order are the path.
     nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
-    return Walk(nodes=nodes, tokens=choices.gather(1, nodes), counts=visited.sum(dim=1))
+    packed = torch.cat((visited.sum(dim=1, keepdim=True), choices.gather(1, nodes)), dim=1)
+    return Walk(nodes, packed)
 
 
 class ChildFinder:

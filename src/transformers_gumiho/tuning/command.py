@@ -12,6 +12,7 @@ from ..measuring.journal import Journal
 from ..measuring.prompts import encode_turn, read_questions
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
+from ..user_errors import UserValueError, as_user_errors
 from ..verification.placement import input_device
 from ..verification.traits import TargetTraits
 from .arguments import TuningArguments
@@ -28,13 +29,13 @@ def tune(args: TuningArguments) -> TuningResult:
     it again with the same options, and it continues.
 
     Raises:
-        SystemExit: There is no folder to write into, the target has no token to begin prompts with, or the run was
-            stopped.
-        ValueError: An option is out of range, or the folder holds an unfinished run with other arguments.
+        KeyboardInterrupt: The run was stopped.
+        ValueError: An option is out of range, there is no folder to write into, the target has no token to begin
+            prompts with, or the folder holds an unfinished run with other arguments.
     """
     is_named = args.assistant is not None or args.pair is None
     if args.output_dir is None and is_named and not Path(args.assistant or "").is_dir():
-        raise SystemExit("The drafter is not a folder; give --output_dir for its new generation_config.json.")
+        raise UserValueError("The drafter is not a folder; give --output_dir for its new generation_config.json.")
     questions = None if args.prompts is None else read_questions(args.prompts, num_questions=args.num_prompts)
     args = args.resolved()
     folder = Path(args.output_dir or str(args.assistant))
@@ -43,7 +44,11 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    folder.mkdir(parents=True, exist_ok=True)
+    if drafter.config.draft_vocab_size is not None:
+        # Its own output head scores a part of the vocabulary already, and no other tokens.
+        args = replace(args, tune_vocabulary=False)
+    with as_user_errors():
+        folder.mkdir(parents=True, exist_ok=True)
     options = asdict(replace(args, target=None, assistant=None, output_dir=None))  # folders may have other names
     conditions = measuring_conditions(target, drafter) | {"prompts": prompts, "options": options}
     journal = Journal(folder / "tuning.jsonl", conditions)
@@ -54,7 +59,7 @@ def tune(args: TuningArguments) -> TuningResult:
     try:
         result = find_settings(decode, trees, prompts, vocab_size, journal, args)
     except KeyboardInterrupt:
-        raise SystemExit("Stopped. Run the same command again to continue from here.") from None
+        raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.") from None
     drafter.generation_config.update(**result.settings)
     drafter.generation_config.save_pretrained(folder)
     journal.delete()
@@ -74,7 +79,7 @@ def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]
     """Returns beginnings of texts, sampled from the target."""
     start = target.generation_config.bos_token_id
     if start is None:
-        raise SystemExit("The target has no token to begin a text with; give --prompts.")
+        raise UserValueError("The target has no token to begin a text with; give --prompts.")
     torch.manual_seed(0)
     beginnings = torch.full((num_prompts, 1), start, device=input_device(target))
     texts = target.generate(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..measuring.timing import DecodingTime
+from ..user_errors import UserValueError
 from .trees import Tree
 
 
@@ -53,7 +54,7 @@ def compare(pairs: Sequence[Pair]) -> Standing:
     """
     used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
     if not used:
-        raise ValueError("The texts end with their first token. Give other prompts, or more `max_new_tokens`.")
+        raise UserValueError("The texts end with their first token. Give other prompts, or more `max_new_tokens`.")
     tau = sum(drafted.num_tokens for drafted, _ in used) / sum(drafted.num_passes for drafted, _ in used)
     ratios = [drafted.pass_seconds / plain.pass_seconds for drafted, plain in used]
     return Standing(tau, statistics.median(ratios), len(used))

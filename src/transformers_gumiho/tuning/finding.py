@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from ..measuring.journal import Journal
 from ..measuring.timing import DecodingTime
+from ..user_errors import UserValueError
 from .arguments import TuningArguments
 from .contest import PLAIN, ROUNDS, Measure, Standing, compare, decode_in_turns, find_fastest, num_measured
 from .result import TuningResult
@@ -115,7 +116,7 @@ def _key(contest: Contest, tree: Tree | None, turn: int) -> str:
 def _split(prompts: Prompts) -> tuple[Prompts, Prompts]:
     """Returns the prompts of the contests, two thirds of all, and the prompts on which the winners are timed."""
     if len(prompts) < 2:
-        raise ValueError(
+        raise UserValueError(
             f"Tuning needs two prompts, to choose settings on one and time them on the other, got {len(prompts)}. "
             f"Give more, or raise `num_prompts`."
         )
@@ -125,7 +126,7 @@ def _split(prompts: Prompts) -> tuple[Prompts, Prompts]:
 
 def _check_rows(batch_sizes: Sequence[int]) -> list[int]:
     if not batch_sizes or min(batch_sizes) < 1:
-        raise ValueError(f"`batch_sizes` must be one or more numbers of at least 1, got {list(batch_sizes)}.")
+        raise UserValueError(f"`batch_sizes` must be one or more numbers of at least 1, got {list(batch_sizes)}.")
     return sorted(set(batch_sizes))
 
 

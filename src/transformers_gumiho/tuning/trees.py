@@ -11,6 +11,8 @@ from ..model.configuration_gumiho import GumihoConfig
 _SHAPES = ((4, 2), (8, 2), (12, 4), (24, 4), (63, 14))
 # Maximum number of drafted tokens in trees that have only serial tokens.
 _MOST_SHALLOW = 12
+# Depths of drafters without parallel heads: each level takes a pass.
+_SERIAL_DEPTHS = (3, 5, 8)
 # Favors probable nodes more than the default does.
 _SHARP_TEMPERATURE = 0.3
 # A smaller output head saves hardly any more time.
@@ -51,6 +53,11 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
         depths = sorted(range(1, deepest + 1), key=lambda depth: depth != own.tree_depth)
         return [replace(own, num_assistant_tokens=d, branching_factor=1, tree_depth=d) for d in depths]
     trees = [own, Tree(deepest, 1, deepest)]
+    if config.num_parallel_heads == 0:
+        for depth in sorted({min(depth, deepest) for depth in _SERIAL_DEPTHS}):
+            trees.append(Tree(depth, 1, depth))
+            trees += [Tree(size, branching, min(depth, size)) for size, branching in _SHAPES]
+        return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
     for size, branching in _SHAPES:
         trees += [Tree(size, branching, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
         if size <= _MOST_SHALLOW:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..internals import computing_in_float32
 from ..tree.walk import AcceptedPath
-from .chain_cache import ChainCache, held_tensors
+from .chains import ChainCache, held_tensors
 from .requirements import Unsupported
 from .traits import TargetTraits
 
@@ -122,7 +122,7 @@ class _Trial:
             self.cache = outputs[traits.cache_argument]
 
     def run(self, tokens: torch.Tensor, end: int) -> torch.Tensor:
-        """Runs `tokens` `(B, n)`, behind which the text is `end` long. Returns their logits `(B, n, V)`."""
+        """Runs `tokens` `(B, n)`, after which the text is `end` long. Returns their logits `(B, n, V)`."""
         logits: torch.Tensor = self._outputs(tokens, end).logits
         return logits
 

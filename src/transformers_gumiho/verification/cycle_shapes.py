@@ -1,20 +1,30 @@
-"""Cycles of fixed shapes, whose stages are compiled once. `cache_implementation="static"` selects them."""
+"""
+Cycles of fixed shapes, whose stages are compiled once. `cache_implementation="static"` selects them. A captured graph
+reads and writes tensors at fixed addresses, so compiled generations use the same memory.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from ..internals import CACHE_NAME, would_compile
+from ..internals import CACHE_NAME, mark_static_address, would_compile
 
 
 # Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.
 CAPACITY_STEP = 64
+# Kinds of generations (by rows and capacity) whose tensors are kept for a target; the oldest go first.
+MAX_KEPT = 2
+
+# By the target's embedding, which the copies of a compiled target share.
+_kept: WeakKeyDictionary[nn.Module, dict[tuple[int, int], "StaticMemory"]] = WeakKeyDictionary()
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 StageCompiler = Callable[[Function], Function]
@@ -109,3 +119,47 @@ def _compiled(function: Function, options: _Options) -> Function:
     # One object for all generations, because it holds the compiled code.
     compiled: Any = torch.compile(function, **options)
     return compiled
+
+
+class StaticMemory:
+    """
+    The tensors of one generation at a time. The next generation with as many rows and slots gets the same ones, if it
+    asks for the same shapes in the same order.
+    """
+
+    def __init__(self, batch_size: int, capacity: int):
+        self._kind = batch_size, capacity
+        self._tensors: list[torch.Tensor] = []
+        self._num_used = 0
+
+    @classmethod
+    def take(cls, target: PreTrainedModel, batch_size: int, capacity: int) -> "StaticMemory":
+        """Returns the memory of an earlier generation of this kind that no other one uses now, or a new one."""
+        kept = _kept.get(target.get_input_embeddings(), {}).pop((batch_size, capacity), None)
+        return cls(batch_size, capacity) if kept is None else kept
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a tensor of zeros."""
+        place, self._num_used = self._num_used, self._num_used + 1
+        if place < len(self._tensors):
+            kept = self._tensors[place]
+            if (kept.shape, kept.dtype, kept.device) == (torch.Size(shape), dtype, device):
+                return kept.zero_()
+            del self._tensors[place:]
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        mark_static_address(tensor)
+        self._tensors.append(tensor)
+        return tensor
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor."""
+        return self.zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+
+    def give_back(self, target: PreTrainedModel) -> None:
+        """Hands the tensors to the target's next generation of this kind."""
+        del self._tensors[self._num_used :]
+        self._num_used = 0
+        kept = _kept.setdefault(target.get_input_embeddings(), {})
+        kept[self._kind] = self
+        while len(kept) > MAX_KEPT:
+            kept.pop(next(iter(kept)), None)

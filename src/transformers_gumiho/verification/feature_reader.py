@@ -11,9 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .prediction_head import projected_states
+from ..internals import without_layer
+from ..model.target_layers import TargetLayers
+from ..user_errors import UserValueError
 
 
+# Where the layers before the projection stand beside it in the target: in ELECTRA, and in ModernBERT's decoder.
+_BESIDE_THE_PROJECTION = ("generator_predictions", "lm_head")
 # The last states `(B, n, H)` of a pass, and the number and states of each hooked layer.
 CapturedPass = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]
 
@@ -52,6 +56,25 @@ class TargetStates:
         return TargetStates(last if self.drafter_input is self.last else function(self.drafter_input), last)
 
 
+def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> Any:
+    """
+    Returns the input `(..., H)` of the target's output projection. After the decoder of BERT, RoBERTa and ELECTRA
+    comes a dense layer with a norm, which may change the width. It runs here, so that the projection alone turns
+    states, and a drafter's features, into logits. `last_hidden_states` `(B, T, ...)` are what the decoder returns.
+    """
+    projection = target.get_output_embeddings()
+    parent = next((module for module in target.modules() if any(m is projection for m in module.children())), target)
+    if not isinstance(parent, PreTrainedModel):
+        # The `forward` of its class: one that was put on the object would run all of the head.
+        states = type(parent).forward(without_layer(parent, projection), last_hidden_states)
+        return states[0] if isinstance(states, tuple) else states  # XLM's head returns a tuple
+    for name in _BESIDE_THE_PROJECTION:
+        beside = getattr(parent, name, None)
+        if isinstance(beside, nn.Module) and beside is not projection:
+            return beside(last_hidden_states)
+    return last_hidden_states
+
+
 def find_decoder(target: PreTrainedModel) -> nn.Module:
     """
     Returns the module that ends with the final norm. `get_decoder` returns the target itself where its class names a
@@ -64,49 +87,50 @@ def find_decoder(target: PreTrainedModel) -> nn.Module:
     return submodels[0] if is_other and len(submodels) == 1 else decoder
 
 
-def find_layers(target: PreTrainedModel, layer_ids: Sequence[int]) -> dict[int, nn.Module]:
+def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.Module]:
     """
-    Returns these layers of a target's decoder by number. The last layer is left out: the drafter reads its state after
-    the final norm.
+    Returns these layers of a target's decoder by number. The last layer is left out if its state is read after the
+    final norm.
 
     Raises:
         ValueError: The target lacks these layers, or they cannot be found.
     """
     name, num_layers = type(target).__name__, target.config.get_text_config(decoder=True).num_hidden_layers
-    if max(layer_ids) >= num_layers:
-        raise ValueError(
-            f"This Gumiho drafter reads the layers {list(layer_ids)} (`target_layer_ids`), and {name} has "
+    if max(layers.ids) >= num_layers:
+        raise UserValueError(
+            f"This Gumiho drafter reads the layers {list(layers.ids)} (`target_layer_ids`), and {name} has "
             f"{num_layers}, 0 to {num_layers - 1}. Use a drafter that was trained for this target."
         )
     lists = [module for module in find_decoder(target).children() if isinstance(module, nn.ModuleList)]
-    layers = next((found for found in lists if len(found) == num_layers), None)
-    if layers is None:
-        raise ValueError(
+    modules = next((found for found in lists if len(found) == num_layers), None)
+    if modules is None:
+        raise UserValueError(
             f"The {num_layers} layers of {name} were not found in one list of its decoder, so their states cannot be "
             f"read. Use a drafter without `target_layer_ids`."
         )
-    return {number: layers[number] for number in layer_ids if number < num_layers - 1}
+    num_hooked = num_layers - 1 if layers.is_last_normed else num_layers
+    return {number: modules[number] for number in layers.ids if number < num_hooked}
 
 
 class FeatureReader:
     """
-    Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Of the
-    layers, only `layer_ids`, a drafter's `target_layer_ids`, get hooks.
+    Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Only the
+    layers that a drafter reads get hooks.
 
     Raises:
         ValueError: The target does not have these layers.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int] | None = None):
+    def __init__(self, target: PreTrainedModel, layers: TargetLayers | None = None):
         self.target = target
-        self.layer_ids = layer_ids
-        self._layers = {} if layer_ids is None else find_layers(target, layer_ids)
+        self.layers = layers
+        self._modules = {} if layers is None else find_layers(target, layers)
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
         """
         Runs the decoder on `input_ids` `(B, T)` and further arguments, without output projection and cache.
         """
-        if self.layer_ids is None:
+        if self.layers is None:
             return TargetStates.from_last(projected_states(self.target, self._run(input_ids, **kwargs)))
         with self.listening():
             begin_capture()
@@ -120,7 +144,7 @@ class FeatureReader:
     def listening(self) -> Iterator[None]:
         """Returns a context in which passes between `begin_capture` and `end_capture` are recorded."""
         with ExitStack() as hooks:
-            for number, layer in self._layers.items():
+            for number, layer in self._modules.items():
                 hooks.callback(layer.register_forward_hook(_layer_keeper(number)).remove)
             hooks.callback(find_decoder(self.target).register_forward_hook(keep_states).remove)
             try:
@@ -142,15 +166,15 @@ class FeatureReader:
                 f"not be read. Make its `forward` call the decoder instead of a part of it."
             )
         last = projected_states(self.target, _joined([last for last, _ in captured]))
-        if self.layer_ids is None:
+        if self.layers is None:
             return TargetStates.from_last(last)
         fused = []
-        for number in self.layer_ids:
+        for number in self.layers.ids:
             states = last
-            if number in self._layers:
+            if number in self._modules:
                 states = _joined([dict(layers)[number] for _, layers in captured]).to(last.device)
             if states.shape != last.shape:
-                raise ValueError(
+                raise UserValueError(
                     f"Layer {number} of {type(self.target).__name__} returns states of shape {tuple(states.shape)}, "
                     f"which cannot be fused with its last states {tuple(last.shape)}. Use a drafter without "
                     f"`target_layer_ids`."

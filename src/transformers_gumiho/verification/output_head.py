@@ -8,7 +8,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..internals import runs_as_defined
-from .static_memory import StaticMemory
+from ..model.modeling_gumiho import GumihoModel
+from ..user_errors import UserValueError
+from .cycle_shapes import StaticMemory
+from .kept import kept
 
 
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -24,45 +27,85 @@ def output_head(
     """
     head = target.get_output_embeddings()
     if token_ids is not None:
-        return cut_head(head, target.config, token_ids, memory)
-    return scaled_head(_by_rows(head) if _is_plain_linear(head) else head, target.config)
+        return scaled_head(cut_head(head, token_ids, memory), target.config)
+    return scaled_head(_by_rows(head) if is_plain_linear(head) else head, target.config)
 
 
-def cut_head(
-    head: Any, target_config: PreTrainedConfig, token_ids: torch.Tensor, memory: StaticMemory | None = None
-) -> LogitsFunction:
+def cut_head(head: Any, token_ids: torch.Tensor, memory: StaticMemory | None = None) -> LogitsFunction:
     """
-    Returns the function from features `(..., H)` to the logits of some tokens, `(..., K)`.
+    Returns the function from features `(..., H)` to a head's logits of some tokens, `(..., K)`.
 
-    A plain linear head is cut to the rows of these tokens: a copy of the weights as they are now. Of any other head
-    (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing. `memory` allocates the
-    cut head, where a captured graph reads it.
+    A plain linear head is cut to the rows of these tokens: a copy of the weights, which is kept while they stay the
+    same. Of any other head (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
+    With `memory` captured graphs read the cut head.
     """
-    if not _is_plain_linear(head):
-        return scaled_head(lambda features: _select_last(head(features), token_ids), target_config)
+    if not is_plain_linear(head):
+        return lambda features: _select_last(head(features), token_ids)
+    whole = [parameter.detach() for parameter in (head.weight, head.bias) if parameter is not None]
     rows = token_ids.to(head.weight.device)
-    weight = head.weight.detach().index_select(0, rows)
-    bias = None if head.bias is None else head.bias.detach().index_select(0, rows)
-    if memory is not None:
-        weight, bias = memory.copy(weight), None if bias is None else memory.copy(bias)
-    return scaled_head(_by_rows(lambda features: nn.functional.linear(features, weight, bias)), target_config)
+
+    def cut() -> list[torch.Tensor]:
+        return [parameter.index_select(0, rows) for parameter in whole]
+
+    weight, bias = (*kept("cut head", (head, head), whole, (token_ids,), cut, memory is not None), None)[:2]
+    return _by_rows(lambda features: nn.functional.linear(features, weight, bias))
 
 
 def head_for_drafting(
     target: PreTrainedModel,
+    drafter: GumihoModel,
     draft_vocabulary: Sequence[int] | None,
     device: torch.device,
     dtype: torch.dtype,
     memory: StaticMemory | None = None,
 ) -> tuple[LogitsFunction, torch.Tensor | None]:
     """
-    Returns the function from a drafter's features `(..., H)`, on any device, to the target's logits of the tokens that
-    may be drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states of
-    this device and dtype.
+    Returns the function from a drafter's features `(..., H)`, on any device, to the logits of the tokens that may be
+    drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states of this
+    device and dtype. A drafter with an output head of its own needs no other.
+
+    Raises:
+        ValueError: The draft vocabulary has tokens that the drafter's own output head does not score.
     """
-    token_ids = None if draft_vocabulary is None else torch.tensor(draft_vocabulary, device=device)
+    if drafter.config.is_eagle3:
+        return _own_head(drafter, draft_vocabulary, memory)
+    token_ids = None
+    if draft_vocabulary is not None:
+        module = target.get_output_embeddings()
+        ids = list(draft_vocabulary)
+        (token_ids,) = kept(
+            "draft vocabulary", (module, module), (), (ids, device), lambda: [torch.tensor(ids, device=device)]
+        )
     head = output_head(target, token_ids, memory)
     return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
+
+
+def _own_head(
+    drafter: GumihoModel, draft_vocabulary: Sequence[int] | None, memory: StaticMemory | None
+) -> tuple[LogitsFunction, torch.Tensor | None]:
+    """Does the same with the drafter's own output head, cut to the rows of the draft vocabulary."""
+    head, own = drafter.lm_head, drafter.own_tokens()
+    if draft_vocabulary is None:
+        return drafter.score, own
+    ids, device = list(draft_vocabulary), head.weight.device
+
+    def find_rows() -> list[torch.Tensor]:
+        token_ids = rows = torch.tensor(ids, device=device)
+        if own is not None:
+            row_of = token_ids.new_full((drafter.config.get_text_config().vocab_size,), -1)
+            row_of[own] = torch.arange(len(own), device=device)
+            rows = row_of[token_ids]
+            if unscored := token_ids[rows < 0].tolist():
+                raise UserValueError(
+                    f"`draft_vocabulary` has {len(unscored)} tokens that the drafter's own output head does not "
+                    f"score, such as {unscored[0]}. It scores {len(own)} tokens (`d2t`). Leave the others out."
+                )
+        return [token_ids, rows]
+
+    mapped = () if own is None else (drafter.d2t,)
+    token_ids, rows = kept("draft vocabulary", (head, head), mapped, (ids, device), find_rows)
+    cut = cut_head(head, rows, memory)
+    return lambda features: drafter.score(features, cut), token_ids
 
 
 def scaled_head(head: LogitsFunction, target_config: PreTrainedConfig) -> LogitsFunction:
@@ -95,7 +138,7 @@ def _by_rows(head: LogitsFunction) -> LogitsFunction:
     return logits_of
 
 
-def _is_plain_linear(head: nn.Module) -> bool:
+def is_plain_linear(head: nn.Module) -> bool:
     """Whether the head multiplies with its weight, adds its bias, and does nothing else."""
     return (
         type(head) is nn.Linear

@@ -1,20 +1,19 @@
 """The prefill of a generation, as plain decoding runs it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..internals import pad_token_id, run_prompt
-from .chain_cache import ChainCache
-from .chain_session import ChainSession
-from .cycle_shapes import CycleShapes
+from ..internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
+from ..model.target_layers import TargetLayers
+from ..user_errors import UserValueError
+from .chains import ChainCache, ChainSession
+from .cycle_shapes import CycleShapes, StaticMemory
 from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
 from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
-from .static_memory import StaticMemory
 from .traits import TargetTraits
-from .tree_cache import FixedTreeCache, TreeCache
+from .tree_cache import TreeCache
 
 
 # Slots to allocate for new tokens; the cache of longer generations grows later.
@@ -35,37 +34,49 @@ def prompt_positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> t
     return torch.arange(length, device=input_ids.device).expand(len(input_ids), -1)
 
 
+def outlives_call(cache: Any, traits: TargetTraits, generation_config: GenerationConfig) -> bool:
+    """Returns whether anybody sees the cache that `generate()` prepared, if any, after the call."""
+    if generation_config.return_dict_in_generate:
+        return True
+    return cache is not None and (traits.cache_argument != CACHE_NAME or is_callers_cache(cache))
+
+
 def read_prompt(
     model: PreTrainedModel,
     traits: TargetTraits,
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    num_nodes: int,
-    max_new_tokens: int,
     shapes: CycleShapes,
-    layer_ids: Sequence[int] | None = None,
+    *,
+    keeps_cache: bool,
+    max_new_tokens: int,
+    num_nodes: int,
+    max_path: int,
+    layers: TargetLayers | None = None,
 ) -> tuple["TargetSession", TargetOutput]:
     """
     Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
     `model_kwargs` are as prepared by `generate()`, with the cache for the prompt.
 
     Args:
-        num_nodes: Most nodes of a later tree, root included. Longer paths use the slots of later tokens.
-        max_new_tokens: Most tokens that may follow.
         shapes: Shapes of the passes over trees.
-        layer_ids: The `target_layer_ids` of the drafter.
+        keeps_cache: Whether anybody sees the cache after the call.
+        max_new_tokens: Most tokens that may follow.
+        num_nodes: Most nodes of a later tree, root included. Longer paths use the slots of later tokens.
+        max_path: Most nodes of a path in such a tree.
+        layers: The layers that the drafter reads.
 
     Returns:
         The session that continues from here, and the output for the prompt.
     """
-    reader, name = FeatureReader(model, layer_ids), traits.cache_argument
-    # Read before the pass, which may replace them.
+    # 1. What the pass may replace in the arguments is read before it.
+    reader, name = FeatureReader(model, layers), traits.cache_argument
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
     cache = model_kwargs.get(name)
     num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
     outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
-    # A prefill in chunks puts the cache of the first chunk into the arguments.
+    # 2. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
         cache, num_before = outputs[name], 0
     # Not the device of the parameters: a target may be split over devices, and an offloaded one is on "meta".
@@ -80,12 +91,13 @@ def read_prompt(
         mask=None if mask is None or bool(mask.all()) else mask.to(device).bool(),
         next_position=position_ids[..., -1:].expand(*position_ids.shape[:-2], batch_size, 1) + 1,
         cache=cache,
+        keeps_cache=keeps_cache,
         num_reserved=shapes.slots_for(length + reserved + num_nodes) - length,
     )
+    # 3. The session verifies drafts, with a cache that takes over the entries of the prompt: trees, or chains.
     capacity = length + prompt.num_reserved
     memory = StaticMemory.take(model, batch_size, capacity) if shapes.are_compiled else None
-    # The session verifies drafts, with a cache that takes over the entries of the prompt.
-    shared = (prompt, max_new_tokens, states.last.dtype, shapes, memory)
+    shared = (prompt, max_new_tokens, max_path, states.last.dtype, shapes, memory)
     session: TargetSession
     if traits.is_chain:
         chain_cache = ChainCache(cache, length, batch_size)
@@ -93,7 +105,8 @@ def read_prompt(
         session.pad_token_id = pad_token_id(generation_config) or 0
     else:
         tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory)
-        tree_cache = FixedTreeCache(tree_cache, device) if shapes.are_fixed else tree_cache
+        if shapes.are_fixed:
+            tree_cache.fix_shapes(device)
         session = TargetSession(model, traits, model_kwargs, reader, tree_cache, *shared)
     output = TargetOutput(
         logits=outputs.logits[:, -1:],
@@ -124,7 +137,7 @@ def _run_prompt(
 
 
 @torch.no_grad()
-def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layer_ids: Sequence[int] | None) -> None:
+def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layers: TargetLayers | None) -> None:
     """
     Runs the target on two tokens.
 
@@ -135,7 +148,7 @@ def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layer_ids: 
     tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=target.device), traits.make_cache()
     model_kwargs = {traits.cache_argument: cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
     model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
-    _run_prompt(target, FeatureReader(target, layer_ids), tokens, GenerationConfig(), model_kwargs)
+    _run_prompt(target, FeatureReader(target, layers), tokens, GenerationConfig(), model_kwargs)
     _num_entries(traits, cache, None, 2, 0)
 
 
@@ -159,7 +172,7 @@ def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, nu
         return num_read if mask is None else mask.shape[1]
     length: int = cache.get_seq_length()
     if length <= num_before:
-        raise ValueError(
+        raise UserValueError(
             f"{traits.name} added nothing to the cache in its argument `{traits.cache_argument}`, the name that this "
             f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
             f"`assistant_model`."

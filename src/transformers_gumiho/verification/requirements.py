@@ -7,18 +7,23 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
+from transformers.utils import logging
 
 from ..internals import attention_implementation
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
+from ..user_errors import UserValueError
 from .attention import MASKED_IMPLEMENTATIONS, tree_attention_obstacle
-from .chain_cache import BLOCK_INDEX_KIND, can_roll_back
+from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .feature_reader import find_layers
 from .traits import TargetTraits
 from .tree_cache import is_convertible
 
 
-class Unsupported(ValueError):
+logger = logging.get_logger(__name__)
+
+
+class Unsupported(UserValueError):
     """
     A call of `generate()` that cannot be drafted. With an attached drafter, such a call decodes plainly instead.
     """
@@ -158,15 +163,22 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
     config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
     for what, ours, theirs in (
         ("vocabulary", draft.vocab_size, config.vocab_size),
-        ("hidden size", draft.hidden_size, state_width(config)),
+        ("hidden size", drafter.config.target_hidden_size or draft.hidden_size, state_width(config)),
     ):
         if ours != theirs:
             raise Unsupported(
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
-    if drafter.config.target_layer_ids is not None:
-        find_layers(target, drafter.config.target_layer_ids)
+    if (layers := drafter.config.layers_read(target.config)) is None:
+        return
+    find_layers(target, layers)
+    if drafter.config.is_eagle3:
+        logger.warning_once(
+            f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the outputs of the "
+            f"layers {list(layers.ids)} of {type(target).__name__}. If it was trained with others, pass them as "
+            f"`target_layer_ids=[...]` to `from_pretrained`."
+        )
 
 
 def check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:

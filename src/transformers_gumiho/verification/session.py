@@ -1,4 +1,4 @@
-"""One generation of the target behind its prompt: a draft tree per pass."""
+"""The target after the prefill: runs one draft tree per pass."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..tree.draft_tree import DraftTree
-from ..tree.walk import AcceptedPath
+from ..tree.draft_tree import DraftTree, bare_root
+from ..tree.walk import AcceptedPath, pick
+from ..uploads import upload
 from .attention import groups_in_place, tree_attention
-from .cycle_shapes import CycleShapes
+from .cycle_shapes import CycleShapes, StaticMemory
 from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
-from .static_memory import StaticMemory
 from .traits import TargetTraits
 from .tree_cache import TreeCache
 
@@ -26,7 +26,8 @@ class TargetOutput:
 
     Attributes:
         logits (`(B, n, V)`): For the prompt, of its last token only (`n = 1`).
-        states: Of `T` tokens: `n`, or those of the prompt that were run.
+        states: Hidden states. `T` is `n` for a tree; for the prefill, the number of prompt tokens that ran (fewer with
+            a cache).
         position_ids (`(B, T)`): The positions of those states.
         hidden_states: All layers' states `(B, T, H)` where they were asked for.
     """
@@ -38,16 +39,97 @@ class TargetOutput:
 
 
 @dataclass(frozen=True)
-class TargetPrompt:
+class CommittedTokens:
     """
-    What later passes need to know of the prompt.
+    The newly committed tokens of each row, aligned left, and the target's hidden states that predicted them.
 
     Attributes:
-        length: Its entries in the cache.
+        tokens (`(B, n)`): The token ids.
+        drafter_input (`(B, n, k * H)`): The target's states of the layers that the drafter reads, one state per token.
+        position_ids (`(B, n)`): The positions of these states.
+        accepted_lengths: Number of committed tokens in each row. Entries after them have no meaning.
+        attention_mask (`(B, n)`, *optional*): For the prompt: 0 if the state belongs to padding.
+    """
+
+    tokens: torch.Tensor
+    drafter_input: torch.Tensor
+    position_ids: torch.Tensor
+    accepted_lengths: list[int]
+    attention_mask: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "CommittedTokens":
+        """Returns the same with all tensors on `device`."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def narrow(self) -> "CommittedTokens":
+        """Returns the same without columns that no row uses."""
+        width = max(self.accepted_lengths)
+        return self._map(lambda tensor: tensor[:, :width])
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CommittedTokens":
+        return replace(
+            self,
+            tokens=function(self.tokens),
+            drafter_input=function(self.drafter_input),
+            position_ids=function(self.position_ids),
+            attention_mask=None if self.attention_mask is None else function(self.attention_mask),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence["CommittedTokens"]) -> "CommittedTokens":
+        """Returns the tokens of consecutive cycles as if one cycle had committed them. The prompt is not joined."""
+        if len(parts) == 1:
+            return parts[0]
+        columns: list[list[int]] = [[] for _ in parts[0].accepted_lengths]
+        start = 0
+        for part in parts:
+            for row, length in zip(columns, part.accepted_lengths, strict=True):
+                row.extend(range(start, start + length))
+            start += part.tokens.shape[1]
+        joined = cls(
+            torch.cat([part.tokens for part in parts], dim=1),
+            torch.cat([part.drafter_input for part in parts], dim=1),
+            torch.cat([part.position_ids for part in parts], dim=1),
+            [],
+        )
+        return joined._pick(columns, max(map(len, columns)))
+
+    def split(self, width: int) -> list["CommittedTokens"]:
+        """Returns the same tokens in parts of `width`, the oldest first. The last part has each row's newest token."""
+        if self.tokens.shape[1] == width:
+            return [self]
+        parts: list[CommittedTokens] = []
+        ends = list(self.accepted_lengths)
+        while not parts or max(ends) > 0:
+            starts = [max(end - width, 0) for end in ends]
+            parts.append(self._pick([list(range(*bounds)) for bounds in zip(starts, ends, strict=True)], width))
+            ends = starts
+        return parts[::-1]
+
+    def _pick(self, columns: Sequence[list[int]], width: int) -> "CommittedTokens":
+        """Returns the tokens in these columns of each row, aligned left, padded with any tokens to `width`."""
+        index = upload([[*row, *[0] * (width - len(row))] for row in columns], self.tokens.device)
+        states = index.to(self.drafter_input.device)[:, :, None].expand(-1, -1, self.drafter_input.shape[2])
+        return CommittedTokens(
+            self.tokens.gather(1, index),
+            self.drafter_input.gather(1, states),
+            self.position_ids.gather(1, index.to(self.position_ids.device)),
+            [len(row) for row in columns],
+        )
+
+
+@dataclass(frozen=True)
+class TargetPrompt:
+    """
+    State after the prefill.
+
+    Attributes:
+        length: Number of cache entries of the prompt.
         mask (`(B, length)`, *optional*): False at padding. `None` without any.
-        next_position (`(..., B, 1)`): The position behind it. Multimodal decoders have several positions per token,
+        next_position (`(..., B, 1)`): The position after it. Multimodal decoders have several positions per token,
             with the batch in the second dimension.
-        cache: The caller's.
+        cache: The cache that the caller passed or `generate()` made.
+        keeps_cache: Whether anybody sees that cache after the generation.
         num_reserved: Slots that follow it in the cache of fixed shapes, and in a growing one at first.
     """
 
@@ -55,6 +137,7 @@ class TargetPrompt:
     mask: torch.Tensor | None
     next_position: torch.Tensor
     cache: Any
+    keeps_cache: bool
     num_reserved: int
 
 
@@ -66,10 +149,11 @@ class TargetSession:
 
     Attributes:
         model_kwargs: As prepared by `generate()`.
-        reader: Of the target's states.
-        cache: Holds the prompt.
+        reader: Reads the target's states.
+        cache: The cache of the passes, which holds the prompt.
         max_new_tokens: The most tokens that may follow it.
-        dtype: Of the target's states. (A quantized target computes in another dtype than it stores.)
+        max_path: The most nodes of a path, root included.
+        dtype: Dtype of the target's states. (A quantized target computes in another dtype than it stores.)
         shapes: The shapes of its passes.
         memory: Allocates the tensors that captured graphs read; `None` where nothing is compiled.
     """
@@ -81,6 +165,7 @@ class TargetSession:
     cache: Any
     prompt: TargetPrompt
     max_new_tokens: int
+    max_path: int
     dtype: torch.dtype
     shapes: CycleShapes
     memory: StaticMemory | None
@@ -101,11 +186,12 @@ class TargetSession:
 
     def __exit__(self, *exception: Any) -> None:
         self._listening.close()
-        if exception[0] is not None:
+        if exception[0] is not None and self.prompt.keeps_cache:
             # The caller can distinguish from padding only what every row has committed.
             lengths = self.cache.lengths
             self.cache.truncate([length - min(lengths) for length in lengths])
-        self.cache.restore(self.prompt.cache)
+        if self.prompt.keeps_cache:
+            self.cache.restore(self.prompt.cache)
         if self.memory is not None:
             self.memory.give_back(self.model)
 
@@ -143,11 +229,45 @@ class TargetSession:
     def _tree_attention(self) -> Callable[[], AbstractContextManager[None]]:
         return tree_attention(self.model, self.traits.attention)
 
-    def keep(self, path: AcceptedPath) -> None:
+    def keep(self, path: AcceptedPath, output: TargetOutput) -> CommittedTokens:
         """
-        Keeps the accepted nodes of the newest pass in the cache. In a row that has just ended the root is its last
-        token. It stays, as plain decoding runs it while other rows continue.
+        Keeps the accepted nodes of the newest pass in the cache. Returns the committed tokens with the states of their
+        nodes, from the `output` of that pass. With fixed shapes the width is the same in every cycle.
         """
+        if self.shapes.are_fixed:
+            path = path.padded(self.max_path)
+        self._keep_entries(path)
+        width = path.nodes.shape[1] if self.shapes.are_fixed else max(path.accepted_lengths)
+        nodes = path.nodes[:, :width]
+        return CommittedTokens(
+            path.tokens[:, :width],
+            pick(output.states.drafter_input, nodes),
+            output.position_ids.gather(1, nodes.to(output.position_ids.device)),
+            path.accepted_lengths,
+        )
+
+    def committed_prompt(self, text: torch.Tensor, output: TargetOutput, vocab_size: int) -> CommittedTokens:
+        """
+        Returns the tokens after those that the prefill ran: of all the prompt, or of what follows the caller's cache.
+
+        Args:
+            text (`(B, T + 1)`): The prompt and the first new token. With `inputs_embeds` the new token alone.
+            output: What [`read_prompt`] returned.
+            vocab_size: Number of tokens that the drafter knows. A multimodal prompt may mark its images by others.
+        """
+        states, mask = output.states.drafter_input, self.prompt.mask
+        num_known = min(states.shape[1], text.shape[1])
+        return CommittedTokens(
+            text[:, -num_known:].clamp(0, vocab_size - 1),
+            states[:, -num_known:],
+            output.position_ids[:, -num_known:],
+            [num_known] * len(text),
+            mask[:, -num_known:] if mask is not None else None,
+        )
+
+    def _keep_entries(self, path: AcceptedPath) -> None:
+        # In a row that has just ended the root is its last token. It stays, as plain decoding runs it while other rows
+        # continue.
         num_entries = [
             int(not has_ended) if length == 0 else length
             for length, has_ended in zip(path.accepted_lengths, self._has_ended, strict=True)
@@ -157,15 +277,17 @@ class TargetSession:
 
     def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
         """
-        Leaves in the cache what plain decoding does: `num_tokens` new tokens of each row. `last_tokens` `(B,)` are the
-        newest tokens; `tree` is the newest one, for its shape.
+        Leaves in the caller's cache what plain decoding does: `num_tokens` new tokens of each row. `last_tokens`
+        `(B,)` are the newest tokens; `tree` is the newest one, for its shape. Does nothing if nobody sees the cache.
         """
+        if not self.prompt.keeps_cache:
+            return
         num_missing = [
             self.prompt.length + number - length for number, length in zip(num_tokens, self.cache.lengths, strict=True)
         ]
         if max(num_missing) > 0:
             # Rows that ended in the newest pass, before others did: their last tokens take one pass more.
-            self.run_tree(tree.with_root(last_tokens))
+            self.run_tree(tree.with_root(last_tokens) if self.shapes.are_fixed else bare_root(last_tokens))
             roots = torch.zeros_like(last_tokens)[:, None].to(self.device)
             self.cache.keep_path(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
         self.cache.truncate([max(-number, 0) for number in num_missing])
@@ -179,8 +301,8 @@ class TargetSession:
         return self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
 
     def _positions(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns the positions of tokens `offsets` `(B, n)` behind the prompt."""
-        # Nodes behind the last position are never committed.
+        """Returns the positions of tokens `offsets` `(B, n)` after the prompt."""
+        # Nodes after the last position are never committed.
         position_ids = self.prompt.next_position + offsets.clamp(max=self._last_offset)
         return position_ids if self._num_positions is None else position_ids.clamp_(max=self._num_positions - 1)
 
@@ -207,7 +329,7 @@ def _tree_masks(
     """Returns the mask of a tree for each kind of attention, `None` where it may be omitted and would hide nothing."""
     return {
         kind: None
-        if omits_masks and cache.hides_nothing(tree.tokens.shape[1], window)
+        if omits_masks and cache.needs_no_mask(tree.tokens.shape[1], window)
         else cache.attention_mask(tree.ancestors, tree.depths, dtype, window)
         for kind, window in windows.items()
     }

@@ -11,10 +11,10 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..internals import mark_static_address
-from ..tree.attention_masks import block_attention_mask, slot_attention_mask
+from ..tree.draft_tree import block_attention_mask, slot_attention_mask
 from ..tree.walk import AcceptedPath
 from ..uploads import upload
-from .static_memory import StaticMemory
+from .cycle_shapes import StaticMemory
 
 
 # Slots added to outgrown buffers, or a quarter of those in use where that is more.
@@ -56,16 +56,19 @@ class TreeCache(Cache):
     pass until a path of them is kept. Passes see the slots up to the newest entry of the longest row. Outgrown
     buffers are replaced by larger ones.
 
+    After [`fix_shapes`] passes see all slots and read no number from the host, so that they can be compiled once. The
+    cache then never grows.
+
     Args:
         batch_size (`int`): Number of rows, `B`.
         capacity (`int`): Slots to allocate per row.
         memory (`StaticMemory`, *optional*): Allocates the buffers, where a captured graph reads them.
 
     Attributes:
-        lengths: Committed slots of each row, as far as the host knows them.
-        num_pending: Uncommitted entries behind the committed ones that the next pass writes after.
+        lengths: Committed slots of each row.
+        num_pending: Uncommitted entries after the committed ones. The next pass writes after them.
         context_mask (`(B, T)`, bool, *optional*): False at committed slots that no pass sees (padding). All slots
-            behind them are seen.
+            after them are seen.
     """
 
     def __init__(self, batch_size: int, capacity: int, memory: StaticMemory | None = None):
@@ -75,6 +78,7 @@ class TreeCache(Cache):
         self.lengths = [0] * batch_size
         self.num_pending = 0
         self.context_mask: torch.Tensor | None = None
+        self._device_lengths: torch.Tensor | None = None  # `lengths` as `(B, 1)`, with fixed shapes
         # Buffers `(n, B, heads, capacity, head_dim)`, each with its `n` layers and names ("keys" or "values").
         # Layers of one shape share a buffer, so that one step rearranges them all.
         self._groups: list[tuple[torch.Tensor, list[tuple[Any, str]]]] = []
@@ -95,7 +99,7 @@ class TreeCache(Cache):
         them back. A sliding layer has dropped the entries before its window: their slots stay empty.
 
         Args:
-            cache: The cache.
+            cache: A cache that the target has written.
             capacity: Slots to allocate per row.
             context_mask (`(B, T)`, *optional*): Zero at padding.
             memory: Allocates the buffers, where a captured graph reads them.
@@ -117,7 +121,7 @@ class TreeCache(Cache):
                 new.keys[:, :, new.first_slot : length] = old.keys
                 new.values[:, :, new.first_slot : length] = old.values
                 old.keys = old.values = None
-        tree_cache.set_lengths([length] * len(tree_cache.lengths))
+        tree_cache.commit([length] * len(tree_cache.lengths))
         tree_cache.hide(context_mask)
         return tree_cache
 
@@ -125,58 +129,92 @@ class TreeCache(Cache):
         """Hides the entries where `context_mask` `(B, T)` is zero (padding) from all passes that follow."""
         self.context_mask = context_mask.bool() if context_mask is not None else None
 
+    def fix_shapes(self, device: torch.device) -> None:
+        """Fixes the shapes of all later passes. `device` is where they read how many slots are committed."""
+        self.context_mask = _extended(self.context_mask, self.capacity)
+        lengths = upload(self.lengths, device)[:, None]
+        self._device_lengths = lengths if self.memory is None else self.memory.copy(lengths)
+        # A captured graph reads and writes these where they are; without the mark, each replay would copy them.
+        for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
+            if tensor is not None:
+                mark_static_address(tensor)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Writes new entries `(B, heads, n, head_dim)` behind the committed and pending ones of each row. Returns the
-        keys and values that the pass sees.
+        Writes new entries `(B, heads, n, head_dim)` after the committed and pending ones of each row. Returns the keys
+        and values that the pass sees.
         """
         while len(self.layers) <= layer_idx:
             self.layers.append(TreeCacheLayer())
         layer = self.layers[layer_idx]
         if not layer.is_initialized:
             self.allocate([(layer, key_states, value_states)])
-        return self._write(layer, key_states, value_states)
+        write = self._write if self._device_lengths is None else self._write_in_fixed_shapes
+        return write(layer, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Returns the slots of the longest row, pending ones included; a tensor `()` where shapes are fixed."""
-        return max(self.lengths) + self.num_pending
+        longest: Any = max(self.lengths) if self._device_lengths is None else self._device_lengths.max()
+        return longest + self.num_pending
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        is_fixed = self._device_lengths is not None
+        return self.capacity if is_fixed else self.get_seq_length() + query_length, 0
 
     def starts(self, device: torch.device) -> int | torch.Tensor:
         """Returns the committed slots, `(B, 1)` on `device`; a number where the host knows that all rows agree."""
+        if self._device_lengths is not None:
+            return self._device_lengths.to(device)
         return self.lengths[0] if self._is_uniform else self._starts_of_rows(device)
 
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
     ) -> torch.Tensor:
         """Returns the mask of the next pass; the arguments are those of [`block_attention_mask`]."""
+        if (starts := self._device_lengths) is not None:
+            return slot_attention_mask(visible, depths, starts, self.capacity, dtype, self.context_mask, window)
         self.context_mask = _extended(self.context_mask, max(self.lengths))
         return block_attention_mask(visible, depths, self.lengths, dtype, self.context_mask, window)
 
-    def hides_nothing(self, num_new: int, window: int | None = None) -> bool:
+    def needs_no_mask(self, num_new: int, window: int | None = None) -> bool:
         """Returns whether the host knows that `num_new` new entries see all slots, as in a step of plain decoding."""
-        is_alone = num_new == 1 and self.num_pending == 0 and self._is_uniform
+        is_alone = self._device_lengths is None and num_new == 1 and self.num_pending == 0 and self._is_uniform
         return is_alone and self.context_mask is None and (window is None or max(self.lengths) < window)
 
     def keep_path(self, path: AcceptedPath) -> None:
-        """Moves the entries of the accepted nodes behind the committed ones, and commits them. Drops all others."""
-        longest = max(path.accepted_lengths)
-        # The root is the first entry and stays where it is.
-        if longest > 1:
+        """Moves the entries of the accepted nodes to the slots after the committed ones, and commits them."""
+        if self._device_lengths is not None:
+            # As many nodes every time; the entries after the accepted ones are dropped again.
+            self._move(path.nodes, self._device_lengths)
+        elif (longest := max(path.accepted_lengths)) > 1:
+            # The root is the first entry and stays where it is.
             self._move(path.nodes[:, :longest], self.starts(path.nodes.device))
-        self.advance(path.accepted_lengths)
+        self.commit(path.accepted_lengths)
 
-    def advance(self, accepted_lengths: Any) -> None:
-        """Commits the first `accepted_lengths[b]` of the newest entries of each row."""
-        self.set_lengths([length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)])
+    def commit(self, accepted_lengths: Sequence[int]) -> None:
+        """Commits the first `accepted_lengths[b]` of the newest entries of each row, and drops all others."""
+        self.count(accepted_lengths)
+        if self._device_lengths is not None:
+            self._device_lengths.copy_(upload(self.lengths, self._device_lengths.device)[:, None])
+
+    def commit_on_device(self, accepted_lengths: torch.Tensor) -> None:
+        """The same within a compiled stage, for lengths `(B,)` on the device. The host calls [`count`] after it."""
+        if self._device_lengths is not None:
+            self._device_lengths.add_(accepted_lengths[:, None])
+        self.num_pending = 0
+
+    def count(self, accepted_lengths: Sequence[int]) -> None:
+        """Counts committed entries on the host."""
+        self.lengths = [length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)]
+        self.num_pending = 0
+        self._starts.clear()
+        self._new_entries.clear()
 
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Removes the newest `num_removed[b]` committed entries of each row."""
-        self.set_lengths([length - number for length, number in zip(self.lengths, num_removed, strict=True)])
+        self.commit([-number for number in num_removed])
 
     def restore(self, cache: DynamicCache) -> None:
         """
@@ -208,12 +246,6 @@ class TreeCache(Cache):
     def _is_uniform(self) -> bool:
         return len(self.lengths) == 1 or min(self.lengths) == max(self.lengths)
 
-    def set_lengths(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.num_pending = 0
-        self._starts.clear()
-        self._new_entries.clear()
-
     def _starts_of_rows(self, device: torch.device) -> torch.Tensor:
         if device not in self._starts:
             self._starts[device] = upload(self.lengths, device)[:, None]
@@ -231,6 +263,19 @@ class TreeCache(Cache):
                 index = self._index_of_new(states.shape[1], num_new, buffer.device)
                 buffer.view(-1, buffer.shape[3]).index_copy_(0, index, states.reshape(-1, states.shape[3]))
         return layer.keys[:, :, :stop], layer.values[:, :, :stop]
+
+    def _write_in_fixed_shapes(
+        self, layer: Any, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        new = torch.arange(keys.shape[2], device=keys.device)
+        slots = self.starts(keys.device) + (self.num_pending + new)
+        for buffer, states in ((layer.keys, keys), (layer.values, values)):
+            if slots.shape[0] == 1:
+                buffer.index_copy_(2, slots[0], states)
+            else:
+                rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+                buffer.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
+        return layer.keys, layer.values
 
     def _index_of_new(self, num_heads: int, num_new: int, device: torch.device) -> torch.Tensor:
         """Returns `(B * num_heads * num_new,)`: the new entries in a layer's flattened buffer."""
@@ -275,7 +320,7 @@ class TreeCache(Cache):
                 self.add_group(grown, users[first : first + at_once])
 
     def _move(self, nodes: torch.Tensor, starts: int | torch.Tensor) -> None:
-        """Moves the entries `nodes` `(B, n)` behind the slots `starts` `(B, 1)` to the first slots from there on."""
+        """Moves entries `nodes` `(B, n)`, counted from the slots `starts` `(B, 1)`, to the first of these slots."""
         num_kept = nodes.shape[1]
         known: dict[Any, Any] = {}  # groups that are alike share their indices
         for group, _ in self._groups:
@@ -296,70 +341,6 @@ class TreeCache(Cache):
             # Rows of the flattened buffer: several times as fast as gathering and scattering single numbers.
             entries = group.view(-1, group.shape[4])
             entries.index_copy_(0, target, entries.index_select(0, source))
-
-
-class FixedTreeCache(TreeCache):
-    """
-    The variant of fixed shapes: passes see all slots and read no number from the host, so that they can be compiled
-    once. It never grows, so `cache` must have room for all that follows.
-
-    Args:
-        cache: The cache whose entries this one takes over.
-        device: Where the number of committed slots is kept.
-    """
-
-    def __init__(self, cache: TreeCache, device: torch.device):
-        self.__dict__.update(vars(cache))
-        self.context_mask = _extended(cache.context_mask, cache.capacity)
-        starts = upload(cache.lengths, device)[:, None]
-        self._committed = starts if self.memory is None else self.memory.copy(starts)
-        # A captured graph reads and writes these where they are; without the mark, each replay would copy them.
-        for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
-            if tensor is not None:
-                mark_static_address(tensor)
-
-    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        return self._committed.max() + self.num_pending
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.capacity, 0
-
-    def starts(self, device: torch.device) -> torch.Tensor:
-        return self._committed.to(device)
-
-    def attention_mask(
-        self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
-    ) -> torch.Tensor:
-        return slot_attention_mask(visible, depths, self._committed, self.capacity, dtype, self.context_mask, window)
-
-    def hides_nothing(self, num_new: int, window: int | None = None) -> bool:
-        return False
-
-    def keep_path(self, path: AcceptedPath) -> None:
-        # As many nodes every time; those behind the accepted ones are dropped again.
-        self._move(path.nodes, self._committed)
-        super().advance(path.accepted_lengths)
-
-    def advance(self, accepted_lengths: torch.Tensor) -> None:
-        """Commits entries, `accepted_lengths` `(B,)` on the device. `lengths` stays: the host does not know them."""
-        self._committed.add_(accepted_lengths[:, None])
-        self.num_pending = 0
-
-    def set_lengths(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.num_pending = 0
-        self._committed.copy_(upload(lengths, self._committed.device)[:, None])
-
-    def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        new = torch.arange(keys.shape[2], device=keys.device)
-        slots = self.starts(keys.device) + (self.num_pending + new)
-        for buffer, states in ((layer.keys, keys), (layer.values, values)):
-            if slots.shape[0] == 1:
-                buffer.index_copy_(2, slots[0], states)
-            else:
-                rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-                buffer.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
-        return layer.keys, layer.values
 
 
 def _first_slots(shape: Sequence[int], capacity: int, device: torch.device) -> torch.Tensor:

@@ -1,26 +1,26 @@
 """Compiled targets: passes over drafts run uncompiled copies of the modules that the drafter reads."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..internals import has_own_forward, is_compiled, uncompiled, uncompiled_copy
+from ..model.target_layers import TargetLayers
 from .feature_reader import find_decoder, find_layers
 
 
-def without_graphs(target: PreTrainedModel, layer_ids: Sequence[int] | None) -> Any:
+def without_graphs(target: PreTrainedModel, layers: TargetLayers | None) -> Any:
     """
     Returns the target, or for one with compiled modules a copy that shares its weights. In the copy, the modules that
     the drafter reads, and those around them, are not compiled: a graph ignores hooks that are registered later, and a
-    compiling thread fails where hooks come and go. All other modules stay compiled. `layer_ids` are the drafter's
-    `target_layer_ids`.
+    compiling thread fails where hooks come and go. All other modules stay compiled. `layers` are those that
+    the drafter reads.
     """
     if not any(map(is_compiled, target.modules())):
         return target
-    layers = {} if layer_ids is None else find_layers(target, layer_ids)
-    return _copied(target, {find_decoder(target), *layers.values()})
+    read = {} if layers is None else find_layers(target, layers)
+    return _copied(target, {find_decoder(target), *read.values()})
 
 
 def _copied(module: nn.Module, read: set[nn.Module]) -> nn.Module:

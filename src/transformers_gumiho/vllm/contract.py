@@ -59,6 +59,10 @@ HOOKS: dict[tuple[str, str], dict[str, str]] = {
         "max_query_len": "", "num_actual_tokens": "", "query_start_loc": "", "query_start_loc_cpu": "",
         "slot_mapping": "",
     },
+    ("vllm.v1.core.sched.scheduler", "Scheduler"): {
+        "make_spec_decoding_stats": "self spec_decoding_stats num_draft_tokens num_accepted_tokens ...",
+        "vllm_config": "",
+    },
     ("vllm.v1.sample.metadata", "SamplingMetadata"): {"": ""},
     ("vllm.v1.spec_decode.eagle", "EagleProposer"): {
         "__init__": "self vllm_config device runner", "load_model": "self target_model",

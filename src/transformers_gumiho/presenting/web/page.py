@@ -9,6 +9,7 @@ import gradio as gr
 from transformers import PreTrainedModel
 
 from ...drafting.settings import DraftingSettings
+from ...user_errors import UserError, UserValueError
 from ..arguments import GenerateArguments
 from .markup import answer_html, tree_html, verdict_html
 from .race import Host, Race
@@ -31,8 +32,8 @@ _TEXTS = ["def __init__(self, ", "def read(self):", "import os\n\nclass "]
 _INTRODUCTION = """\
 # Gumiho beside plain decoding
 
-`{target}` answers your question twice, at the same time: as plain `generate()` does, and with the drafter \
-`{drafter}`. What was drafted and the target accepted is <span style="background:rgba(34,197,94,0.28)">\
+{target} answers your question twice, at the same time: as plain `generate()` does, and with {drafter}. \
+What was drafted and the target accepted is <span style="background:rgba(34,197,94,0.28)">\
 green</span>. Both share the processor, a cycle or token each in turn. \
 Each clock runs only while its own answer is generated."""
 
@@ -47,7 +48,7 @@ class Page(Host):
         """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
         try:
             race = Race(self, self._question(text, *settings))
-        except ValueError as error:
+        except UserError as error:
             # What it says is shown as HTML.
             raise gr.Error(escape(str(error)), print_exception=False) from error
         try:
@@ -67,9 +68,9 @@ class Page(Host):
             most = most or self.max_new_tokens
             # Anything can be sent, of any length; only numbers are worth repeating.
             if not isinstance(value, (int, float)):
-                raise ValueError(f"{label} must be a number from {least} to {most}.")
+                raise UserValueError(f"{label} must be a number from {least} to {most}.")
             if not least <= value <= most:
-                raise ValueError(f"{label} must be from {least} to {most}, got {value}.")
+                raise UserValueError(f"{label} must be from {least} to {most}, got {value}.")
             values[name] = int(value) if step == 1 else float(value)
         return GenerateArguments(prompt=text, **values)
 
@@ -77,9 +78,12 @@ class Page(Host):
         tree = tree_html(race)
         return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree
 
-    def build(self, max_visitors: int) -> gr.Blocks:
-        """Returns the page, which answers `max_visitors` at a time."""
-        introduction = _INTRODUCTION.format(target=_name(self.target), drafter=_name(self.drafter))
+    def build(self, max_visitors: int, pair: str | None = None) -> gr.Blocks:
+        """Returns the page, which answers `max_visitors` at a time. `pair` is the short name of the models, if any."""
+        target, drafter = f"`{_name(self.target)}`", f"the drafter `{_name(self.drafter)}`"
+        if pair is not None:
+            target, drafter = f"The target of the pair `{pair}`", "the pair's drafter"
+        introduction = _INTRODUCTION.format(target=target, drafter=drafter)
         with gr.Blocks(title="Gumiho beside plain decoding", analytics_enabled=False) as blocks:
             session = gr.State(None)
             gr.Markdown(introduction)

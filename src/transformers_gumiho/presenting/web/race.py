@@ -11,6 +11,7 @@ from transformers.utils import logging
 from ...measuring.prompts import encode_turn
 from ...model.modeling_gumiho import GumihoModel
 from ...pairs import use_options
+from ...user_errors import UserValueError
 from ...verification.placement import input_device
 from ..answering import Answer, stream_answer
 from ..arguments import GenerateArguments
@@ -49,15 +50,15 @@ class Host:
         longest = _CHARACTERS_PER_TOKEN * most
         limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
         if not text.strip():
-            raise ValueError("The question is empty. Write one first.")
+            raise UserValueError("The question is empty. Write one first.")
         if len(text) > longest:
-            raise ValueError(f"The question has {len(text)} characters; {limit}")
+            raise UserValueError(f"The question has {len(text)} characters; {limit}")
         prompt = encode_turn(self.tokenizer, [text], [])
         if len(prompt) > most:
-            raise ValueError(f"The question has {len(prompt)} tokens; {limit}")
+            raise UserValueError(f"The question has {len(prompt)} tokens; {limit}")
         positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if positions is not None and len(prompt) + question.max_new_tokens > positions:
-            raise ValueError(
+            raise UserValueError(
                 f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the "
                 f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
             )

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ...user_errors import UserOSError, UserValueError
 from .settings import SynthesisSettings
 from .user_turn import UserTurn, find_user_turn
 from .writing import Text
@@ -25,7 +26,7 @@ _LATER = {408, 425, 429}
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
-class EndpointError(ConnectionError):
+class EndpointError(UserOSError, ConnectionError):
     """A server that does not answer, refuses, or returns only invalid responses."""
 
 
@@ -56,9 +57,9 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"The endpoint must be an address such as http://localhost:8000, got {self.url!r}.")
+            raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {self.url!r}.")
         if self.concurrency < 1 or self.num_tries < 1:
-            raise ValueError(
+            raise UserValueError(
                 f"`concurrency` and `num_tries` must be at least 1, got {self.concurrency} and {self.num_tries}."
             )
 

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ...resumable_file import append_rows, complete_lines, cut_unfinished_batch
+from ...user_errors import UserValueError
 from .degenerate import why_degenerate
 from .near_duplicates import NearDuplicates
 from .writing import Text
@@ -61,7 +62,7 @@ class PromptFile:
                     self._count(row)
                 progress.update(min(len(self.rows), num_prompts) - progress.n)
                 if self._num_written >= 10 * self.batch_size and len(self.rows) < self._num_written / 100:
-                    raise ValueError(
+                    raise UserValueError(
                         f"Of {self._num_written} prompts that the target wrote, {len(self.rows)} are of use. Dropped: "
                         f"{count_in_words(self.dropped)}. Give questions (`--data FILE`) or first words "
                         f"(`--openings FILE`)."

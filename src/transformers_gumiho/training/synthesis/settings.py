@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ...user_errors import UserValueError
 from ..sampling import Sampling
 
 
@@ -33,13 +34,13 @@ class SynthesisSettings:
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_prompt_tokens", "max_new_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+                raise UserValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if self.num_prompts < 0:
-            raise ValueError(f"`num_prompts` must be at least 0, got {self.num_prompts}.")
+            raise UserValueError(f"`num_prompts` must be at least 0, got {self.num_prompts}.")
         if not 0 <= self.sampled_share <= 1:
-            raise ValueError(f"`sampled_share` must be between 0 and 1, got {self.sampled_share}.")
+            raise UserValueError(f"`sampled_share` must be between 0 and 1, got {self.sampled_share}.")
         if self.temperature <= 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
+            raise UserValueError(
                 f"`temperature` must be above 0 and `top_p` in (0, 1], got {self.temperature} and {self.top_p}."
             )
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...internals import dataset_fingerprint
 from ...resumable_file import append_rows, check_begun_with, cut_unfinished_batch, sole_writer
+from ...user_errors import UserValueError
 from ...verification.fingerprint import model_fingerprint
 from ..conversations import Conversation, MalformedRowError, read_text
 from ..fingerprint import tokenizer_fingerprints
@@ -58,7 +59,7 @@ def synthesize_dataset(
     room = longest + settings.max_prompt_tokens + settings.max_new_tokens
     check_settings(tokenizer, target.config, room)
     if not settings.num_prompts:
-        raise ValueError("There is nothing to answer. Give `num_prompts` above 0.")
+        raise UserValueError("There is nothing to answer. Give `num_prompts` above 0.")
     write = partial(write_user_turns, target.eval(), tokenizer, settings.max_prompt_tokens, settings.sampling)
     fingerprints = {"target": model_fingerprint(target)} | tokenizer_fingerprints(tokenizer)
     rows = _write_prompts(write, tokenizer, Path(output_file), settings, openings, fingerprints)
@@ -104,7 +105,7 @@ def synthesize_from_endpoint(
         OSError: The disk is full, or another run writes there. What was written stays.
     """
     if not settings.num_prompts and questions is None:
-        raise ValueError("There is nothing to answer. Give `num_prompts` above 0, or `questions`.")
+        raise UserValueError("There is nothing to answer. Give `num_prompts` above 0, or `questions`.")
     path = Path(output_file)
     writer = EndpointWriter(endpoint, tokenizer, settings)
     fingerprints = {"target": endpoint.model} | tokenizer_fingerprints(tokenizer)

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from ...user_errors import UserValueError
+
 
 # What no template writes by itself.
 _MARK = "9b1f6c-the-user-speaks-here-4e02"
 
 
-class UserTurnNotFoundError(ValueError):
+class UserTurnNotFoundError(UserValueError):
     """A chat template under which a target cannot be asked for a user's turn."""
 
 

@@ -1,6 +1,10 @@
-"""The target's own cache between passes over draft chains: cropped where it can be, else restored and replayed."""
+"""
+Verifying draft chains by the target's own causal pass, over its own cache. Between passes the cache is cropped where
+it can be, else restored and replayed.
+"""
 
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -14,7 +18,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ..tree.draft_tree import DraftTree
 from ..tree.walk import AcceptedPath
+from ..uploads import upload
+from ..user_errors import UserValueError
+from .session import TargetOutput, TargetSession, text_positions
 from .tree_cache import CONVERTIBLE_LAYERS
 
 
@@ -31,8 +39,13 @@ BLOCK_INDEX_KIND = "minimax_m3_sparse"
 # What layers index their keys by, with the dimension of the tokens.
 _INDICES = {"idx_keys": 2, "indexer_keys": 1, "indexer_position_ids": -1}
 
+# Pending tokens make passes longer, which costs little while reading the weights takes longest. With more than this
+# number of pending tokens per draft of a chain, one pass without drafts commits them. A cycle with a rejection commits
+# no more tokens than it has drafts, so at least this many cycles come between two such passes.
+PENDING_PER_DRAFT = 10
 
-class BareStates:
+
+class TensorListCache:
     """Stands for a cache where a target takes and returns a list of tensors (RWKV), which it writes in place."""
 
     def __init__(self, tensors: list[Any]):
@@ -49,7 +62,7 @@ class ChainCache:
     """
 
     def __init__(self, cache: Any, length: int, batch_size: int):
-        self._cache = cache = BareStates(cache) if isinstance(cache, list) else cache
+        self._cache = cache = TensorListCache(cache) if isinstance(cache, list) else cache
         self._length = length
         self._batch_size = batch_size
         has_own_states = any(True for _ in tensors_in(vars(cache)))  # MiniMax keeps its beside the layers
@@ -76,7 +89,7 @@ class ChainCache:
     @property
     def argument(self) -> Any:
         """The target's cache argument. It lacks pending tokens; rejected ones are removed before the next pass."""
-        return self._cache.tensors if isinstance(self._cache, BareStates) else self._cache
+        return self._cache.tensors if isinstance(self._cache, TensorListCache) else self._cache
 
     @property
     def num_pending(self) -> int:
@@ -102,7 +115,9 @@ class ChainCache:
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Removes the newest `max(num_removed)` entries, which must be of the newest pass."""
         if max(num_removed) > self._num_accepted:
-            raise ValueError(f"Cannot remove {max(num_removed)} tokens: the newest pass left {self._num_accepted}.")
+            raise UserValueError(
+                f"Cannot remove {max(num_removed)} tokens: the newest pass left {self._num_accepted}."
+            )
         self._num_accepted -= max(num_removed)
         self._length -= max(num_removed)
 
@@ -130,11 +145,102 @@ class ChainCache:
             self._pending = tokens[:, : self._num_accepted] if self._num_accepted else None
 
 
+class ChainSession(TargetSession):
+    """A target that verifies chains: trees whose nodes are one path, in order. All rows advance together."""
+
+    cache: ChainCache
+    pad_token_id: int = 0
+    _max_drafts: int = 0
+    _padded: Sequence[bool] = ()
+
+    def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
+        """Runs all nodes of a chain, root included, after the accepted tokens that the cache does not hold yet."""
+        num_drafts = tree.tokens.shape[1] - 1
+        self._max_drafts = max(self._max_drafts, num_drafts)
+        # A pass without drafts needs no rollback.
+        if num_drafts and self.cache.num_pending > PENDING_PER_DRAFT * self._max_drafts:
+            self._catch_up(tree.tokens)
+        return self._run(self._with_padding(tree.tokens.to(self.device), has_ended))
+
+    def _keep_entries(self, path: AcceptedPath) -> None:
+        # Rows that have ended keep as many, which are padding there.
+        self.cache.keep_path(path)
+
+    def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
+        """Leaves in the caller's cache the longest row's new tokens that plain decoding runs, for each row."""
+        if not self.prompt.keeps_cache:
+            return
+        num_removed = self.cache.lengths[0] - self.prompt.length - max(num_tokens)
+        self.cache.truncate([num_removed] * len(num_tokens))
+        self._catch_up(tree.tokens)
+
+    def _with_padding(self, tokens: torch.Tensor, has_ended: Sequence[bool]) -> torch.Tensor:
+        """Puts in rows that have ended what plain decoding runs there: their last token once, then padding."""
+        before, self._padded = self._padded or [False] * len(tokens), has_ended
+        if not any(has_ended):
+            return tokens
+        num_kept = [int(not was) if ended else tokens.shape[1] for was, ended in zip(before, has_ended, strict=True)]
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        return tokens.masked_fill(columns >= upload(num_kept, tokens.device)[:, None], self.pad_token_id)
+
+    def _catch_up(self, tokens: torch.Tensor) -> None:
+        """Runs pending tokens alone, which commits them."""
+        if self.cache.num_pending:
+            self._run(tokens[:, :0].to(self.device))
+
+    def _run(self, nodes: torch.Tensor) -> TargetOutput:
+        start = self.cache.lengths[0] - self.prompt.length
+        tokens = self.cache.begin_pass(nodes)
+        num_tokens, num_nodes = tokens.shape[1], nodes.shape[1]
+        offsets = torch.arange(start + num_nodes - num_tokens, start + num_nodes, device=self.device)
+        position_ids = self._positions(offsets.expand(len(tokens), -1))
+        model_inputs = self.model.prepare_inputs_for_generation(
+            tokens,
+            **self._node_kwargs(num_tokens) | self._image_mask(start + num_nodes),
+            **{self.traits.cache_argument: self.cache.argument},
+            attention_mask=self._attention_mask(start + num_nodes),
+            **({} if self.model_kwargs.get("position_ids") is None else {"position_ids": position_ids}),
+        )
+        if "logits_to_keep" in model_inputs:  # some models put in their own
+            model_inputs["logits_to_keep"] = max(num_nodes, 1)
+        outputs, captured = self._run_target(model_inputs, num_tokens)
+        hidden_states = outputs.hidden_states
+        return TargetOutput(
+            logits=outputs.logits[:, outputs.logits.shape[1] - num_nodes :],
+            states=self.reader.collect(captured).newest(num_nodes),
+            position_ids=text_positions(position_ids)[:, num_tokens - num_nodes :],
+            hidden_states=hidden_states and tuple(states[:, num_tokens - num_nodes :] for states in hidden_states),
+        )
+
+    def _image_mask(self, num_new: int) -> dict[str, torch.Tensor]:
+        """Returns which parts of an image each token of the text sees, as plain decoding extends it."""
+        mask = self.model_kwargs.get("cross_attention_mask")
+        if mask is None:
+            return {}
+        num_missing = self.prompt.length + num_new - mask.shape[1]
+        return {"cross_attention_mask": torch.cat((mask, mask[:, -1:].expand(-1, num_missing, -1, -1)), dim=1)}
+
+    def _attention_mask(self, num_new: int) -> torch.Tensor | None:
+        """Returns the mask as plain decoding extends it by `num_new` tokens, `None` where the caller's has none."""
+        if self.model_kwargs.get("attention_mask") is None:
+            return None
+        mask, length = self.prompt.mask, self.prompt.length
+        new = torch.ones(len(self.cache.lengths), num_new, dtype=torch.long, device=self.device)
+        return torch.cat((new.new_ones(len(new), length) if mask is None else mask.long(), new), dim=1)
+
+
+class _Kind(Enum):
+    """How an attribute of a cache is rolled back."""
+
+    CROP = auto()  # it only grows, so nothing is held
+    REFERENCE = auto()  # it is replaced, never written in place: keys and values of a window, compressed entries
+    COPY = auto()
+
+
 class StateSnapshot:
     """
-    The state of a layer of a cache, or of the cache itself beside its layers. What only grows is not copied. What is
-    never written in place (keys and values of a sliding window, compressed entries) is referenced. `held` has the
-    attributes to restore by name.
+    The state of a layer of a cache, or of the cache itself beside its layers. `held` has the attributes to restore by
+    name.
     """
 
     def __init__(self, owner: Any):
@@ -143,26 +249,28 @@ class StateSnapshot:
         is_sliding = isinstance(owner, DynamicSlidingWindowLayer)
         self._is_cropped = is_croppable(owner) and not is_sliding
         self._grows = isinstance(owner, DynamicLayer) and not is_sliding
-        self._is_replaced = is_compressed(owner)
         self.held = {
-            name: self._hold(name, value)
-            for name, value in vars(owner).items()
-            if not (self._is_cropped or name == "layers" or (self._grows and name in ("keys", "values")))
+            name: self._hold(name, value) for name, value in vars(owner).items() if self._kind(name) is not _Kind.CROP
         }
 
-    def _hold(self, name: str, value: Any) -> Any:
-        if self._is_replaced:
-            return dict(value) if isinstance(value, dict) else value
-        return value if self._is_referenced(name) else _copy(value)
+    def _kind(self, name: str) -> _Kind:
+        is_kv = name in ("keys", "values")
+        if self._is_cropped or name == "layers" or (self._grows and is_kv):
+            return _Kind.CROP
+        is_replaced = is_compressed(self.owner) or (isinstance(self.owner, DynamicLayer) and is_kv)
+        return _Kind.REFERENCE if is_replaced else _Kind.COPY
 
-    def _is_referenced(self, name: str) -> bool:
-        return self._is_replaced or (isinstance(self.owner, DynamicLayer) and name in ("keys", "values"))
+    def _hold(self, name: str, value: Any) -> Any:
+        if self._kind(name) is _Kind.COPY:
+            return _copy(value)
+        return dict(value) if isinstance(value, dict) else value
 
     def restore(self) -> None:
         """Restores the state. It can be called again after later passes."""
         now = vars(self.owner)
         for name, value in self.held.items():
-            now[name] = self._hold(name, value) if self._is_referenced(name) else _copied_into(now[name], value)
+            is_copied = self._kind(name) is _Kind.COPY
+            now[name] = _copied_into(now[name], value) if is_copied else self._hold(name, value)
         if self._is_cropped:
             crop_to(self.owner, self._num_entries)
         elif self._grows and self.owner.keys is not None:
@@ -185,7 +293,7 @@ def is_croppable(layer: Any) -> bool:
 
 
 def is_compressed(layer: Any) -> bool:
-    """Whether a layer compresses what is behind its window. All that it holds is replaced, never written in place."""
+    """Whether a layer compresses what is before its window. All that it holds is replaced, never written in place."""
     return type(layer) in [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in COMPRESSED_KINDS]
 
 

@@ -1,8 +1,8 @@
 """Tries decoding with a drafter on every causal language model type of transformers, with tiny random weights.
 
-    python benchmarks/sweep_architectures.py
-    python benchmarks/sweep_architectures.py --table
-    python benchmarks/sweep_architectures.py --model_types qwen3_5 llama4
+    python tests/helpers/sweep_architectures.py
+    python tests/helpers/sweep_architectures.py --table
+    python tests/helpers/sweep_architectures.py --model_types qwen3_5 llama4
 
 Greedy texts of one prompt and of three padded ones must equal those of plain `generate()`, with drafts of which a part
 is accepted. Each type runs in a process of its own, forked from one that has imported what all of them need, and is
@@ -27,10 +27,9 @@ import torch
 import torch._dynamo  # some caches import it; the processes should not each do so
 import transformers
 import transformers.models.llama.modeling_llama
-from demo_pair import parse
 from partly_right_drafts import partly_right_drafts
 from tiny_configs import VOCAB_SIZE, small_config
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoModel
@@ -211,7 +210,9 @@ def shortened(why: str, class_name: str) -> str:
 
 
 def main() -> None:
-    args = parse(SweepArguments, __doc__)
+    (args,) = HfArgumentParser(SweepArguments, description=__doc__).parse_args_into_dataclasses()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if not args.table:
         # Threads of a parallel region would be missing in the forks.
         torch.set_num_threads(1)

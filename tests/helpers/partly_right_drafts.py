@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from transformers_gumiho.drafting.committed_tokens import CommittedTokens
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.verification.session import CommittedTokens
 
 
 @contextmanager
@@ -42,8 +42,8 @@ def _answering(
 ) -> Callable[..., DraftTree]:
     lengths: dict[int, list[int]] = {}  # of the texts, by generator
 
-    def draft_tree(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
-        tree = draft(self, committed)
+    def draft_tree(self: GumihoDrafter, committed: CommittedTokens, max_depth: int | None = None) -> DraftTree:
+        tree = draft(self, committed, max_depth)
         if id(self) in lengths:
             now = [a + b for a, b in zip(lengths[id(self)], committed.accepted_lengths, strict=True)]
         else:

@@ -1,0 +1,136 @@
+"""
+What differs between the serial heads of drafters: how they read the target, take a token in, and score features.
+
+A serial head has no state of its own. Its modules stay on the drafter, under the names of published checkpoints.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from .configuration_gumiho import GumihoConfig
+from .layer_fusion import GumihoLayerFusion, normalize_lower
+from .serial_layers import Eagle3FirstLayer, make_layer
+
+
+class SerialHead(ABC):
+    """
+    The serial head of a `drafter`, a [`GumihoModel`].
+
+    Attributes:
+        fuses_tokens: Whether `fc` runs for each drafted token; else once for each state of the target.
+    """
+
+    fuses_tokens: bool
+
+    @abstractmethod
+    def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
+        """Gives a new drafter the modules of this head."""
+
+    @abstractmethod
+    def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        """Maps what the drafter reads of the target, `(B, T, k * H)`, to the states `(B, T, H)` for [`fuse`]."""
+
+    @abstractmethod
+    def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Maps the embeddings of tokens and the states before them to the inputs of the layers."""
+
+    @abstractmethod
+    def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        """Maps the output of the last layer to the features, which are scored and fed back."""
+
+    @abstractmethod
+    def score(
+        self, drafter: Any, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Maps features to logits by an output head."""
+
+
+class GumihoSerialHead(SerialHead):
+    """
+    The head of Gumiho, EAGLE-1 and EAGLE-2: `fc` makes one state of an embedding and a state. Features predict the
+    target's last states, and the target's output head scores them.
+    """
+
+    fuses_tokens = True
+
+    def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
+        llama = config.get_text_config()
+        drafter.fc = nn.Linear(
+            config.embedding_width + llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias
+        )
+        drafter.layer_fusion = GumihoLayerFusion(config) if config.target_layer_ids is not None else None
+        drafter.layers = nn.ModuleList(make_layer(llama, index) for index in range(llama.num_hidden_layers))
+        # The first layer reads the output of `fc` unnormalized: the architecture has no weights for a norm here.
+        drafter.layers[0].input_layernorm = nn.Identity()
+
+    def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        if drafter.layer_fusion is None:
+            return states
+        # Outside of the layer, which an adapter or quantization may replace.
+        states = normalize_lower(states, drafter.config.get_text_config().hidden_size)
+        return drafter.layer_fusion(states.to(drafter.dtype))
+
+    def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return drafter.fc(torch.cat((embeddings, states), dim=-1))
+
+    def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def score(
+        self, drafter: Any, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        return head(features)
+
+
+class Eagle3SerialHead(SerialHead):
+    """
+    The head of EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1: `fc` makes one state of those of several layers. The first
+    layer attends to an embedding and a state side by side. The head has a final norm and an output head of its own.
+    """
+
+    fuses_tokens = False
+
+    def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
+        llama, width = config.get_text_config(), config.drafter_input_size
+        state_width, eps = config.target_hidden_size or llama.hidden_size, llama.rms_norm_eps
+        drafter.fc = nn.Linear(width, llama.hidden_size, bias=config.gumiho_fc_bias)
+        drafter.layers = nn.ModuleList(
+            make_layer(llama, index, config.qk_norm) for index in range(1, llama.num_hidden_layers)
+        )
+        drafter.layers.insert(0, Eagle3FirstLayer(config))
+        drafter.norm = LlamaRMSNorm(llama.hidden_size, eps=eps)
+        drafter.lm_head = nn.Linear(llama.hidden_size, config.draft_vocab_size or llama.vocab_size, bias=False)
+        drafter.input_norm = LlamaRMSNorm(width, eps=eps) if config.norm_before_fc else None
+        norms = [LlamaRMSNorm(state_width, eps=eps) for _ in range(width // state_width)]
+        drafter.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        if config.draft_vocab_size is not None:
+            # Which tokens the rows of `lm_head` are of: their ids, less the numbers of the rows.
+            drafter.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        states = states.to(drafter.dtype)
+        if drafter.input_norm is not None:
+            states = drafter.input_norm(states)
+        if drafter.fc_norm is not None:
+            of_layers = states.chunk(len(drafter.fc_norm), dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(drafter.fc_norm, of_layers, strict=True)], dim=-1)
+        return drafter.fc(states)
+
+    def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return torch.cat((embeddings, states), dim=-1)
+
+    def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        return drafter.norm(states) if drafter.config.norm_output else states
+
+    def score(
+        self, drafter: Any, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        return head(features if drafter.config.norm_output else drafter.norm(features))
+
+
+SERIAL_HEADS: dict[str, SerialHead] = {"gumiho": GumihoSerialHead(), "eagle3": Eagle3SerialHead()}

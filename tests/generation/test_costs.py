@@ -1,0 +1,152 @@
+"""What nobody asked for costs nothing: no pass, copy or draft beyond what a text needs, and nothing is made twice."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from chains import make_chain_drafter, make_chain_target
+from targets import equals_plain, make_drafter, make_prompts, make_target, passes_of
+from transformers import DynamicCache
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.drafting.drafter import GumihoDrafter
+from transformers_gumiho.internals import CACHE_NAME
+from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.tree.walk import AcceptedPath
+from transformers_gumiho.verification import kept as keeping
+from transformers_gumiho.verification.chains import ChainCache
+from transformers_gumiho.verification.tree_cache import TreeCache
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+ROWS = {"one": [5], "batch": [6, 2, 4]}
+
+
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+def test_the_target_runs_once_for_the_prompt_and_once_per_cycle(
+    family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_chain = family == "qwen3_5"
+    target = make_chain_target(family) if is_chain else make_target(family)
+    drafter = make_chain_drafter(target) if is_chain else make_drafter(target)
+    arguments: dict[str, Any] = {**make_prompts(lengths), **GREEDY, "eos_token_id": [3, 6], "assistant_model": drafter}
+    target.generate(**arguments)  # what is tried at the first call is not tried again
+    output = target.generate(**arguments, return_dict_in_generate=True)
+    restored = []
+    for kind in (TreeCache, ChainCache):
+        restore = kind.restore
+        monkeypatch.setattr(kind, "restore", lambda *args, restore=restore: (restored.append(1), restore(*args)))
+    num_passes, text = passes_of(target, lambda: target.generate(**arguments))
+    assert torch.equal(text, output.sequences)
+    assert not restored
+    num_catching_up = num_passes - 1 - len(output.tree_sizes)
+    assert num_catching_up == 0 or (is_chain and num_catching_up < len(output.tree_sizes) / 4)
+    # The caller's cache gets its entries.
+    cache = DynamicCache(config=target.config)
+    target.generate(**arguments, **{CACHE_NAME: cache})
+    assert restored
+    assert cache.get_seq_length() == output.sequences.shape[1] - 1
+
+
+class Depths(GenerationObserver):
+    """Notes for each cycle the deepest draft, and the most tokens that an open row takes."""
+
+    def __init__(self) -> None:
+        self.depths: list[int] = []
+        self.accepted_lengths: list[list[int]] = []
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        self.depths.append(int(tree.depths.max()))
+        self.accepted_lengths.append(path.accepted_lengths)
+
+
+@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_num_tokens": 6}], ids=["alone", "context"])
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("transition_rank", [0, 3])
+def test_trees_are_no_deeper_than_what_is_missing(
+    transition_rank: int, lengths: list[int], lookup: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    drafter = make_drafter(target, num_assistant_tokens=20, branching_factor=3, transition_rank=transition_rank)
+    drafted: list[int | None] = []
+    draft = GumihoDrafter.draft
+
+    def drafting(self: GumihoDrafter, committed: Any, max_depth: int | None) -> DraftTree:
+        drafted.append(max_depth)
+        return draft(self, committed, max_depth)
+
+    monkeypatch.setattr(GumihoDrafter, "draft", drafting)
+    num_bare = 0
+    for max_new_tokens in range(2, 16):
+        drafted.clear()
+        with observing(depths := Depths()):
+            equals_plain(target, drafter, drafted=lookup, **make_prompts(lengths), max_new_tokens=max_new_tokens)
+        missing = [max_new_tokens - 1] * len(lengths)
+        for depth, accepted in zip(depths.depths, depths.accepted_lengths, strict=True):
+            assert depth <= max(missing) - 1
+            assert (depth == 0) == (max(missing) == 1)
+            missing = [number - length for number, length in zip(missing, accepted, strict=True)]
+        assert 0 not in drafted
+        num_bare += 0 in depths.depths
+    assert num_bare > 2, "with one token missing no drafter runs"
+
+
+@pytest.mark.parametrize("static", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
+@pytest.mark.parametrize("lengths", [[13], [13, 4, 9]], ids=ROWS)
+def test_the_drafter_reads_a_prompt_in_chunks(
+    lengths: list[int], static: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target("mistral")
+    drafter = make_drafter(target, num_assistant_tokens=6)
+    run, widths = GumihoModel.run_serial_head, []
+
+    def running(self: GumihoModel, fused: torch.Tensor, *args: Any) -> torch.Tensor:
+        widths.append(fused.shape[1])
+        return run(self, fused, *args)
+
+    monkeypatch.setattr(GumihoModel, "run_serial_head", running)
+    whole = equals_plain(target, drafter, drafted=static, **make_prompts(lengths))
+    assert widths[0] == 13
+    for chunk_size in (5, 13, 20):
+        widths.clear()
+        output = equals_plain(target, drafter, drafted=static, **make_prompts(lengths), prefill_chunk_size=chunk_size)
+        assert widths[:3] == ([5, 5, 3] if chunk_size == 5 else [13, *widths[1:3]])
+        assert output.accepted_lengths == whole.accepted_lengths
+
+
+def test_what_weights_give_is_made_once_and_freed_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    keep = keeping._Kept  # noqa: SLF001
+    monkeypatch.setattr(keeping, "_Kept", lambda *args: (made.append(""), keep(*args))[1])
+    targets = [make_target()]
+    drafter = make_drafter(targets[0], transition_rank=3, draft_vocabulary=[6, 1, 5, 2])
+    settings = drafter.generation_config
+
+    def count() -> int:
+        """Returns how many sets of tensors a call makes."""
+        made.clear()
+        equals_plain(targets[0], drafter)
+        return len(made)
+
+    assert [count(), count()] == [3, 0], "vocabulary, cut head and transitions"
+    with torch.inference_mode():
+        assert count() == 0
+    settings.draft_vocabulary = [6, 1, 5, 3]
+    assert [count(), count()] == [3, 0]
+    head, transition = targets[0].get_output_embeddings(), drafter.transition[0]
+    with torch.no_grad():
+        transition.up.mul_(1.5)
+    assert [count(), count()] == [1, 0]
+    head.weight.data.mul_(1.01)  # counts no version
+    assert [count(), count()] == [2, 0], "cut head and transitions"
+    entries = [*keeping._kept[head][head].values(), *keeping._kept[drafter][head].values()]  # noqa: SLF001
+    kept = [weakref.ref(tensor) for entry in entries for tensor in entry.tensors]
+    assert len(kept) == 4
+    del head, entries
+    targets.clear()
+    gc.collect()
+    assert [tensor() for tensor in kept] == [None] * 4, "freed with the target, also where the drafter lives on"

@@ -1,0 +1,188 @@
+"""EAGLE heads in `generate()`: their trees are an independent implementation's, and everything else stays as it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_trees import paths_of
+from eagle import EPS, FFN, HIDDEN, KV_HEADS, VOCAB, EagleHead, llama_fields, make_eagle_target, make_head, write_head
+from targets import equals_plain
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel, attached
+from transformers_gumiho.drafting.break_even import estimate_break_even
+from transformers_gumiho.internals import compile_on_every_device
+from transformers_gumiho.serving_folder import AttachArguments, write_served_target
+from transformers_gumiho.tree.draft_tree import DraftTree
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle1": {"is_eagle3": False, "fc_bias": True, "own_embedding": True},
+    "eagle3": {"is_eagle3": True, "draft_vocab_size": 24},
+    "eagle3.1": {"is_eagle3": True, "draft_vocab_size": 24, "flags": ("fc_norm", "norm_output"), "num_layers": 2},
+}
+TREES = {"num_assistant_tokens": 14, "branching_factor": 3, "tree_depth": 4, "draft_temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_eagle_target()
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
+    """Receives every tree that is drafted."""
+    drafted: list[DraftTree] = []
+    draft = GumihoCandidateGenerator.draft_tree
+
+    def recording(self: GumihoCandidateGenerator, *args: Any, **kwargs: Any) -> DraftTree:
+        drafted.append(draft(self, *args, **kwargs))
+        return drafted[-1]
+
+    monkeypatch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
+    return drafted
+
+
+def write(folder: Path, head: EagleHead) -> Path:
+    fields = llama_fields(head)
+    if head.is_eagle3:
+        fields |= {"draft_vocab_size": 24} | dict.fromkeys(head.flags, True)
+    return write_head(folder, head, fields)
+
+
+def make(folder: Path, kind: str = "eagle3", **settings: Any) -> tuple[EagleHead, GumihoModel]:
+    """Returns a head, and the drafter that it is loaded as. It never pauses."""
+    head = make_head(**KINDS[kind])
+    drafter = GumihoModel.from_pretrained(write(folder, head), dtype=torch.float64).eval()
+    drafter.generation_config.update(break_even=0.01, **TREES | settings)
+    return head, drafter
+
+
+def prompts(*lengths: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, length in zip(ids, lengths, strict=True):
+        row[len(row) - length :] = torch.randint(1, VOCAB, (length,), generator=generator)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+@pytest.mark.parametrize("full_tree_attention", [True, False])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_tree_of_a_text_is_the_oracles(
+    kind: str, full_tree_attention: bool, target: PreTrainedModel, trees: list[DraftTree], tmp_path: Path
+) -> None:
+    head, drafter = make(tmp_path, kind, full_tree_attention=full_tree_attention)
+    output = equals_plain(target, drafter, **prompts(7), max_new_tokens=24)
+    text = output.sequences[0]
+    end = 7
+    with torch.no_grad():
+        states = head.bind(target).states(target, text)
+        for tree, num_accepted in zip(trees, output.accepted_lengths[0], strict=True):
+            expected = head.tree(text[1 : end + 1], states[:end], top_k=3, depth=4, num_nodes=14)
+            assert set(paths_of(tree, 0)) == expected
+            end += num_accepted
+    assert len(trees) > 10
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "batch": prompts(7, 3, 5),
+    "sampled": prompts(6) | {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "sampled_batch": prompts(7, 4) | {"do_sample": True},
+    "static": prompts(6) | {"cache_implementation": "static"},
+    "prompt_lookup": prompts(6, 9) | {"prompt_lookup_num_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_text_is_plain_decodings(kind: str, call: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    arguments = dict(CALLS[call])
+    extra = {name: arguments.pop(name) for name in ("prompt_lookup_num_tokens",) if name in arguments}
+    _, drafter = make(tmp_path, kind, num_assistant_tokens=40, branching_factor=8)
+    output = equals_plain(target, drafter, drafted=extra, **arguments)
+    assert len(output.accepted_lengths) == len(arguments["input_ids"])
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_compiled_cycles(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    _, drafter = make(tmp_path, kind)
+    _, expected = make(tmp_path, kind)
+    call = prompts(6, 4) | {"cache_implementation": "static", "max_new_tokens": 16}
+    compiled = {"compile_config": compile_on_every_device(backend="eager"), "cache_implementation": "static"}
+    found = equals_plain(target, drafter, drafted=compiled, **prompts(6, 4), max_new_tokens=16)
+    assert found.accepted_lengths == equals_plain(target, expected, **call).accepted_lengths
+
+
+def test_tokens_of_the_output_head_belong_to_the_weights(
+    target: PreTrainedModel, trees: list[DraftTree], tmp_path: Path
+) -> None:
+    head, drafter = make(tmp_path)
+    own = set(head.token_ids.tolist())
+
+    def drafted() -> list[Any]:
+        trees.clear()
+        equals_plain(target, drafter, **prompts(6), max_new_tokens=16)
+        return [tree.tokens.tolist() for tree in trees]
+
+    before = drafted()
+    assert {token for tree in before for token in tree[0][1:]} <= own
+    # Settings that know nothing of the tokens, as `gumiho tune` may write them.
+    drafter.generation_config = GenerationConfig(break_even=0.01, **TREES)
+    assert drafted() == before
+    subset = sorted(own)[::-2]
+    drafter.generation_config = GenerationConfig(break_even=0.01, draft_vocabulary=subset, **TREES)
+    assert {token for tree in drafted() for token in tree[0][1:]} <= set(subset)
+    drafter.generation_config.draft_vocabulary = sorted(own)
+    assert drafted() == before
+    missing = next(token for token in range(VOCAB) if token not in own)
+    drafter.generation_config.draft_vocabulary = [*subset, missing]
+    with pytest.raises(
+        ValueError, match=rf"has 1 tokens that the drafter's own output head .* such as {missing}\. It"
+    ):
+        drafted()
+
+
+def test_ids_in_the_place_of_distances_are_refused(tmp_path: Path) -> None:
+    head = make_head(**KINDS["eagle3"])
+    head.weights["d2t"] = head.token_ids
+    with pytest.raises(ValueError, match="`d2t` must name distinct token ids from 0 to 39, but it holds"):
+        GumihoModel.from_pretrained(write(tmp_path, head))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_head_is_given_by_its_folder(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    folder = write(tmp_path / "head", make_head(**KINDS[kind]))
+    assert max(equals_plain(target, str(folder), **prompts(6)).accepted_lengths[0]) >= 1
+    with attached(target, folder) as drafter:
+        assert drafter.config.converted_from == str(folder)
+        assert hasattr(
+            target.generate(**prompts(6), max_new_tokens=4, return_dict_in_generate=True), "accepted_lengths"
+        )
+    target.save_pretrained(tmp_path / "target")
+    served = write_served_target(AttachArguments(str(tmp_path / "target"), str(folder), str(tmp_path / "served")))
+    assert f"drafts with {folder}" in served
+
+
+def test_a_small_language_model_is_told_by_its_tensors(target: PreTrainedModel, tmp_path: Path) -> None:
+    """It decodes by transformers' own assisted generation."""
+    small = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=4, num_key_value_heads=KV_HEADS,
+        num_hidden_layers=1, vocab_size=VOCAB, rms_norm_eps=EPS,
+    )  # fmt: skip
+    LlamaForCausalLM(small).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"No Gumiho drafter|is not a Gumiho drafter"):
+        attached(target, tmp_path).__enter__()
+    with pytest.raises(ValueError, match="is not a Gumiho drafter: it has no `fc`"):
+        GumihoModel.from_pretrained(tmp_path)
+
+
+def test_break_even_counts_the_own_head_and_the_passes(target: PreTrainedModel, tmp_path: Path) -> None:
+    layers = sum(p.numel() for n, p in target.named_parameters() if "embed_tokens" not in n)
+    for kind, num_fusions, rows in (("eagle1", 4, VOCAB), ("eagle3", 1, 24)):
+        _, drafter = make(tmp_path / kind, kind)
+        settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+        size = {name: sum(p.numel() for p in getattr(drafter, name).parameters()) for name in ("layers", "fc")}
+        expected = 4 * (size["layers"] + rows * HIDDEN) + num_fusions * size["fc"]
+        found = estimate_break_even(target, drafter, settings, num_rows=1)
+        assert found == pytest.approx(1 + expected / layers + 14 / 50)

@@ -1,0 +1,42 @@
+"""CONTRIBUTING names every file that a call of `generate(assistant_model=...)` passes, and they stay few."""
+
+import re
+from pathlib import Path
+
+import torch
+from traced_files import traced_files
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from transformers_gumiho import GumihoModel
+
+
+ROOT = Path(__file__).parents[2]
+PAIR = ROOT / "examples" / "demo_pair"
+MAX_IN_A_CALL, MAX_IN_A_CYCLE = 35, 23
+
+
+def named_files() -> list[tuple[str, bool]]:
+    """Returns the files of the path of one call in CONTRIBUTING, and whether each is in its cycle."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = text.split("The path of one call of `generate(assistant_model=...)`", 1)[1].split("```")[1]
+    lines = re.findall(r"^([* ]) ([\w/]+\.py) ", block, flags=re.MULTILINE)
+    return [(name, mark == "*") for mark, name in lines]
+
+
+def test_contributing_names_the_files_of_a_greedy_call() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+    gumiho = GumihoModel.from_pretrained(PAIR / "gumiho", dtype=torch.float32)
+    inputs = tokenizer("def read(self):", return_tensors="pt")
+
+    def generate() -> None:
+        target.generate(**inputs, assistant_model=gumiho, max_new_tokens=33, do_sample=False)
+
+    generate()  # what the first call prepares is kept
+    files, of_cycle = traced_files(generate)
+    named = named_files()
+    assert {name for name, _ in named} == set(files)
+    assert {name for name, is_in_cycle in named if is_in_cycle} == set(of_cycle)
+    assert len(named) == len(set(named))
+    assert len(files) <= MAX_IN_A_CALL
+    assert len(of_cycle) <= MAX_IN_A_CYCLE

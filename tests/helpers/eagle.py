@@ -1,0 +1,246 @@
+"""Random EAGLE heads in the layouts of their tools, and what they draft, in plain PyTorch without caches."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import linear, silu
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+
+HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 32, 48, 4, 2, 40
+LAYERS_OF_TARGET = 8
+# Chosen for mistakes to show: no default of transformers, and not the target's.
+EPS, THETA = 1e-3, 100.0
+# Of the paper, for a target of eight layers: inputs of the layers 2, 4 and 5.
+DEFAULT_INPUTS = (2, 4, 5)
+
+
+def make_eagle_target(hidden_size: int = HIDDEN, **fields: Any) -> PreTrainedModel:
+    """Returns a random target in float64 that has different default layers for EAGLE-3."""
+    torch.manual_seed(0)
+    given = {"num_hidden_layers": LAYERS_OF_TARGET, "rope_theta": 500000.0, "initializer_range": 0.4}
+    config = LlamaConfig(
+        hidden_size=hidden_size, intermediate_size=FFN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+        vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=0, **given | fields,
+    )  # fmt: skip
+    target = LlamaForCausalLM(config).double().eval()
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+@dataclass
+class EagleHead:
+    """
+    A head, and what it drafts by the formulas of EAGLE's papers.
+
+    Attributes:
+        weights: Its tensors, the first layer's called `layers.0`.
+        token_ids: The tokens of the rows of its own output head; `None` for all, or for the target's head.
+        flags: Of `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` those that are true.
+        inputs: For EAGLE-3: the layers whose inputs it reads. The number of layers stands for the last one's output.
+    """
+
+    weights: dict[str, torch.Tensor]
+    is_eagle3: bool
+    num_layers: int = 1
+    head_dim: int = HIDDEN // HEADS
+    token_ids: torch.Tensor | None = None
+    flags: frozenset[str] = frozenset()
+    inputs: tuple[int, ...] = DEFAULT_INPUTS
+    theta: float = THETA
+    embedding: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    output_head: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def bind(self, target: PreTrainedModel) -> "EagleHead":
+        """Uses what a head shares with its target, unless it has its own."""
+        self.embedding = self.weights.get("embed_tokens.weight", target.get_input_embeddings().weight.detach())
+        self.output_head = self.weights["lm_head.weight"] if self.is_eagle3 else target.lm_head.weight.detach()
+        return self
+
+    def states(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the states `(T, H)` that go with the tokens after `ids` `(T,)`."""
+        read: list[torch.Tensor] = []
+        handle = target.model.norm.register_forward_pre_hook(lambda _, args: read.append(args[0][0]))
+        output = target.model(ids[None], output_hidden_states=True)
+        handle.remove()
+        if not self.is_eagle3:
+            return output.last_hidden_state[0]
+        inputs = [*(states[0] for states in output.hidden_states[:-1]), read[0]]
+        parts = [inputs[number] for number in self.inputs]
+        if "fc_norm" in self.flags:
+            parts = [self._rms(part, f"fc_norm.{index}.weight") for index, part in enumerate(parts)]
+        states = torch.cat(parts, dim=-1)
+        if "norm_before_fc" in self.flags:
+            states = self._rms(states, "input_norm.weight")
+        return linear(states, self.weights["fc.weight"], self.weights.get("fc.bias"))
+
+    def features(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Returns the features `(T, H)` for tokens `(T,)` and the states before them."""
+        embedded, x = self.embedding[tokens], states
+        if not self.is_eagle3:
+            x = linear(torch.cat((embedded, states), -1), self.weights["fc.weight"], self.weights.get("fc.bias"))
+        for layer in range(self.num_layers):
+            prefix = f"layers.{layer}."
+            inputs = x if layer == 0 else self._rms(x, prefix + "input_layernorm.weight")
+            if self.is_eagle3 and layer == 0:
+                normed = self._rms(states, prefix + "hidden_norm.weight")
+                inputs = torch.cat((self._rms(embedded, prefix + "input_layernorm.weight"), normed), -1)
+                x = normed if "norm_before_residual" in self.flags else x
+            x = x + self._attention(inputs, prefix + "self_attn.")
+            inner = self._rms(x, prefix + "post_attention_layernorm.weight")
+            gate, up, down = (self.weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            x = x + linear(silu(linear(inner, gate)) * linear(inner, up), down)
+        return self._rms(x, "norm.weight") if "norm_output" in self.flags else x
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        if self.is_eagle3 and "norm_output" not in self.flags:
+            features = self._rms(features, "norm.weight")
+        return linear(features, self.output_head)
+
+    def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.token_ids is None else self.token_ids[rows]
+
+    def chain(self, tokens: torch.Tensor, states: torch.Tensor, depth: int) -> tuple[list[int], torch.Tensor]:
+        """Returns the most likely tokens, each drafted after the ones before it, and their logits `(depth, K)`."""
+        chain, logits = [], []
+        for _ in range(depth):
+            feature = self.features(tokens, states)[-1:]
+            logits.append(self.logits(feature)[0])
+            token = self.ids_of(logits[-1].argmax())
+            chain.append(int(token))
+            tokens, states = torch.cat((tokens, token[None])), torch.cat((states, feature))
+        return chain, torch.stack(logits)
+
+    def tree(
+        self, tokens: torch.Tensor, states: torch.Tensor, top_k: int, depth: int, num_nodes: int
+    ) -> set[tuple[int, ...]]:
+        """Returns the paths of EAGLE-2's tree below the last of `tokens`."""
+        beam = [((), 0.0, tokens, states)]
+        candidates: list[tuple[tuple[int, ...], float]] = []
+        for _ in range(depth):
+            level = []
+            for path, score, before, seen in beam:
+                feature = self.features(before, seen)[-1:]
+                best = self.logits(feature)[0].log_softmax(-1).topk(top_k)
+                for row, log_prob in zip(best.indices, best.values.tolist(), strict=True):
+                    token = self.ids_of(row)
+                    longer = torch.cat((before, token[None])), torch.cat((seen, feature))
+                    level.append(((*path, int(token)), score + log_prob, *longer))
+            candidates += [(path, score) for path, score, _, _ in level]
+            beam = sorted(level, key=lambda node: -node[1])[:top_k]
+        return {path for path, _ in sorted(candidates, key=lambda node: -node[1])[:num_nodes]}
+
+    def _rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[name]
+
+    def _attention(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        def project(name: str) -> torch.Tensor:
+            weight, bias = (self.weights.get(f"{prefix}{name}_proj.{kind}") for kind in ("weight", "bias"))
+            states = linear(x, weight, bias)
+            return states.view(len(x), -1, self.head_dim).transpose(0, 1)
+
+        q, k, v = map(project, "qkv")
+        if f"{prefix}q_norm.weight" in self.weights:
+            q, k = self._rms(q, f"{prefix}q_norm.weight"), self._rms(k, f"{prefix}k_norm.weight")
+        half = self.head_dim // 2
+        angles = torch.arange(len(x))[:, None] * self.theta ** (-torch.arange(half) / half).double()
+
+        def rotate(y: torch.Tensor) -> torch.Tensor:
+            left, right = y[..., :half], y[..., half:]
+            cos, sin = angles.cos(), angles.sin()
+            return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+        k, v = (states.repeat_interleave(len(q) // len(k), dim=0) for states in (rotate(k), v))
+        scores = rotate(q) @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+        scores = scores.masked_fill(~torch.ones(len(x), len(x), dtype=torch.bool).tril(), -math.inf)
+        return linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), self.weights[f"{prefix}o_proj.weight"])
+
+
+def make_head(
+    is_eagle3: bool,
+    num_layers: int = 1,
+    head_dim: int = HIDDEN // HEADS,
+    flags: tuple[str, ...] = (),
+    draft_vocab_size: int | None = None,
+    own_embedding: bool = False,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    fc_bias: bool = False,
+    target_hidden_size: int = HIDDEN,
+    inputs: tuple[int, ...] = DEFAULT_INPUTS,
+    theta: float = THETA,
+) -> EagleHead:
+    """Returns a random head in float64."""
+    generator = torch.Generator().manual_seed(1)
+
+    def new(*shape: int, around: float = 0.0, std: float = 0.3) -> torch.Tensor:
+        return around + std * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    width = len(inputs) * target_hidden_size if is_eagle3 else 2 * HIDDEN
+    # With a small `fc`, what is drafted follows the tokens more than the target's states.
+    weights = {"fc.weight": new(HIDDEN, width, std=0.03 if is_eagle3 else 0.3)}
+    if fc_bias:
+        weights["fc.bias"] = new(HIDDEN)
+    norms = {"norm.weight": HIDDEN} if is_eagle3 else {}
+    norms |= {"input_norm.weight": width} if "norm_before_fc" in flags else {}
+    norms |= {f"fc_norm.{i}.weight": target_hidden_size for i in range(len(inputs))} if "fc_norm" in flags else {}
+    for layer in range(num_layers):
+        prefix, is_first = f"layers.{layer}.", layer == 0
+        for name, rows in (("q", HEADS * head_dim), ("k", KV_HEADS * head_dim), ("v", KV_HEADS * head_dim)):
+            columns = 2 * HIDDEN if is_eagle3 and is_first else HIDDEN
+            weights[f"{prefix}self_attn.{name}_proj.weight"] = new(rows, columns)
+            if qkv_bias:
+                weights[f"{prefix}self_attn.{name}_proj.bias"] = new(rows)
+        weights[prefix + "self_attn.o_proj.weight"] = new(HIDDEN, HEADS * head_dim)
+        for name, shape in (("gate", (FFN, HIDDEN)), ("up", (FFN, HIDDEN)), ("down", (HIDDEN, FFN))):
+            weights[f"{prefix}mlp.{name}_proj.weight"] = new(*shape)
+        norms[prefix + "post_attention_layernorm.weight"] = HIDDEN
+        if is_eagle3 or not is_first:
+            norms[prefix + "input_layernorm.weight"] = HIDDEN
+        if is_eagle3 and is_first:
+            norms[prefix + "hidden_norm.weight"] = HIDDEN
+        if qk_norm:
+            norms |= {f"{prefix}self_attn.{name}_norm.weight": head_dim for name in "qk"}
+    weights |= {name: new(size, around=1.0) for name, size in norms.items()}
+    token_ids = None
+    if is_eagle3:
+        weights["lm_head.weight"] = new(draft_vocab_size or VOCAB, HIDDEN, std=1.0)
+    if draft_vocab_size is not None:
+        token_ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab_size].sort().values
+        weights["d2t"] = token_ids - torch.arange(draft_vocab_size)
+        weights["t2d"] = torch.isin(torch.arange(VOCAB), token_ids)
+    if own_embedding:
+        weights["embed_tokens.weight"] = new(VOCAB, HIDDEN, std=1.0)
+    return EagleHead(
+        weights, is_eagle3, num_layers, head_dim, token_ids, frozenset(flags), inputs, theta
+    )  # fmt: skip
+
+
+def llama_fields(head: EagleHead) -> dict[str, Any]:
+    """Returns the fields of a head's layers, as most tools write them."""
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": HIDDEN,
+        "intermediate_size": FFN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "num_hidden_layers": head.num_layers, "rms_norm_eps": EPS, "rope_theta": head.theta, "vocab_size": VOCAB,
+        "max_position_embeddings": 128, "tie_word_embeddings": False, "torch_dtype": "float64",
+    }  # fmt: skip
+
+
+def write_head(
+    folder: Path, head: EagleHead, fields: dict[str, Any], prefix: str = "", midlayer: bool = False, form: str = "bin"
+) -> Path:
+    """Writes a head with a config, and with the names of tensors that a tool gives them."""
+    names = {name: name.replace("layers.0.", "midlayer.") if midlayer else name for name in head.weights}
+    weights = {prefix + names[name]: tensor for name, tensor in head.weights.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    if form == "bin":
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

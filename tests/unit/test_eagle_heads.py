@@ -1,0 +1,314 @@
+"""EAGLE heads load in every layout, and make the logits, chains and trees of an independent implementation."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle import (
+    DEFAULT_INPUTS,
+    HEADS,
+    HIDDEN,
+    LAYERS_OF_TARGET,
+    VOCAB,
+    EagleHead,
+    llama_fields,
+    make_eagle_target,
+    make_head,
+    write_head,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
+from transformers_gumiho.verification.feature_reader import FeatureReader
+from transformers_gumiho.verification.output_head import head_for_drafting
+
+
+IDS = torch.tensor([3, 17, 5, 29, 8, 11, 36, 2])
+LAST = (2, 4, LAYERS_OF_TARGET)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_eagle_target()
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def load(folder: Path, **options: Any) -> GumihoModel:
+    return GumihoModel.from_pretrained(folder, dtype=torch.float64, **options).eval()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compares logits. The drafter's norms and rotary embedding compute in float32."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(1e-5 * expected.abs().max()))
+
+
+def assert_drafts_as(head: EagleHead, drafter: GumihoModel, target: PreTrainedModel) -> None:
+    """Compares the logits of a text, and a chain of which each token is drafted from the features before it."""
+    head.bind(target)
+    drafter.share_embedding(target)
+    score, token_ids = head_for_drafting(target, drafter, None, target.device, target.dtype)
+    read = FeatureReader(target, drafter.config.layers_read(target.config)).read(IDS[None, :-1]).drafter_input
+    tokens, states = IDS[None, 1:], drafter.read_target(read)
+    expected_states = head.states(target, IDS[:-1])
+    expected = head.logits(head.features(IDS[1:], expected_states))
+    assert_close(score(drafter(tokens, read).serial_features)[0], expected)
+    chain, logits = head.chain(IDS[1:], expected_states, depth=4)
+    for depth, token in enumerate(chain):
+        feature = drafter.run_serial_head(drafter.fuse(tokens, states))[:, -1:]
+        found = score(feature)[0, 0]
+        assert_close(found, logits[depth])
+        drafted = found.argmax() if token_ids is None else token_ids[found.argmax()]
+        assert drafted == token
+        tokens, states = torch.cat((tokens, drafted.view(1, 1)), 1), torch.cat((states, feature), 1)
+
+
+def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+EAGLE1: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+    # What the head has; its config, by that of its layers; how it is written.
+    "reference": ({"fc_bias": True, "own_embedding": True}, dict, {}),
+    "no_bias": ({"own_embedding": True}, dict, {"form": "safetensors"}),
+    "target_embedding": ({"fc_bias": True}, dict, {"prefix": "model."}),
+    "qwen2": ({"qkv_bias": True, "own_embedding": True}, lambda f: f | {"model_type": "qwen2", "qkv_bias": True}, {}),
+    "vllm": (
+        {"fc_bias": True, "own_embedding": True},
+        lambda f: {"model_type": "eagle", "model": f, "eagle_fc_bias": True, "truncated_vocab_size": VOCAB},
+        {"prefix": "model."},
+    ),
+    "two_layers": ({"num_layers": 2, "own_embedding": True}, dict, {"form": "safetensors"}),
+    "no_rope_theta": ({"theta": 10000.0, "own_embedding": True}, lambda f: without(f, "rope_theta"), {}),
+}
+
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+def bare(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {"draft_vocab_size": 24}
+
+
+def of_specforge(fields: dict[str, Any]) -> dict[str, Any]:
+    """Its numbers count outputs: 1, 3 and 4 are the inputs of layers 2, 4 and 5."""
+    return bare(fields) | {
+        "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {AUX: [1, 3, 4], "use_aux_hidden_state": True},
+    }  # fmt: skip
+
+
+def of_speculators(fields: dict[str, Any], *flags: str, kind: str = "llama", ids: Any = None) -> dict[str, Any]:
+    layer = without(fields, "torch_dtype", "architectures") | {"model_type": kind}
+    return {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": layer,
+        "draft_vocab_size": 24, "torch_dtype": "float64", AUX: ids, "norm_before_residual": False,
+    } | dict.fromkeys(flags, True)  # fmt: skip
+
+
+SMALL = {"draft_vocab_size": 24}
+SPECULATORS = SMALL | {"own_embedding": True}
+EAGLE3: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
+    "reference": (SMALL, bare, {"midlayer": True}),
+    "all_tokens": ({}, lambda f: f | {"draft_vocab_size": None}, {"midlayer": True}),
+    "automodel": (SMALL, bare, {"midlayer": True, "prefix": "model.", "form": "safetensors"}),
+    "specforge": (SMALL, of_specforge, {"midlayer": True, "form": "safetensors"}),
+    "vllm_eagle": (SMALL, lambda f: {"model_type": "eagle", "method": "eagle3", "model": bare(f)}, {}),
+    "speculators": (SPECULATORS, of_speculators, {"form": "safetensors"}),
+    "layers_1_3_4_are_inputs_for_speculators": (
+        SPECULATORS | {"inputs": (1, 3, 4)}, lambda f: of_speculators(f, ids=[1, 3, 4]), {},
+    ),
+    "inputs_in_any_order": (SMALL | {"inputs": (3, 5, 6)}, lambda f: bare(f) | {AUX: [6, 3, 5]}, {"midlayer": True}),
+    "last_layer": (SMALL | {"inputs": LAST}, lambda f: bare(f) | {AUX: list(LAST)}, {"midlayer": True}),
+    "two_states": (SMALL | {"inputs": (3, 6)}, lambda f: bare(f) | {AUX: [3, 6]}, {"midlayer": True}),
+    "qwen3": (
+        SPECULATORS | {"qk_norm": True, "head_dim": 16},
+        lambda f: of_speculators(f | {"head_dim": 16}, kind="qwen3"), {"form": "safetensors"},
+    ),
+    "qwen3_named_by_tensors": (SPECULATORS | {"qk_norm": True, "num_layers": 2}, of_speculators, {}),
+    "llama_layer_of_a_qwen3_config": (
+        SMALL | {"head_dim": 6}, lambda f: bare(f | {"model_type": "qwen3", "tie_word_embeddings": True}),
+        {"midlayer": True},
+    ),
+    "two_layers": (SPECULATORS | {"num_layers": 2}, of_speculators, {}),
+    "eagle3.1": (
+        SPECULATORS | {"flags": ("fc_norm", "norm_output")}, lambda f: of_speculators(f, "fc_norm", "norm_output"), {},
+    ),
+    "norm_before_residual": (
+        SPECULATORS | {"flags": ("norm_before_residual",)}, lambda f: of_speculators(f, "norm_before_residual"), {},
+    ),
+    "norm_before_fc": (
+        SMALL | {"flags": ("norm_before_fc",)},
+        lambda f: bare(f) | {"eagle_config": {"norm_before_fc": True}}, {"midlayer": True},
+    ),
+    "biases": (SMALL | {"qkv_bias": True, "fc_bias": True}, lambda f: bare(f) | {"attention_bias": True}, {}),
+    "llama4": (SMALL, lambda f: bare(f) | {"model_type": "llama4_text", "intermediate_size": 8,
+                                           "intermediate_size_mlp": 48}, {"midlayer": True}),
+    "no_rope_theta": (SMALL | {"theta": 10000.0}, lambda f: bare(without(f, "rope_theta")), {"midlayer": True}),
+    "rope_parameters": (
+        SMALL, lambda f: bare(without(f, "rope_theta")) | {"rope_parameters": {"rope_theta": f["rope_theta"],
+                                                                               "rope_type": "default"}}, {},
+    ),
+}  # fmt: skip
+CASES = {f"eagle1-{name}": (False, *case) for name, case in EAGLE1.items()}
+CASES |= {f"eagle3-{name}": (True, *case) for name, case in EAGLE3.items()}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_logits_and_chains_are_the_oracles(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    is_eagle3, parts, as_config, layout = CASES[name]
+    head = make_head(is_eagle3, **parts)
+    folder = write_head(tmp_path / "head", head, as_config(llama_fields(head)), **layout)
+    drafter = load(folder)
+    assert (drafter.config.num_parallel_heads, drafter.config.max_draft_depth) == (0, 8)
+    assert_drafts_as(head, drafter, target)
+    # What is saved keeps the published names, and is loaded by the Auto classes.
+    drafter.save_pretrained(tmp_path / "saved")
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == head.weights.keys() - {"t2d"}
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    assert type(saved) is GumihoModel
+    assert saved.config.converted_from == str(folder)
+    assert_drafts_as(head, saved, target)
+
+
+def test_a_head_for_a_wider_target(tmp_path: Path) -> None:
+    target = make_eagle_target(hidden_size=48)
+    head = make_head(True, own_embedding=True, draft_vocab_size=24, target_hidden_size=48, flags=("fc_norm",))
+    fields = bare(llama_fields(head)) | {"target_hidden_size": 48, "fc_norm": True}
+    drafter = load(write_head(tmp_path, head, fields, midlayer=True))
+    assert_drafts_as(head, drafter, target)
+    with pytest.raises(ValueError, match="hidden size of 48, but LlamaForCausalLM has one of 32"):
+        make_eagle_target().generate(IDS[None], assistant_model=drafter)
+
+
+def test_layers_are_logged_and_can_be_replaced(
+    target: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = make_head(True, inputs=(3, 5, 6))
+    write_head(tmp_path, head, bare(llama_fields(head)) | {"draft_vocab_size": None})
+    drafter = load(tmp_path, target_layer_ids=[2, 4, 5])
+    assert_drafts_as(head, drafter, target)
+    caplog.clear()
+    for _ in range(2):
+        target.generate(IDS[None], assistant_model=drafter, max_new_tokens=4)
+    logged = [message for message in caplog.messages if "reads the outputs of the layers [2, 4, 5]" in message]
+    assert len(logged) == 1
+    small = make_eagle_target(num_hidden_layers=6)
+    with pytest.raises(ValueError, match=r"a target of 6 layers is too small .* Pass `target_layer_ids="):
+        small.generate(IDS[None], assistant_model=load(tmp_path), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 1e6}, r"has a `rope_theta` of 1000000\.0, which is used.*rope_theta'\] = 10000"),
+        ({"norm_output": True}, "says `norm_output: true`.*try `norm_output=False`"),
+        ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`.*vLLM takes it for true"),
+    ],
+)
+def test_doubtful_fields_are_logged(
+    changes: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = make_head(True, draft_vocab_size=24)
+    fields = bare(without(llama_fields(head), "rope_theta")) | changes
+    with caplog.at_level(logging.WARNING):
+        load(write_head(tmp_path, head, fields))
+    (logged,) = (record.getMessage() for record in caplog.records if "head" in record.getMessage())
+    assert __import__("re").search(message, logged)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    # Tensors that are added, and fields that are changed.
+    "mla": (True, {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, r"multi-head latent attention \(MLA\)"),
+    "mla_by_tensors": ("layers.0.self_attn.kv_b_proj.weight", {}, r"multi-head latent attention \(MLA\)"),
+    "peagle": ("mask_hidden", {}, "a P-EAGLE head, which drafts in parallel"),
+    "peagle_speculators": (True, {"speculators_model_type": "peagle"}, "a P-EAGLE head"),
+    "medusa": (False, {"medusa_num_heads": 4}, "is Medusa heads"),
+    "hydra": (False, {"architectures": ["HydraModel"]}, "is Hydra heads"),
+    "dflash": (True, {"architectures": ["DFlashDraftModel"]}, "a DFlash drafter"),
+    "mtp": (True, {"model_type": "deepseek_mtp"}, r"multi-token prediction \(MTP\)"),
+    "mlp_speculator": (False, {"model_type": "mlp_speculator"}, "an MLP speculator"),
+    "mrope": (True, {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, r"rotary embedding \(mrope\)"),
+    "para_norm": (False, {"add_para_norm": True}, "with `add_para_norm`, two norms before `fc`"),
+    "para_norm_by_tensors": ("enorm.weight", {}, "with `add_para_norm`"),
+    "no_aux": (True, {"eagle_config": {"use_aux_hidden_state": False}}, "`use_aux_hidden_state: false`"),
+    "embedding_layer": (True, {AUX: [0, 4, 5]}, r"reads the target's embedding \(layer 0"),
+    "sliding": (True, {"layer_types": ["sliding_attention"]}, "with a sliding window"),
+    "mistral": (False, {"model_type": "mistral"}, "an EAGLE-1 head with layers of the type 'mistral'"),
+    "mistral_architecture": (
+        False,
+        {"architectures": ["EagleMistralForCausalLM"]},
+        "architecture 'EagleMistral",
+    ),
+    "cohere": (False, {"model_type": "cohere", "logit_scale": 0.0625}, "scales its states .`logit_scale` is 0.0625"),
+    "minicpm": (False, {"model_type": "minicpm", "scale_emb": 12}, "scales its states .`scale_emb` is 12"),
+    "final_norm": ("norm.weight", {}, r"norms of its own \(`norm.weight`\)"),
+    "first_norm": ("layers.0.input_layernorm.weight", {}, r"norms of its own \(`layers.0.input_layernorm.weight`\)"),
+    "eagle3_by_config_alone": (False, {"draft_vocab_size": 24}, "an EAGLE-3 head by its config, and not by"),
+    "unknown_tensor": ("layers.0.self_attn.sinks", {}, r"unexpected: layers\.0\.self_attn\.sinks"),
+    "unknown_method": (True, {"speculators_model_type": "eagle4"}, "a speculators drafter of the type 'eagle4'"),
+    "flag_without_tensors": (True, {"fc_norm": True}, r"missing: fc_norm\.0\.weight"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_other_heads_are_refused_by_name(name: str, tmp_path: Path, target: PreTrainedModel) -> None:
+    kind, changes, message = REFUSED[name]
+    head = make_head(kind is True, fc_bias=kind is not True, draft_vocab_size=24 if kind is True else None)
+    if isinstance(kind, str):
+        head.weights[kind] = torch.ones(HIDDEN, dtype=torch.float64)
+    fields = llama_fields(head) | ({"draft_vocab_size": 24} if kind is True else {}) | changes
+    write_head(tmp_path, head, fields)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=message):  # also where it is given by its name
+        target.generate(IDS[None], assistant_model=str(tmp_path), max_new_tokens=2)
+
+
+def test_tensors_that_are_missing_are_named(tmp_path: Path) -> None:
+    head = make_head(True, draft_vocab_size=24)
+    fields = bare(llama_fields(head))
+    for name, message in (
+        ("lm_head.weight", r"missing: lm_head\.weight"),
+        ("d2t", r"wrong shape: lm_head\.weight is \(24, 32\), expected \(40, 32\)"),
+        ("layers.0.self_attn.q_proj.weight", "cannot be recognized, because it has no tensor `layers.0.self_attn.q_"),
+        ("layers.0.mlp.down_proj.weight", r"missing: layers\.0\.mlp\.down_proj\.weight"),
+    ):
+        weights = {key: tensor for key, tensor in head.weights.items() if key not in (name, "t2d")}
+        with pytest.raises(ValueError, match=message):
+            load(write_head(tmp_path / name, dataclasses.replace(head, weights=weights), fields))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"no weight file is found next to its config\.json"):
+        GumihoConfig.from_pretrained(tmp_path / "bare")
+
+
+def test_a_spare_output_head_and_a_token_map_of_eagle1(target: PreTrainedModel, tmp_path: Path) -> None:
+    """The target's head scores; the map is a setting."""
+    head = make_head(False)
+    head.weights["lm_head.weight"] = torch.ones(VOCAB, HIDDEN, dtype=torch.float64)
+    head.weights["token_map"] = torch.tensor([4, 31, 7])
+    drafter = load(write_head(tmp_path, head, llama_fields(head)))
+    assert_drafts_as(head, drafter, target)
+    assert drafter.generation_config.draft_vocabulary == [4, 31, 7]
+
+
+def test_defaults_of_drafters_without_parallel_heads(tmp_path: Path) -> None:
+    head = make_head(True)
+    drafter = load(write_head(tmp_path, head, llama_fields(head) | {"draft_vocab_size": None}))
+    for device, shape in (("cpu", (12, 4, 5)), ("cuda", (63, 10, 5))):
+        settings = DraftingSettings.from_generation_config(
+            drafter.generation_config, drafter.config, None, device_type=device
+        )
+        assert (settings.num_assistant_tokens, settings.branching_factor, settings.tree_depth) == shape
+    settings = DraftingSettings.from_generation_config(GenerationConfig(tree_depth=8), drafter.config, None)
+    assert settings.tree_depth == 8
+    assert drafter.config.model.head_dim * HEADS == HIDDEN
+    assert drafter.config.layers_read(make_eagle_target().config).ids == tuple(i - 1 for i in DEFAULT_INPUTS)
