@@ -18,7 +18,8 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import ConcatDataset, Subset
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import Record
@@ -238,3 +239,15 @@ def row_lengths(dataset: Any) -> list[int] | None:
     if isinstance(dataset, Dataset):
         return [len(ids) for ids in dataset.with_format("numpy")["input_ids"]]
     return [len(row["input_ids"]) for row in dataset] if isinstance(dataset, list) else None
+
+
+def length_sampler(
+    dataset: Any, args: TrainingArguments, rows_at_a_time: int, seed: int | None = None
+) -> LengthGroupedSampler | None:
+    """
+    Returns a sampler of rows of like length for `train_sampling_strategy="group_by_length"`, else `None`. `Trainer`'s
+    own would read all rows, with their states.
+    """
+    lengths = row_lengths(dataset) if args.train_sampling_strategy == "group_by_length" else None
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return None if not lengths else LengthGroupedSampler(rows_at_a_time, lengths=lengths, generator=generator)

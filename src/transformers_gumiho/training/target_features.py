@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
+from ..model.layer_fusion import normalize_lower
 from ..model.target_layers import TargetLayers
 from ..user_errors import UserValueError
 from ..verification.feature_reader import FeatureReader, TargetStates
@@ -19,6 +20,13 @@ def why_not_finite(dtype: torch.dtype) -> str:
     """Says what to do where a target of this dtype computes numbers that are not finite."""
     cause = "It overflows in float16" if dtype == torch.float16 else "Its weights may be damaged"
     return f"The target's own states are not finite ({dtype}). {cause}: load it in bfloat16 or float32."
+
+
+def add_noise(states: torch.Tensor, noise: float, hidden_size: int) -> torch.Tensor:
+    """Adds the recipe's uniform noise to what a drafter reads `(B, T, H_in)`, of width `noise` at 512 tokens."""
+    # In float32, as half precision would round it away, and next to states of one size in all layers.
+    states = normalize_lower(states.float(), hidden_size)
+    return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * (noise * 512 / states.shape[1])
 
 
 class OnlineFeatures:

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
-from ..model.layer_fusion import normalize_lower
 from ..user_errors import UserValueError
 from ..verification.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
@@ -38,12 +35,12 @@ from .checks import (
 )
 from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
-from .feature_cache import TargetFeatures, row_lengths
+from .feature_cache import TargetFeatures, length_sampler
 from .linear_start import start_linearly
-from .measured_tau import measure_acceptance
+from .measured_tau import shared_tau
 from .model_card import model_card_of
 from .muon import muon_of
-from .target_features import OnlineFeatures, why_not_finite
+from .target_features import OnlineFeatures, add_noise, why_not_finite
 from .trained_parts import freeze_all_but
 
 
@@ -89,7 +86,6 @@ class GumihoTrainer(Trainer):
     {'train_runtime': ...}
     >>> result.global_step
     1
-    >>> trainer.save_model()
 
     ```
     """
@@ -163,18 +159,12 @@ class GumihoTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         # A step's rows, so that several processes take those that one would.
         rows_of_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return self._by_length(dataset, rows_of_step) or super()._get_train_sampler(train_dataset)
+        return length_sampler(dataset, self.args, rows_of_step) or super()._get_train_sampler(train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        generator = torch.Generator().manual_seed(seed)
-        sampler = self._by_length(eval_dataset, self.args.eval_batch_size, generator=generator)
+        sampler = length_sampler(eval_dataset, self.args, self.args.eval_batch_size, seed)
         return sampler or super()._get_eval_sampler(eval_dataset)
-
-    def _by_length(self, dataset: Any, rows_at_a_time: int, **settings: Any) -> LengthGroupedSampler | None:
-        """Returns a sampler for `group_by_length`, which `Trainer` would let read all rows with their states."""
-        lengths = row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else None
-        return None if lengths is None else LengthGroupedSampler(rows_at_a_time, lengths=lengths, **settings)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.get_batch_samples`, with the time it takes: that of waiting for data."""
@@ -202,7 +192,8 @@ class GumihoTrainer(Trainer):
         if model.training:
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
-            drafter_input = self._add_noise(drafter_input)
+            width = self.drafter.config.get_text_config().hidden_size
+            drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
         args = self.args
         serial_only = args.train_only == "serial"
         output = self._forward(model, inputs, drafter_input, args.unroll_serial_head, serial_only=serial_only)
@@ -259,13 +250,10 @@ class GumihoTrainer(Trainer):
         """As `Trainer.evaluation_loop`, with the measured `tau` where there are prompts for it."""
         output = super().evaluation_loop(*args, **kwargs)
         if self._acceptance_prompts and not self._positions_per_row:
-            processes = self.accelerator
-            prompts = self._acceptance_prompts[processes.process_index :: processes.num_processes]
             target: Any = self.target_features
-            lengths = measure_acceptance(target.target, self.drafter, prompts, self.args.acceptance_max_new_tokens)
-            every = [length for of_prompt in gather_object(lengths) for length in of_prompt]
-            prefix = kwargs.get("metric_key_prefix", "eval")
-            output.metrics[f"{prefix}_tau"] = sum(every) / max(len(every), 1)
+            new_tokens = self.args.acceptance_max_new_tokens
+            tau = shared_tau(target.target, self.drafter, self._acceptance_prompts, new_tokens, self.accelerator)
+            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_tau"] = tau
         return output
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -370,13 +358,6 @@ class GumihoTrainer(Trainer):
     def drafter_input(self, states: TargetStates) -> torch.Tensor:
         """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
         return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
-
-    def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
-        """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""
-        width = self.args.feature_noise * 512 / states.shape[1]
-        # In float32, as half precision would round it away, and next to states of one size in all layers.
-        states = normalize_lower(states.float(), self.drafter.config.get_text_config().hidden_size)
-        return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
 
     def _predictors(self, in_training: bool = False) -> list[Predictor]:
         config, args = self.drafter.config, self.args
