@@ -205,14 +205,14 @@ def test_a_process_holds_at_most_one_target(
 def test_two_processes_run_the_whole_command_as_one_does(folder: Path, whole: Path) -> None:
     """Started as a user starts them; the same rows in each step make the same drafter."""
     launch = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
         "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
     ]  # fmt: skip
     words = [*command(folder, "together"), "--per_device_train_batch_size", 1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
         [*launch, "-m", "transformers_gumiho.cli", *map(str, words)], env=environment, capture_output=True, text=True,
-        timeout=900, check=False,
+        timeout=1800, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("[5/5] evaluate") == 1
