@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tqdm import tqdm
 from transformers import TrainerCallback
-from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_callback import ProgressCallback, TrainerControl, TrainerState
 
 
 class Progress(TrainerCallback):
@@ -64,5 +65,11 @@ class Progress(TrainerCallback):
         waiting = self.trainer.seconds_of_waiting / seconds
         if waiting > 0.2:  # otherwise the steps themselves take the time
             parts.append(f"{waiting:.0%} waiting for data: raise --dataloader_num_workers")
-        sys.stdout.write("  ".join(parts) + "\n")
-        sys.stdout.flush()
+        tqdm.write("  ".join(parts))
+
+
+class Bar(ProgressCallback):
+    """The bar of a training."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves what is logged to [`Progress`]."""

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, TrainerState, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ProgressCallback
 
 from ..measuring.prompts import encode_turn
 from ..model.configuration_gumiho import resolve_layer_ids
@@ -30,7 +31,7 @@ from ..training.conversations import MalformedRowError, RawText, read_text
 from ..training.feature_cache import MADE_FROM, row_lengths
 from ..user_errors import UserValueError, as_user_errors
 from .arguments import RecipeArguments
-from .progress import Progress
+from .progress import Bar, Progress
 from .records import training_contents
 
 
@@ -151,6 +152,8 @@ def _make_trainer(
     progress = Progress(phase, sum(lengths) / len(lengths) * rows if lengths else None)
     trainer = GumihoTrainer(drafter, training_args, callbacks=[progress], **data)
     trainer.remove_callback(PrinterCallback)
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(Bar)
     progress.trainer = trainer
     return trainer
 
