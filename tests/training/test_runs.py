@@ -205,8 +205,8 @@ def test_a_process_holds_at_most_one_target(
 def test_two_processes_run_the_whole_command_as_one_does(folder: Path, whole: Path) -> None:
     """Started as a user starts them; the same rows in each step make the same drafter."""
     launch = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
     ]  # fmt: skip
     words = [*command(folder, "together"), "--per_device_train_batch_size", 1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
