@@ -56,8 +56,8 @@ def train_phases(
     called only if there is anything to train.
     """
     start, trainer = args.drafter, None
-    work = next(iter(phases.values())).output_dir
-    whole = Record(Path(work).parent / "train" / MADE_FROM)
+    work = Path(next(iter(phases.values())).output_dir).parent
+    whole = Record(work / "train" / MADE_FROM)
     for number, (name, planned) in enumerate(phases.items(), 1):
         training_args = fit_to_data(args, planned, data)
         record = Record(Path(training_args.output_dir) / MADE_FROM)
@@ -72,9 +72,8 @@ def train_phases(
         if PartialState().is_main_process:
             whole.write({})
             record.write(contents | _length_of(training_args))
-            for later in [*list(phases)[number:], "tune", "evaluate"]:  # made from what this one was before
-                shutil.rmtree(Path(work).parent / later, ignore_errors=True)
-            (folder / "tuning.jsonl").unlink(missing_ok=True)
+            for later in list(phases)[number:]:  # they began with what this one was before
+                shutil.rmtree(work / later, ignore_errors=True)
         set_seed(training_args.seed)
         checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
         state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)) if checkpoint else None
@@ -96,7 +95,8 @@ def train_phases(
         if PartialState().is_main_process:
             record.write(contents | _length_of(training_args), is_finished=True)
         start = training_args.output_dir
-    if trainer is None and whole.is_finished:
+    how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows}
+    if trainer is None and whole.is_finished and whole.made_from == how:
         return
     if trainer is None:  # it was stopped after the last phase
         with unsplit_models(training_args):
@@ -104,10 +104,14 @@ def train_phases(
             drafter = _make_drafter(args, start, fields, source, is_trained=True)
         trainer = _make_trainer(name, drafter, training_args, data | {"target": source})
         trainer.state = TrainerState.load_from_json(str(Path(training_args.output_dir) / TRAINER_STATE_NAME))
+    if PartialState().is_main_process:
+        for stage in ("tune", "evaluate"):  # of an earlier drafter
+            shutil.rmtree(work / stage, ignore_errors=True)
+        (folder / "tuning.jsonl").unlink(missing_ok=True)
     _finish(args, trainer, training_args, folder)
     trainer.accelerator.wait_for_everyone()
     if PartialState().is_main_process:
-        whole.write({}, is_finished=True)
+        whole.write(how, is_finished=True)
 
 
 def fit_to_data(
