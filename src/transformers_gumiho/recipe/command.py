@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
 from ..training import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
@@ -47,7 +49,7 @@ def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], out
         check_training(args, phase, has_drafter=args.drafter is not None or number > 0)
     (Path(output_dir) / "work").mkdir(parents=True, exist_ok=True)
     run = Run(args, phases, Path(output_dir))
-    if args.restart is not None:
+    if args.restart is not None and not args.plan:
         run.forget(args.restart)
     if args.plan or not run.has_begun:
         run.plan()
@@ -68,6 +70,7 @@ def run_train_command(words: Sequence[str]) -> None:
     if args.packing is None:
         args.packing = RECIPES[args.recipe].packing
     train(args, phases_of(words, args, training_args), training_args.output_dir)
+    PartialState().destroy_process_group()  # of several processes, of which one would complain otherwise
 
 
 def phases_of(
