@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from ..text_files import read_text
 from ..user_errors import UserValueError, as_user_errors
