@@ -263,7 +263,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
     [
         ([], 10**12, "states: kept on the disk"),
         (["--recipe", "published", "--num_train_epochs", 1], 10**12, "runs in every step, as the data is passed once"),
-        ([], 10**7, "runs in every step, as they need"),
+        ([], 10**4, "runs in every step, as they need"),
     ],
 )
 def test_states_are_kept_where_that_pays(
@@ -280,11 +280,12 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("everywhere:\n  max_length: 1\ncpu:\n  num_rows: 7\naccelerator:\n  num_rows: 9\n")
+    file.write_text("everywhere:\n  num_rows: 5\ncpu:\n  num_rows: 7\naccelerator:\n  num_rows: 9\n")
     run = command(folder, "configured", "--config", file, "--plan")
-    refuse("`max_length` must be at least 2", *run, "--regenerate", "false")
-    gumiho(*run, "--max_length", 100)
+    gumiho(*run)
     assert "7 rows of data" in capsys.readouterr().out
+    gumiho(*run, "--num_rows", 6)
+    assert "6 rows of data" in capsys.readouterr().out
     file.write_text("everywhere:\n  learn_rate: 1\n")
     refuse("There is no option 'learn_rate'", *run)
     file.write_text("gpu:\n  num_rows: 1\n")
