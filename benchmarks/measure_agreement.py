@@ -17,7 +17,7 @@ from demo_pair import parse
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.measuring.prompts import Question, encode_turn, pad_left, read_questions
+from transformers_gumiho.measuring.prompts import Question, encode_turn, pad_left, read_prompts
 from transformers_gumiho.pairs import TargetArguments, load_target, prompts_field
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
@@ -59,7 +59,7 @@ def main() -> None:
     args = parse(AgreementArguments, __doc__)
     disable_progress_bars()
     target, tokenizer = load_target(args)
-    questions = read_questions(args.prompts, per_category=args.prompts_per_category)
+    questions = read_prompts(args.prompts, per_category=args.prompts_per_category)
     categories = dict.fromkeys(question.category for question in questions)
     asked = {name: [question for question in questions if question.category == name] for name in categories}
     answers = {name: answer(args, target, tokenizer, of_category) for name, of_category in asked.items()}

@@ -22,8 +22,8 @@ from demo_pair import DemoPairArguments, parse
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.benchmarking.memory import peak_memory
-from transformers_gumiho.measuring.timing import stage_timer, time_plain
+from transformers_gumiho.measuring.machine import peak_memory
+from transformers_gumiho.measuring.timing import stage_timer, time_decoding
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
 from transformers_gumiho.pairs import PairArguments, load_pair
 
@@ -74,7 +74,7 @@ def measure_times(target: PreTrainedModel, gumiho: GumihoModel, text: torch.Tens
         of_lengths = []
         for length in args.lengths:
             inputs = {"input_ids": text[None, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
-            step = time_plain(target, inputs, **generation).pass_seconds
+            step = time_decoding(target, inputs, **generation).pass_seconds
             with stage_timer(target.device) as taken:
                 target.generate(**inputs, assistant_model=gumiho, **generation)
             cycle = (taken.total - taken.prompt) / taken.num_cycles

@@ -10,10 +10,9 @@ Where both are bound by reading weights, the ratio is at least 1 + bytes that th
 the target reads in a step.
 """
 
-import os
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
-from transformers_gumiho.measuring.timing import time_drafted, time_plain
+from transformers_gumiho.measuring.timing import time_decoding
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.verification.attention import AVOID_CUDNN
 
 
 @dataclass
@@ -81,11 +79,21 @@ def bytes_read(target: PreTrainedModel, gumiho: GumihoModel) -> tuple[int, int]:
     return size(target.get_decoder()) - size(target.get_input_embeddings()) + size(head), drafter
 
 
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 # How passes of this package attend on a GPU. On a CPU the last one is the first.
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "in place": nullcontext,
     "copied": lambda: patch("transformers_gumiho.verification.attention._would_copy", lambda *args: False),
-    "without cuDNN": lambda: patch.dict(os.environ, {AVOID_CUDNN: "1"}),
+    "without cuDNN": without_cudnn,
 }
 
 
@@ -105,12 +113,13 @@ def measure(
     plain: list[float] = []
     cycles: dict[int, dict[str, list[float]]] = {size: {way: [] for way in ways} for size in args.nodes}
     for _ in range(args.repeats + 1):  # the first one warms up
-        taken = time_plain(target, inputs, **settings)
+        taken = time_decoding(target, inputs, **settings)
         plain.append(taken.pass_seconds)
         for size, times in cycles.items():
             for way in ways:
                 with WAYS[way]():
-                    taken = time_drafted(target, gumiho, inputs, {"num_assistant_tokens": size}, **settings)
+                    drafted = settings | {"assistant_model": gumiho}
+                    taken = time_decoding(target, inputs, settings={"num_assistant_tokens": size}, **drafted)
                 times[way].append(taken.pass_seconds)
     medians = {size: tuple(statistics.median(times[way][1:]) for way in ways) for size, times in cycles.items()}
     return statistics.median(plain[1:]), medians

@@ -31,7 +31,7 @@ from demo_pair import DEMO_PAIR
 from transformers import AutoTokenizer
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.measuring.prompts import read_questions
+from transformers_gumiho.measuring.prompts import read_prompts
 
 
 COLUMNS = {
@@ -201,7 +201,7 @@ def num_requests(arguments: argparse.Namespace, concurrency: int) -> int:
 
 def measure_all(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields a row for each way of drafting, concurrency and round that is not among those that are done."""
-    texts = [question.turns[0] for question in read_questions(str(arguments.prompts))]
+    texts = [question.turns[0] for question in read_prompts(str(arguments.prompts))]
     known = {key_of(row) for row in done}
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"

@@ -32,8 +32,11 @@ def main() -> None:
     if name == "--version":
         sys.stdout.write(f"gumiho {version('transformers-gumiho')}\n")
     elif name in _COMMANDS:
-        from transformers_gumiho.cli import run
-
+        try:
+            from transformers_gumiho.cli import run
+        except KeyboardInterrupt:  # as `user_errors.py` of the package reports it
+            sys.stderr.write(f"\ngumiho {name}: Interrupted.\n")
+            raise SystemExit(130) from None
         run(name, sys.argv[2:])
     else:
         unknown = f"gumiho: unknown command {name!r}\n" if name and not name.startswith("-") else ""

@@ -40,9 +40,9 @@ def _transformers_called_generate() -> bool:
     frame, is_inside = inspect.currentframe(), False
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        # Decorators around it, and this package's own step.
+        # Decorators around it, and what `attach` sets.
         if is_inside and not module.startswith(
-            ("torch.", "transformers.utils.", "transformers_gumiho.decoding.dispatch")
+            ("torch.", "transformers.utils.", "transformers_gumiho.decoding.attach")
         ):
             return module.startswith("transformers.")
         is_inside = is_inside or (module == "transformers.generation.utils" and frame.f_code.co_name == "generate")

@@ -1,6 +1,6 @@
 """Draws what `gumiho generate --compare --color always` writes as an SVG.
 
-PROMPT="Write a Python function that returns the factorial of n."
+PROMPT="Count from 1 to 20."
 gumiho generate --pair smollm2 --dtype float32 --compare --color always --prompt "$PROMPT" |
     python docs/pictures/draw_answer.py --prompt "$PROMPT" docs/images/answer.svg
 """
@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from html import escape
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 
@@ -46,6 +46,17 @@ def wrap(characters: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     return lines
 
 
+def side_by_side(lines: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
+    """Returns the lines of two answers next to each other if the picture is wide enough for both."""
+    end = next(n for n, line in enumerate(lines, start=1) if "".join(c for c, _ in line).startswith("[tau"))
+    left, right = lines[:end], lines[end + 1 :]
+    width = max(map(len, left)) + 4
+    if width + max(map(len, right)) > COLUMNS:
+        return lines
+    rows = zip_longest(left, right, fillvalue=[])
+    return [line + [(" ", WHITE)] * (width - len(line)) + other for line, other in rows]
+
+
 def draw(lines: list[list[tuple[str, str]]]) -> str:
     """Returns the lines as an SVG, one below the other on a dark ground."""
     rows = []
@@ -69,9 +80,9 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--prompt", required=True)
     args = parser.parse_args()
-    prompt = [(character, GRAY) for character in f"> {args.prompt}\n\n"]
-    answer = without_speeds(sys.stdin.read().rstrip())
-    args.output.write_text(draw(wrap(prompt + read_characters(answer))), encoding="utf-8")
+    prompt = [(character, GRAY) for character in f"> {args.prompt}\n"]
+    answers = wrap(read_characters(without_speeds(sys.stdin.read().rstrip())))
+    args.output.write_text(draw(wrap(prompt) + side_by_side(answers)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from transformers_gumiho.pairs import load_pair
 from transformers_gumiho.pairs.arguments import DraftingArguments
 from transformers_gumiho.pairs.loading import use_options
 from transformers_gumiho.presenting import Cycle, watch_cycles
-from transformers_gumiho.presenting.labels import CycleLabels, label_cycle
+from transformers_gumiho.presenting.cycles import CycleLabels, label_cycle
 from transformers_gumiho.presenting.tree_svg import lay_out
 
 

@@ -11,7 +11,7 @@ from playwright.sync_api import sync_playwright
 from transformers_gumiho.presenting import DemoArguments, make_page
 
 
-QUESTION = "Write a Python function that returns the factorial of n."
+QUESTION = "Count from 1 to 20."
 PICTURE = Path(__file__).parents[1] / "images" / "page.png"
 # The speeds are those of one machine at one moment.
 WITHOUT_SPEEDS = """

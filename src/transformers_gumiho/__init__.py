@@ -8,8 +8,8 @@ import importlib
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .decoding.attaching import attach, attached, detach
-from .decoding.dispatch import GumihoGenerationMixin, install
+from .decoding.attach import attach, attached, detach
+from .decoding.hooks import GumihoGenerationMixin, install
 from .decoding.loop import GumihoGenerateOutput
 from .drafting.candidate_generator import GumihoCandidateGenerator
 from .drafting.settings import DraftingSettings

@@ -1,13 +1,12 @@
-"""Entry points for the code in drafters' repositories: `target.generate(custom_generate=<repository>)`."""
+"""Entry points for the code in repositories of drafters, and of targets that bring a drafter."""
 
+import types
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from .decoding.attaching import attach
-from .decoding.named_drafters import load_drafter
+from .decoding.attach import generate_where_possible, load_drafter
 from .internals import repository_of_call
-from .model.attaching import attached_drafter
 from .user_errors import UserValueError
 
 
@@ -30,30 +29,31 @@ def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = N
     """
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if assistant_model is None:
-        assistant_model = load_drafter(model, _repository(), **loading)
+        assistant_model = load_drafter(model, _repository(model), **loading)
     # Not `model.generate`: if the target's own folder holds a `custom_generate`, that has replaced it.
     return type(model).generate(model, assistant_model=assistant_model, **kwargs)
 
 
-def generate_attached(drafter: str, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
+def generate_attached(drafter: str, /, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     """
-    Generates with a drafter, which the first call attaches to the target. Folders that `gumiho attach` writes call
-    this.
+    Generates with a drafter where that is possible, and else plainly. Folders that `gumiho attach` writes call this.
 
     Args:
         drafter: The drafter's folder or its name on the Hub.
         *args, **kwargs: The arguments of `generate()`.
         model: The target.
     """
-    if attached_drafter(model) is None:
-        attach(model, drafter)
+    # `generate(custom_generate=<this folder>)` passes every argument, and `None` for those that were not given.
+    if kwargs.get("assistant_model") is None and repository_of_call(model):
+        kwargs.pop("assistant_model", None)
     # Not `model.generate`, which is the `generate` of this folder.
-    return type(model).generate(model, *args, **kwargs)
+    plain = types.MethodType(type(model).generate, model)
+    return generate_where_possible(plain, model, drafter, args, kwargs)
 
 
-def _repository() -> str:
+def _repository(target: PreTrainedModel) -> str:
     """Returns the `custom_generate` argument of the running `generate()`."""
-    if repository := repository_of_call():
+    if repository := repository_of_call(target):
         return repository
     raise UserValueError(
         "This function was not called by `target.generate(custom_generate=<name or folder of a Gumiho drafter>, "

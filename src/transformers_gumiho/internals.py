@@ -31,8 +31,8 @@ from transformers.utils import is_torch_greater_or_equal
 from transformers.utils.output_capturing import capture_outputs as capture_outputs
 
 
-# The two steps of `generate()` that this package replaces, because there is no public way to add a kind of assistant.
-# The first checks a call, the second decodes.
+# Importing this package replaces these two steps of `generate()`, because there is no public way to add a kind of
+# assistant. The first checks a call, the second decodes.
 VALIDATION_STEP = "_validate_generation_mode"
 DECODING_STEP = "_assisted_decoding"
 # Decodes without an assistant.
@@ -62,9 +62,10 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
         "_supports_flash_attn",
         "_supports_flex_attn",
         "_supports_sdpa",
+        "_upload_modified_files",
         "should_save_on_this_rank",
     ),
-    "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP, "adjust_generation_fn"),
+    "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP),
     # The loss is averaged over the drafted positions of all batches of a step; and a diverged drafter must not
     # overwrite a good checkpoint.
     # Lengths of cached rows are known without reading the rows.
@@ -91,15 +92,14 @@ def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
 _ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
 
 
-def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call of `generate()` by their names."""
-    if len(args) > len(_ARGUMENTS_OF_GENERATE):
-        raise TypeError(
-            f"`generate()` takes {len(_ARGUMENTS_OF_GENERATE)} positional arguments at most, got {len(args)}."
-        )
-    if twice := set(_ARGUMENTS_OF_GENERATE[: len(args)]) & set(kwargs):
-        raise TypeError(f"`generate()` got several values for {', '.join(sorted(twice))}.")
-    return dict(zip(_ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
+def named_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns the arguments of a call of a target's `generate()` by their names. Those of `*args` have the names that
+    transformers gives them.
+    """
+    parameters = inspect.signature(generate).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return dict(zip(names or _ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
 
 
 def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -119,9 +119,14 @@ def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[Ge
     return config, mode_kwargs
 
 
-def repository_of_call() -> str | None:
+def default_setting(name: str) -> Any:
+    """Returns the value of a generation setting in calls where neither the caller nor the target gives one."""
+    return GenerationConfig._get_default_generation_params().get(name)
+
+
+def repository_of_call(target: PreTrainedModel) -> str | None:
     """
-    Returns the `custom_generate` of the running call of `generate()`, or `None` if it is no name.
+    Returns the `custom_generate` of the running call of the target's `generate()`, or `None` if it is no name.
 
     transformers passes all arguments except this one to the repository's code, and runs a copy of the code in another
     folder. A name written into the code would be wrong in clones, forks, renamed repositories and local folders. So
@@ -130,8 +135,9 @@ def repository_of_call() -> str | None:
     frame = inspect.currentframe()
     code = inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None:
-        if frame.f_code is code and isinstance(name := frame.f_locals.get("custom_generate"), str):
-            return name
+        if frame.f_code is code and frame.f_locals.get("self") is target:
+            name = frame.f_locals.get("custom_generate")
+            return name if isinstance(name, str) else None
         frame = frame.f_back
     return None
 
@@ -288,38 +294,6 @@ def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: to
     return _CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
 
 
-def can_attend_efficiently(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether PyTorch's memory-efficient kernel supports these tensors."""
-    return (
-        query.device.type == "cuda"
-        and torch.version.hip is None
-        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and query.dtype == key.dtype == value.dtype == mask.dtype
-        and all(states.shape[3] * states.element_size() % 16 == 0 for states in (query, value))
-        and not torch.is_grad_enabled()
-    )
-
-
-def memory_efficient_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, scale: float | None = None
-) -> torch.Tensor:
-    """
-    `scaled_dot_product_attention` with PyTorch's memory-efficient kernel. Called directly, because the public way to
-    choose a kernel (`torch.nn.attention.sdpa_kernel`) affects all threads.
-
-    Args:
-        query (`(B, heads, n, head_dim)`): The queries.
-        key (`(B, heads, K, head_dim)`): The keys.
-        value (`(B, heads, K, value_dim)`): The values.
-        attn_mask (`(B, 1, n, K)`): Added to the scores. Its rows begin at multiples of 16 numbers.
-        scale: Of the scores.
-    """
-    mask = attn_mask.expand(-1, query.shape[1], -1, -1)
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    output: torch.Tensor = attend(query, key, value, mask, compute_log_sumexp=False, scale=scale)[0]
-    return output
-
-
 def runs_as_defined(module: nn.Module) -> bool:
     """
     Whether calling the module runs only the `forward` of its class: without hooks, and without a `forward` set on the
@@ -442,8 +416,3 @@ def drive_one_device(args: Any) -> None:
     in `DataParallel` if there are several.
     """
     args._n_gpu = min(args.n_gpu, 1)
-
-
-def dataset_fingerprint(dataset: Any) -> str | None:
-    """Returns the fingerprint of a dataset, which changes with its rows; `None` for a stream."""
-    return getattr(dataset, "_fingerprint", None)

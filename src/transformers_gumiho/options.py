@@ -9,6 +9,8 @@ from typing import Any
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from .user_errors import as_user_errors
+
 
 REQUIRED = MISSING
 _WIDEST_NAME = 36
@@ -48,7 +50,8 @@ def parse(
     """
     parser = _Parser(kinds, name, summary, usage, groups or {})
     parser.set_defaults(**defaults or {})
-    *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
+    with as_user_errors():  # of `TrainingArguments`, too
+        *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return parsed

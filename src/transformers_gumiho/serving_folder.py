@@ -1,20 +1,25 @@
 """`gumiho attach`: a folder of a target that drafts wherever it is loaded by its name."""
 
+import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from .decoding.named_drafters import is_drafter
+from .decoding.attach import is_drafter
 from .options import REQUIRED, option
 from .user_errors import UserOSError, UserValueError, as_user_errors
 
 
-_WEIGHTS = (".safetensors", ".bin")
-# Weights in other formats, which `from_pretrained` does not read.
-_OTHER_FORMATS = ["*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*", "onnx/*"]
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# What `from_pretrained` does not read: weights in other formats, and the state of a training.
+_OTHER_FORMATS = ["*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "optimizer*"]
+_OTHER_FOLDERS = ["original/*", "onnx/*"]
+# An adapter, which is loaded from the folder of its base model.
+_ADAPTER = "adapter_config.json"
 # Of a tokenizer.
 _TEMPLATES = "additional_chat_templates"
 _CODE = "custom_generate"
@@ -48,8 +53,8 @@ def write_served_target(args: AttachArguments) -> str:
         A sentence about what was done.
 
     Raises:
-        ValueError: The drafter is not a Gumiho drafter, the folder is not empty, or the target has a
-            `custom_generate`.
+        ValueError: The drafter is not a Gumiho drafter, the folder is not empty, or the target is an adapter, has no
+            weights or has a `custom_generate`.
         OSError: The target or the drafter cannot be found.
     """
     if not is_drafter(args.drafter):
@@ -58,15 +63,14 @@ def write_served_target(args: AttachArguments) -> str:
     if folder.is_dir() and any(folder.iterdir()):
         raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
     source = _find_target(args.target)
-    if (source / _CODE).exists():
-        raise UserValueError(f"{args.target!r} already has a folder {_CODE!r}. Give a target without one.")
+    files = [path for path in sorted(source.iterdir()) if path.is_file()]
+    kept = [path for path in files if not _matches(path, _OTHER_FORMATS)]
+    weights = [path for path in kept if _matches(path, _WEIGHTS)]
+    _check_source(args.target, source, weights)
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)
-    num_weights = 0
-    for path in sorted(path for path in source.iterdir() if path.is_file()):
-        is_weight = path.suffix in _WEIGHTS
-        num_weights += is_weight
-        if is_weight and not args.copy_weights:
+    for path in kept:
+        if path in weights and not args.copy_weights:
             (folder / path.name).symlink_to(path.resolve())
         else:
             shutil.copy(path, folder / path.name)
@@ -76,8 +80,34 @@ def write_served_target(args: AttachArguments) -> str:
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter), encoding="utf-8")
-    files = f"{num_weights} file{'s' * (num_weights != 1)} of weights {'copied' if args.copy_weights else 'linked'}"
-    return f"{args.output_dir} drafts with {drafter}: {files}. Load it with trust_remote_code."
+    how = "copied" if args.copy_weights else "linked"
+    left_out = f" {_count(len(files) - len(kept), 'file')} in other formats left out." if kept != files else ""
+    return (
+        f"{args.output_dir} drafts with {drafter}: {_count(len(weights), 'file')} of weights {how}.{left_out} "
+        f"Load it with trust_remote_code."
+    )
+
+
+def _check_source(target: str, source: Path, weights: list[Path]) -> None:
+    """Raises `ValueError` for a target's folder beside whose files no code would be read."""
+    if (source / _ADAPTER).exists():
+        base = json.loads((source / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise UserValueError(
+            f"{target!r} is an adapter, which is loaded from the folder of its base model {base!r}. Save a merged "
+            f"model with `model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
+        )
+    if (source / _CODE).exists():
+        raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
+    if not weights:
+        raise UserValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
+
+
+def _matches(path: Path, patterns: Sequence[str]) -> bool:
+    return any(path.match(pattern) for pattern in patterns)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _find_target(name: str) -> Path:
@@ -85,7 +115,7 @@ def _find_target(name: str) -> Path:
     if os.path.isdir(name):
         return Path(name)
     try:
-        return Path(snapshot_download(name, ignore_patterns=_OTHER_FORMATS))
+        return Path(snapshot_download(name, ignore_patterns=[*_OTHER_FORMATS, *_OTHER_FOLDERS]))
     except (OSError, ValueError) as error:
         raise UserOSError(f"The target {name!r} is not a folder and cannot be downloaded: {error}") from error
 

@@ -33,7 +33,7 @@ class UserImportError(UserError, ImportError):
 # Libraries that only some commands need, and the extra of this package that installs them.
 _EXTRAS = {
     "gradio": "demo", "gguf": "demo", "matplotlib": "benchmark", "datasets": "train", "evaluate": "train",
-    "peft": "train", "tensorboard": "train",
+    "peft": "train", "openai": "train", "tensorboard": "train",
 }  # fmt: skip
 # What a shell reports for a program that Ctrl-C ended: 128, and the number of SIGINT.
 INTERRUPTED = 130

@@ -1,7 +1,12 @@
 """`attach`: every call of a target's `generate()` drafts, and what cannot be drafted decodes plainly."""
 
 import copy
+import functools
+import gc
+import inspect
 import pickle
+import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +26,11 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-import transformers_gumiho
-from transformers_gumiho import GumihoModel
+from transformers_gumiho import GumihoModel, attach, attached, detach
+from transformers_gumiho.decoding.attach import attached_drafter
 from transformers_gumiho.internals import CACHE_NAME
 
 
@@ -46,17 +52,16 @@ def decode(target: PreTrainedModel, **settings: Any) -> tuple[int, torch.Tensor]
 def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
     target, drafter = pair
     num_plain, plain = decode(target)
-    drafter.attach(target)
+    attach(target, drafter)
     num_drafted, drafted = decode(target)
     assert torch.equal(drafted, plain)
     assert num_drafted < num_plain == decode(target, assistant_model=None)[0]
     other = make_drafter(target, seed=1, num_assistant_tokens=1)
     assert decode(target, assistant_model=other)[0] > num_drafted
-    other.detach(target)  # is not the one that is attached
     assert decode(target)[0] == num_drafted
-    drafter.detach(target)
+    detach(target)
     assert decode(target)[0] == num_plain
-    with drafter.attached(target):
+    with attached(target, drafter):
         assert decode(target)[0] == num_drafted
     assert decode(target)[0] == num_plain
 
@@ -66,31 +71,159 @@ def test_functions_take_a_drafter_or_its_name(pair: tuple[PreTrainedModel, Gumih
     drafter.save_pretrained(tmp_path)
     num_plain, plain = decode(target)
     for given in (drafter, nn.DataParallel(drafter), tmp_path, str(tmp_path)):
-        found = transformers_gumiho.attach(target, given)
+        found = attach(target, given)
         num_drafted, drafted = decode(target)
         assert num_drafted < num_plain
         assert torch.equal(drafted, plain)
-        with transformers_gumiho.attached(target, make_drafter(target, seed=1, num_assistant_tokens=1)) as other:
+        with attached(target, make_drafter(target, seed=1, num_assistant_tokens=1)) as other:
             assert other is not found
             assert decode(target)[0] > num_drafted
         assert decode(target)[0] == num_drafted
-        transformers_gumiho.detach(target)
+        detach(target)
         assert decode(target)[0] == num_plain
-    transformers_gumiho.detach(target)
+    detach(target)
     with pytest.raises(ValueError, match="No Gumiho drafter: a LlamaForCausalLM"):
-        transformers_gumiho.attach(target, make_target())
+        attach(target, make_target())
 
 
 def test_copies_and_files_do_not_see_the_drafter(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
     target, drafter = pair
     names = set(target.state_dict())
-    drafter.attach(target)
+    attach(target, drafter)
     assert set(target.state_dict()) == names == {name for name, _ in target.named_parameters(remove_duplicate=False)}
-    num_plain = decode(target, assistant_model=None)[0]
+    num_plain, plain = decode(target, assistant_model=None)
     target.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    for other in (copy.deepcopy(target), pickle.loads(pickle.dumps(target)), loaded):
-        assert decode(other)[0] == num_plain
+    copies = [copy.deepcopy(target), pickle.loads(pickle.dumps(target))]
+    copies += [copy.deepcopy(copies[0]), loaded]
+    torch.nn.init.normal_(target.get_output_embeddings().weight, std=10.0)
+    assert not torch.equal(decode(target)[1], plain)
+    detach(target)
+    for other in copies:
+        num_passes, text = decode(other)
+        assert num_passes == num_plain
+        assert torch.equal(text, plain)  # with its own weights
+        attach(other, make_drafter(other))
+        assert decode(other)[0] < num_plain
+
+
+def test_a_target_and_its_drafters_are_freed_with_the_last_reference(tmp_path: Path) -> None:
+    target = make_target()
+    make_drafter(target).save_pretrained(tmp_path)
+    gc.disable()
+    try:
+        for is_named in (True, False):
+            freed = weakref.ref(attach(target, tmp_path if is_named else make_drafter(target)))
+            decode(target)
+            detach(target)
+            assert freed() is None
+            with attached(target, tmp_path if is_named else make_drafter(target)):
+                freed = weakref.ref(attached_drafter(target))
+            assert freed() is None
+        references = [weakref.ref(target), weakref.ref(attach(target, tmp_path))]
+        decode(target)
+        generate = target.generate
+        del target
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="was deleted"):
+        generate()
+
+
+def test_only_the_attached_model_itself_changes(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    target, drafter = pair
+    num_plain, plain = decode(target)
+    signature, of_class = inspect.signature(target.generate), type(target).generate
+    attach(target, drafter)
+    assert type(target).generate is of_class is GenerationMixin.generate
+    assert inspect.signature(target.generate) == signature
+    num_passes, text = passes_of(target, lambda: type(target).generate(target, **PROMPT, **SETTINGS))
+    assert num_passes == num_plain
+    assert torch.equal(text, plain)
+    assert decode(make_target(seed=1))[0] == num_plain
+    detach(target)
+    assert "generate" not in vars(target)
+
+
+def test_detaching_restores_a_generate_that_was_there(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    target, drafter = pair
+    num_plain, plain = decode(target)
+    seen: list[bool] = []
+
+    @functools.wraps(type(target).generate)
+    def own(*args: Any, **kwargs: Any) -> Any:
+        seen.append("assistant_model" in kwargs)
+        return type(target).generate(target, *args, **kwargs)
+
+    target.generate = own  # type: ignore[assignment]
+    attach(target, drafter)
+    num_passes, text = decode(target)
+    assert num_passes < num_plain
+    assert torch.equal(text, plain)
+    # What somebody puts around it stays, and no longer drafts.
+    attached_one = target.generate
+    target.generate = around = functools.wraps(attached_one)(lambda **kwargs: attached_one(**kwargs))  # type: ignore[assignment]
+    attach(target, drafter)
+    assert decode(target)[0] == num_passes
+    detach(target)
+    assert target.generate is around
+    assert decode(target)[0] == num_plain
+    target.generate = attached_one  # type: ignore[assignment]
+    detach(target)
+    assert target.generate is own
+    assert seen == [True, True, False]
+
+
+class TakesNoAssistant(LlamaForCausalLM):
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int = 20) -> torch.Tensor:  # type: ignore[override]
+        return super().generate(input_ids, max_new_tokens=max_new_tokens)
+
+
+class OtherArguments(LlamaForCausalLM):
+    def generate(self, images: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().generate(input_ids, **kwargs)
+
+
+def test_a_generate_of_the_class_is_used_or_refused(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    drafter = pair[1]
+    refused, target = (kind(pair[0].config).double().eval() for kind in (TakesNoAssistant, OtherArguments))
+    with pytest.raises(ValueError, match="of this TakesNoAssistant takes no `assistant_model`"):
+        attach(refused, drafter)
+    assert "generate" not in vars(refused)
+    ids = PROMPT["input_ids"]
+    plain = target.generate(None, ids, **SETTINGS)
+    attach(target, make_drafter(target))
+    num_passes, drafted = passes_of(target, lambda: target.generate(None, ids, **SETTINGS))
+    assert num_passes < 24
+    assert torch.equal(drafted, plain)
+    num_passes, _ = passes_of(target, lambda: target.generate(None, ids, **SETTINGS, assistant_model=None))
+    assert num_passes == 24
+
+
+def test_arguments_may_have_any_names(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    """transformers says which ones it does not know."""
+    target, drafter = pair
+    for is_attached in (False, True):
+        for name in ("target", "plain", "drafter", "args", "memo"):
+            with pytest.raises(ValueError, match=rf"model_kwargs` are not used by the model: \['{name}'\]"):
+                target.generate(**PROMPT, **SETTINGS, **{name: 1})
+        if not is_attached:
+            attach(target, drafter)
+
+
+def test_other_ways_to_decode_are_left_alone(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+    target, drafter = pair
+    ids = PROMPT["input_ids"]
+    paged = {"cache_implementation": "paged", "max_new_tokens": 5, "do_sample": False}
+    expected = target.generate(ids, **paged)
+
+    def own_loop(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
+        return model, kwargs.get("assistant_model")
+
+    attach(target, drafter)
+    assert torch.equal(target.generate(ids, **paged), expected)
+    assert target.generate(**PROMPT, **SETTINGS, custom_generate=own_loop) == (target, None)
 
 
 class Seen(BaseStreamer):
@@ -127,7 +260,7 @@ def test_what_cannot_be_drafted_decodes_plainly_with_one_warning(
     target = make_target(attn_implementation="eager")
     drafter = make_drafter(target)
     expected = target.generate(**PROMPT, **SETTINGS | settings)
-    drafter.attach(target)
+    attach(target, drafter)
     for _ in range(2):
         found = target.generate(**PROMPT, **SETTINGS | settings)
         sequences = (getattr(output, "sequences", output) for output in (found, expected))
@@ -153,7 +286,7 @@ def test_a_reason_in_the_inputs_runs_streamers_and_processors_once(
         return streamer.tokens, processor.lengths, target.generate(**PROMPT, **SETTINGS, **given)
 
     expected = generate()
-    drafter.attach(target)
+    attach(target, drafter)
     found = generate()
     assert found[:2] == expected[:2]
     assert torch.equal(found[2], expected[2])
@@ -166,17 +299,21 @@ def test_a_rope_switch_in_reach_decodes_plainly(caplog: pytest.LogCaptureFixture
     target = LlamaForCausalLM(LlamaConfig(**target.config.to_diff_dict() | {"rope_parameters": rope})).double().eval()
     target.config.max_position_embeddings = 16
     num_plain, plain = decode(target)
-    make_drafter(target).attach(target)
+    attach(target, make_drafter(target))
     num_passes, found = decode(target)
     assert torch.equal(found, plain)
     assert num_passes == num_plain
-    assert any("which changes at 16 tokens" in message for message in caplog.messages)
+    # One reason, whatever the lengths of the calls are.
+    for length in (6, 7):
+        target.generate(**make_prompts([length]), **SETTINGS)
+    (message,) = [message for message in caplog.messages if message.startswith("Decoding without")]
+    assert "which changes at 16 tokens, and this generation may go from 5 to 29" in message
     assert decode(target, max_new_tokens=10)[0] < 10
 
 
 def test_an_explicit_call_within_an_attached_one_is_still_refused(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
     target, drafter = pair
-    drafter.attach(target)
+    attach(target, drafter)
     refused: list[str] = []
 
     class Calling(Calls):
@@ -201,8 +338,10 @@ def test_wrapped_models_are_the_models_inside(pair: tuple[PreTrainedModel, Gumih
         assert torch.equal(drafted, plain)
     compiled = torch.compile(target, backend="eager")
     for wrapped in (compiled, nn.DataParallel(target), nn.DataParallel(compiled)):
-        with drafter.attached(wrapped):
+        with attached(wrapped, drafter):
             assert decode(target)[0] == num_drafted
+    with attached(target, drafter):
+        assert passes_of(target, lambda: compiled.generate(**PROMPT, **SETTINGS))[0] == num_drafted
 
 
 def test_adapters_draft_or_decode_plainly(caplog: pytest.LogCaptureFixture) -> None:
@@ -214,7 +353,7 @@ def test_adapters_draft_or_decode_plainly(caplog: pytest.LogCaptureFixture) -> N
         target = make_target()
         drafter, around = make_drafter(target), get_peft_model(target, adapter).double().eval()
         num_plain, plain = passes_of(target, lambda around=around: around.generate(**PROMPT, **SETTINGS))
-        drafter.attach(around)
+        attach(around, drafter)
         num_passes, found = passes_of(target, lambda around=around: around.generate(**PROMPT, **SETTINGS))
         assert torch.equal(found, plain)
         assert (num_passes < num_plain) == is_drafted
@@ -231,15 +370,15 @@ class LosesCache(LlamaForCausalLM):
 def test_what_only_a_pass_can_say_is_said_when_attaching(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
     target, drafter = pair
     with pytest.raises(ValueError, match="added nothing to the cache"):
-        drafter.attach(LosesCache(target.config).double().eval())
+        attach(LosesCache(target.config).double().eval(), drafter)
     as_it_is = type("OwnLlama", (LlamaForCausalLM,), {"__module__": "somewhere"})(target.config).double().eval()
-    drafter.attach(as_it_is)
+    attach(as_it_is, drafter)
     assert decode(as_it_is)[0] < 24
 
 
 def test_a_drafter_is_attached_only_to_its_target(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
     with pytest.raises(ValueError, match="has a vocabulary of 8, but LlamaForCausalLM has one of 12"):
-        pair[1].attach(make_target(vocab_size=12))
+        attach(make_target(vocab_size=12), pair[1])
 
 
 def test_settings_that_are_other_ways_of_decoding_are_refused(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
@@ -266,31 +405,35 @@ def test_an_assistant_may_be_named(
     assert passes_of(target, lambda: target.generate(*call))[0] == num_drafted
 
 
-def test_names_of_other_models_go_to_transformers(
-    pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_is_written_anew_is_read_again(
+    pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path
 ) -> None:
+    target, good = pair
+    poor = make_drafter(target, num_assistant_tokens=1)
+    counts = []
+    for drafter in (poor, good, poor):
+        drafter.save_pretrained(tmp_path)
+        named = decode(target, assistant_model=tmp_path)[0]
+        attach(target, tmp_path)
+        assert decode(target)[0] == named
+        counts.append(named)
+    assert counts[1] < counts[0] == counts[2]
+
+
+def test_names_of_other_models_go_to_transformers(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
     target, _ = pair
     target.save_pretrained(tmp_path)
-
-    class Seen(Exception):
-        pass
-
-    def stop(custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any) -> None:
-        raise Seen(assistant_model)
-
     with pytest.raises(ValueError, match="No drafter can be read from 'some/folder'"):
         decode(target, assistant_model="some/folder")
-    monkeypatch.setattr(target, "_extract_generation_mode_kwargs", stop)
-    with pytest.raises(Seen, match=str(tmp_path)):
+    # It does not load them.
+    with pytest.raises(AttributeError, match="'str' object has no attribute 'config'"):
         decode(target, assistant_model=str(tmp_path))
 
 
-def test_continuous_batching_warns_that_it_takes_no_drafter(
-    pair: tuple[PreTrainedModel, GumihoModel], caplog: pytest.LogCaptureFixture
-) -> None:
-    target, drafter = pair
-    assert target.generate_batch([], assistant_model=drafter) == {}
-    assert caplog.messages == ["`generate_batch` takes no `assistant_model`: it decodes without a drafter."]
+def make_demo_drafter(**settings: Any) -> GumihoModel:
+    drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)
+    drafter.generation_config.update(**settings)
+    return drafter
 
 
 def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
@@ -307,8 +450,23 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     num_plain, plain = passes_of(target, lambda: type(target).generate(target, **inputs, assistant_model=None))
     assert num_drafted < num_plain
     assert torch.equal(drafted, plain)
+    assert passes_of(target, lambda: target.generate(**inputs, assistant_model=None))[0] == num_plain
     # Beams decode plainly.
     assert target.generate(**inputs, num_beams=2).shape == plain.shape
+    # Another drafter may be attached; then the folder's own is back.
+    of_folder = target.generate
+    with attached(target, make_demo_drafter(num_assistant_tokens=1)):
+        assert passes_of(target, lambda: target.generate(**inputs))[0] > num_drafted
+    assert target.generate is of_folder
+    assert passes_of(target, lambda: target.generate(**inputs))[0] == num_drafted
+    # A copy generates with itself, and drafts as the folder does.
+    twin = copy.deepcopy(target)
+    del target.generate
+    assert passes_of(twin, lambda: twin.generate(**inputs))[0] == num_drafted
+    # In a call of another target, by its name; its other calls stay plain.
+    custom = {"custom_generate": str(served), "trust_remote_code": True}
+    assert passes_of(target, lambda: target.generate(**inputs, **custom))[0] == num_drafted
+    assert passes_of(target, lambda: target.generate(**inputs))[0] == num_plain
     refuse("is not empty", *arguments)
     for positional, message in (
         ((served, DEMO_TARGET.parent / "gumiho"), "already has a folder 'custom_generate'"),
@@ -317,4 +475,26 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
         (("no/target", DEMO_TARGET.parent / "gumiho"), "The target 'no/target' is not a folder and cannot be"),
     ):
         refuse(message, "attach", *positional, "--output_dir", tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+
+
+def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    drafter = DEMO_TARGET.parent / "gumiho"
+    shutil.copytree(DEMO_TARGET, tmp_path / "target")
+    for name in ("model.gguf", "tf_model.h5", "consolidated.00.pth", "optimizer.bin"):
+        (tmp_path / "target" / name).write_bytes(b"large")
+    gumiho("attach", tmp_path / "target", drafter, "--output_dir", tmp_path / "served", "--copy_weights")
+    assert "1 file of weights copied. 4 files in other formats left out." in capsys.readouterr().out
+    kept = {path.name for path in DEMO_TARGET.iterdir()} | {"custom_generate"}
+    assert {path.name for path in (tmp_path / "served").iterdir()} == kept
+    (tmp_path / "target" / "model.safetensors").unlink()
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO_TARGET), lora).save_pretrained(tmp_path / "adapter")
+    for target, message in (
+        (tmp_path / "target", "holds no weights"),
+        (tmp_path / "adapter", "is an adapter, which is loaded from"),
+    ):
+        refuse(message, "attach", target, drafter, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()

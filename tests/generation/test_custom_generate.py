@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi
 from targets import make_drafter, make_prompts, make_target, passes_of
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, dynamic_module_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoModel
@@ -175,7 +175,7 @@ assert max(output.accepted_lengths[0]) > 1
     assert process.returncode == 0, process.stderr
 
 
-def test_saving_and_pushing_at_once_uploads_the_code(
+def test_saving_and_pushing_write_the_same_files(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploaded: list[set[str]] = []
@@ -184,12 +184,22 @@ def test_saving_and_pushing_at_once_uploads_the_code(
         lambda self, repo_id, operations, **_: uploaded.append({operation.path_in_repo for operation in operations}),
     )
     drafter = make_drafter(target)
+    drafter.tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo_pair" / "target")
+    code = {"custom_generate/generate.py", "custom_generate/requirements.txt"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    expected = {"config.json", "generation_config.json", "model.safetensors"} | code | tokenizer
+    drafter.save_pretrained(tmp_path / "saved")
+    assert files_in(tmp_path / "saved") == expected
     # Twice: what is left from the first time is uploaded again, as the weights are.
     for _ in range(2):
         drafter.save_pretrained(tmp_path / "gumiho", push_to_hub=True)
-    for names in uploaded:
-        assert {"custom_generate/generate.py", "custom_generate/requirements.txt", "model.safetensors"} <= names
-    assert len(uploaded) == 2
+    assert files_in(tmp_path / "gumiho") == expected | {"README.md"}
+    drafter.push_to_hub("someone/gumiho")
+    assert uploaded == [expected | {"README.md"}] * 3
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_target_may_bring_its_drafter(target: PreTrainedModel, repository: Path, tmp_path: Path) -> None:

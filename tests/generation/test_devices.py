@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding import token_choice
-from transformers_gumiho.decoding.named_drafters import load_drafter
+from transformers_gumiho.decoding.attach import load_drafter
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.training.sampling import Nucleus, Sampling
+from transformers_gumiho.training import GumihoTrainer, Sampling
+from transformers_gumiho.training.writing.local import draw
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.walk import AcceptedPath
 from transformers_gumiho.verification.continuation import _measured
@@ -132,8 +132,8 @@ def test_devices_without_float64(family: str, kwargs: dict[str, Any]) -> None:
 def test_synthesis_without_float64() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, -torch.inf]])
     with pretending():
-        scores = Nucleus(Sampling(1.0, 0.9))(None, logits.to("mps"))
-        assert scores.isfinite().tolist() == [[False, True, True, False]]
+        drawn = draw(logits.expand(2, -1).to("mps"), Sampling(1.0, 0.9), torch.tensor([0.1, 0.9]).to("mps"))
+        assert sorted(drawn.tolist()) == [1, 2]
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "mps"])

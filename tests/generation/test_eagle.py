@@ -8,12 +8,22 @@ import torch
 from draft_trees import paths_of
 from eagle import EPS, FFN, HIDDEN, KV_HEADS, VOCAB, EagleHead, llama_fields, make_eagle_target, make_head, write_head
 from targets import equals_plain
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    pipeline,
+)
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel, attached
-from transformers_gumiho.drafting.break_even import estimate_break_even
+from transformers_gumiho.drafting.pause import estimate_break_even
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.serving_folder import AttachArguments, write_served_target
+from transformers_gumiho.training.checks import check_drafter
+from transformers_gumiho.training.target_features import OnlineFeatures
 from transformers_gumiho.tree.draft_tree import DraftTree
 
 
@@ -22,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"is_eagle3": True, "draft_vocab_size": 24},
     "eagle3.1": {"is_eagle3": True, "draft_vocab_size": 24, "flags": ("fc_norm", "norm_output"), "num_layers": 2},
 }
+DEMO = Path(__file__).parents[2] / "examples" / "demo_pair" / "target"
 TREES = {"num_assistant_tokens": 14, "branching_factor": 3, "tree_depth": 4, "draft_temperature": 1.0}
 
 
@@ -175,6 +186,26 @@ def test_a_small_language_model_is_told_by_its_tensors(target: PreTrainedModel, 
         attached(target, tmp_path).__enter__()
     with pytest.raises(ValueError, match="is not a Gumiho drafter: it has no `fc`"):
         GumihoModel.from_pretrained(tmp_path)
+
+
+def test_a_saved_head_is_the_assistant_of_a_pipeline(tmp_path: Path) -> None:
+    target, tokenizer = (kind.from_pretrained(DEMO) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    fields = {"serial_head": "eagle3", "num_hidden_layers": 1, "num_parallel_heads": 0, "num_serial_tokens": 8}
+    drafter = GumihoModel.from_target(target, target_layer_ids=[0, 1], **fields)
+    drafter.tokenizer = tokenizer
+    drafter.save_pretrained(tmp_path, save_embedding=False)
+    loaded = {"model": target, "tokenizer": tokenizer}
+    plain, assisted = (
+        pipeline("text-generation", **loaded, **extra)("import os", max_new_tokens=16, do_sample=False)
+        for extra in ({}, {"assistant_model": str(tmp_path)})
+    )
+    assert assisted == plain
+
+
+def test_training_refuses_eagle3_heads(target: PreTrainedModel, tmp_path: Path) -> None:
+    _, drafter = make(tmp_path)
+    with pytest.raises(ValueError, match="predicts no states of the target, which the losses compare with"):
+        check_drafter(drafter, OnlineFeatures(target))
 
 
 def test_break_even_counts_the_own_head_and_the_passes(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from targets import make_drafter, make_prompts, make_target
 from transformers import GenerationConfig, PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
-from transformers_gumiho import GumihoModel
+from transformers_gumiho import GumihoModel, attach, detach
 
 
 PROMPT = make_prompts([6])
@@ -102,7 +102,8 @@ def pair() -> tuple[PreTrainedModel, GumihoModel]:
 
 def decode(target: PreTrainedModel, settings: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(5)
-    output = target.generate(**PROMPT, **{"max_new_tokens": 24, "do_sample": False} | settings)
+    defaults = {} if "generation_config" in settings else {"max_new_tokens": 24, "do_sample": False}
+    output = target.generate(**PROMPT, **defaults | settings)
     return getattr(output, "sequences", output)
 
 
@@ -133,7 +134,9 @@ def test_field_is_refused(pair: tuple[PreTrainedModel, GumihoModel], name: str) 
         decode(target, REFUSED[name] | {"assistant_model": drafter, "trust_remote_code": True})
 
 
-@pytest.mark.parametrize("given", [{}, {"generation_config": GenerationConfig(num_assistant_tokens=2)}])
+@pytest.mark.parametrize(
+    "given", [{}, {"generation_config": GenerationConfig(num_assistant_tokens=2, max_new_tokens=24)}]
+)
 def test_a_tree_size_in_a_call_is_said_to_be_a_setting_of_the_drafter(
     pair: tuple[PreTrainedModel, GumihoModel], given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,9 +146,9 @@ def test_a_tree_size_in_a_call_is_said_to_be_a_setting_of_the_drafter(
     expected = decode(target, given)
     assert not caplog.messages
     assert torch.equal(decode(target, given | {"assistant_model": drafter}), expected)
-    drafter.attach(target)
+    attach(target, drafter)
     assert torch.equal(decode(target, given), expected)
-    drafter.detach(target)
+    detach(target)
     (message,) = caplog.messages
     assert "has no effect" in message
     assert "Set `assistant_model.generation_config.num_assistant_tokens = 2`" in message

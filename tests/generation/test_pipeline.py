@@ -106,3 +106,9 @@ def test_a_saved_drafter_carries_the_tokenizer_it_was_given(
     loaded = AutoTokenizer.from_pretrained(tmp_path / "with")
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.chat_template == TEMPLATE
+
+
+def test_a_drafter_does_not_generate(drafter: GumihoModel) -> None:
+    assert not drafter.can_generate()
+    assert not hasattr(drafter, "generate")
+    assert drafter.generation_config.num_assistant_tokens

@@ -8,13 +8,12 @@ from partly_right_drafts import partly_right_drafts
 from sweep_architectures import build, prompts
 from tiny_configs import VOCAB_SIZE
 from trainers import losses_of, make_args
-from transformers import ElectraConfig, GenerationConfig, PreTrainedModel, RemBertConfig, RoFormerConfig
+from transformers import ElectraConfig, PreTrainedModel, RemBertConfig, RoFormerConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.drafting.candidate_generator import GumihoCandidateGenerator
-from transformers_gumiho.training import GumihoTrainer, OnlineFeatures
-from transformers_gumiho.training.row_leaving import continue_rows
+from transformers_gumiho.training import GumihoTrainer, LocalEngine, OnlineFeatures
+from transformers_gumiho.training.writing.requests import Request
 from transformers_gumiho.verification.feature_reader import FeatureReader
 from transformers_gumiho.verification.output_head import output_head
 
@@ -129,26 +128,8 @@ def test_data_is_written_as_the_target_writes(model_type: str) -> None:
     target = make_target(model_type)
     prompt = prompts([5])
     plain = target.generate(**prompt, max_new_tokens=12, do_sample=False)
-    written = continue_rows(target, prompt["input_ids"].tolist(), 12, set())
-    assert written == [plain[0, 5:].tolist()]
+    ((written, _),) = LocalEngine(target).complete([Request(prompt["input_ids"][0].tolist(), 12, None, 0)])
+    assert written == plain[0, 5:].tolist()
     states = OnlineFeatures(target).states({"input_ids": plain}).last
     logits = output_head(target)(states)
     assert logits[0, 4:16].argmax(dim=1).tolist() == plain[0, 5:].tolist()
-
-
-@pytest.mark.parametrize("model_type", ["bert", "electra"])
-def test_transformers_own_loop_drafts_from_the_same_states(model_type: str) -> None:
-    target = make_target(model_type)
-    generator = GumihoCandidateGenerator.for_assisted_decoding(
-        target, make_drafter(target), GenerationConfig(max_length=40)
-    )
-    ids = prompts([9])["input_ids"]
-    with torch.no_grad():
-        outputs = target(input_ids=ids[:, :-1], output_hidden_states=True)
-        states = FeatureReader(target).read(ids[:, :-1]).last
-        drafted, _ = generator.get_candidates(ids, {}, outputs)
-        expected, _ = GumihoCandidateGenerator.for_assisted_decoding(
-            target, make_drafter(target), GenerationConfig(max_length=40)
-        ).get_candidates(ids, {}, hidden_states=states)
-    assert drafted.shape[1] > ids.shape[1]
-    assert torch.equal(drafted, expected)

@@ -28,7 +28,7 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from transformers_gumiho import GumihoConfig, GumihoModel, internals
+from transformers_gumiho import GumihoConfig, GumihoModel, attach, internals
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
 from transformers_gumiho.verification.traits import TargetTraits
 
@@ -206,7 +206,7 @@ def test_doge_beyond_the_tokens_that_it_keeps() -> None:
     drafted = doge.generate(**prompts, **settings, assistant_model=drafter)
     assert torch.equal(drafted, doge.generate(**prompts, **settings))
     refuses(doge, "attends to 12 tokens at most .*may go from 4 to 14", drafter, max_new_tokens=10)
-    drafter.attach(doge)
+    attach(doge, drafter)
     settings["max_new_tokens"] = 10
     assert torch.equal(
         doge.generate(**prompts, **settings), doge.generate(**prompts, **settings, assistant_model=None)
@@ -230,13 +230,3 @@ def test_assistant_tokenizer(target: PreTrainedModel) -> None:
     for _ in range(2):
         refuses(target, message, assistant_tokenizer=foreign, tokenizer=tokenizer)
     refuses(target, message, assistant_tokenizer=tokenizer)
-
-
-def test_candidates_without_states(target: PreTrainedModel) -> None:
-    from drafting_oracle import make_generator
-
-    generator = make_generator(target, make_drafter(target), 1)
-    with pytest.raises(ValueError, match="pass them as `hidden_states`"):
-        generator.get_candidates(torch.zeros(1, 3, dtype=torch.long))
-    with pytest.raises(ValueError, match="A single path fits one sequence, got a batch of 2"):
-        generator.get_candidates(torch.zeros(2, 3, dtype=torch.long), hidden_states=torch.zeros(2, 2, 32))

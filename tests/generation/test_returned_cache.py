@@ -10,7 +10,7 @@ from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
 from tiny_configs import small_config
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from transformers_gumiho import GumihoModel
+from transformers_gumiho import GumihoModel, attached
 from transformers_gumiho.internals import CACHE_NAME
 
 
@@ -170,7 +170,7 @@ def test_target_that_reads_the_newest_token_alone() -> None:
     assert not passes
     handle.remove()
     plain = target.generate(**prompts, **settings, max_new_tokens=24).sequences
-    with drafter.attached(target):
+    with attached(target, drafter):
         assert torch.equal(target.generate(**prompts, **settings, max_new_tokens=24).sequences, plain)
 
 

@@ -22,7 +22,6 @@ from vllm_engine import (
 )
 from vllm_pairs import transformers_chains
 
-import transformers_gumiho_vllm as plugin
 from transformers_gumiho import GumihoConfig, GumihoModel
 
 
@@ -150,11 +149,10 @@ def test_how_much_is_drafted_follows_the_number_of_requests(plain_texts: list[li
 
 
 def test_a_drafter_that_is_never_right_is_said_once(
-    plain_texts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plain_texts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     GumihoModel(GumihoConfig.from_pretrained(DEMO_DRAFTER)).save_pretrained(tmp_path / "gumiho-random")
-    monkeypatch.setattr(plugin.logger, "handlers", [caplog.handler])
     with engine(DEMO_TARGET, drafting_with(tmp_path / "gumiho-random", 2)) as llm:
         for _ in range(2):
             assert write_texts(llm, PROMPTS, NUM_TOKENS) == plain_texts[: len(PROMPTS)]

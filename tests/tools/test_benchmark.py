@@ -26,16 +26,15 @@ from transformers_gumiho.benchmarking import (
     Sample,
     benchmark,
     decoding_modes,
-    read_questions,
+    read_prompts,
     run_benchmark,
-    runner,
     summarize,
 )
+from transformers_gumiho.benchmarking.journal import Journal
 from transformers_gumiho.benchmarking.report import markdown
 from transformers_gumiho.benchmarking.runner import conversation_key
 from transformers_gumiho.benchmarking.summary import Comparison, bootstrap_interval
-from transformers_gumiho.measuring import prompts
-from transformers_gumiho.measuring.journal import Journal
+from transformers_gumiho.measuring import prompts, timing
 from transformers_gumiho.measuring.prompts import encode_turn
 from transformers_gumiho.measuring.timing import temporary_settings
 
@@ -98,10 +97,8 @@ def test_a_drafter_that_looks_up_by_itself_is_measured_without_it_too(drafter: G
     with temporary_settings(drafter, {"prompt_lookup_num_tokens": 7}):
         modes = {mode.name: mode for mode in decoding_modes(drafter)}
         assert "gumiho with prompt lookup" not in modes
-        with modes["gumiho without prompt lookup"].active():
-            assert drafter.generation_config.prompt_lookup_num_tokens is None
-        with modes["gumiho"].active():
-            assert drafter.generation_config.prompt_lookup_num_tokens == 7
+        assert modes["gumiho without prompt lookup"].settings == {"prompt_lookup_num_tokens": None}
+        assert modes["gumiho"].settings == {}
 
 
 def test_stages_add_up_to_the_time_of_the_run(samples: list[Sample]) -> None:
@@ -116,15 +113,14 @@ def test_stages_add_up_to_the_time_of_the_run(samples: list[Sample]) -> None:
                 assert stages["num_cycles"] - len(sample.accepted_lengths[0]) in (0, 1)
 
 
-def test_speeds_are_those_of_the_clock(target: PreTrainedModel, drafter: GumihoModel) -> None:
+def test_speeds_are_those_of_the_clock(target: PreTrainedModel) -> None:
     """A mode that is made slower by a known time is measured to be so."""
 
-    class Slow(DecodingMode):
-        @property
-        def drafter(self) -> None:
-            time.sleep(0.2)
+    def sleep(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.025)  # 8 times in a text
+        return scores
 
-    modes = [DecodingMode("plain"), Slow("slow")]
+    modes = [DecodingMode("plain"), DecodingMode("slow", {"logits_processor": [sleep]})]
     samples = run_benchmark(target, make_tokenizer(None), QUESTIONS[1:], modes, BenchmarkSettings(max_new_tokens=8))
     plain, slow = ([s.seconds for s in samples if s.mode == mode] for mode in ("plain", "slow"))
     difference = statistics.median(slow) - statistics.median(plain)
@@ -196,7 +192,7 @@ def test_a_machine_that_is_busy_is_noticed(
         return generate(**kwargs)
 
     monkeypatch.setattr(target, "generate", generate_busily)
-    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     settings = BenchmarkSettings(max_new_tokens=2)
     samples = run_benchmark(target, make_tokenizer(None), QUESTIONS[1:], [DecodingMode("plain")], settings)
     # In each category a warm-up, then twice for the first prompt and once for the second.
@@ -240,10 +236,10 @@ def test_bootstrap_interval_holds_the_median_as_often_as_it_says() -> None:
 def test_files_from_elsewhere_are_read_or_named(tmp_path: Path, second: bytes, message: str) -> None:
     path, good = tmp_path / "q.jsonl", b'{"prompt": "def f"}'
     path.write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\r\n" + good)
-    assert [question.turns for question in read_questions(str(path))] == [("def f",)] * 2
+    assert [question.turns for question in read_prompts(str(path))] == [("def f",)] * 2
     path.write_bytes(b"\n".join([good, b"", second, good]))
     with pytest.raises(ValueError, match=message):
-        read_questions(str(path))
+        read_prompts(str(path))
 
 
 def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
@@ -253,26 +249,26 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         '{"text": "It goes\u2028on"}',  # a character at which `str.splitlines` splits, too
     ]
     name = write_jsonl(tmp_path / "questions.jsonl", rows)
-    assert read_questions(name) == [
+    assert read_prompts(name) == [
         Question("81", "writing", ("Compose.", "Shorten.")),
         Question("1", "all", ("Say it.",)),
         Question("2", "all", ("It goes\u2028on",)),
     ]
-    assert len(read_questions(name, num_questions=2)) == 2
+    assert len(read_prompts(name, num_prompts=2)) == 2
     with pytest.raises(ValueError, match="At least one question has to be read, got 0"):
-        read_questions(name, num_questions=0)
+        read_prompts(name, num_prompts=0)
     column = write_jsonl(tmp_path / "other.jsonl", [{"body": "x"}])
-    assert read_questions(column, column="body")[0].turns == ("x",)
+    assert read_prompts(column, column="body")[0].turns == ("x",)
     with pytest.raises(
         ValueError, match=r"Line 1 .* has the columns \['body'\], and needs 'turns' or 'prompt' or 'text'"
     ):
-        read_questions(column)
+        read_prompts(column)
     with pytest.raises(ValueError, match="has turns that are not text"):
-        read_questions(write_jsonl(tmp_path / "bad.jsonl", [{"turns": [1]}]))
+        read_prompts(write_jsonl(tmp_path / "bad.jsonl", [{"turns": [1]}]))
     with pytest.raises(ValueError, match="holds no questions"):
-        read_questions(write_jsonl(tmp_path / "none.jsonl", [""]))
+        read_prompts(write_jsonl(tmp_path / "none.jsonl", [""]))
     with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.jsonl' to read prompts from"):
-        read_questions(str(tmp_path / "missing.jsonl"))
+        read_prompts(str(tmp_path / "missing.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["qualitative/test-00000-of-00001.parquet", "qualitative", ":qualitative"])
@@ -299,9 +295,9 @@ def test_speed_bench_is_read_as_it_is_published(name: str, tmp_path: Path, monke
         Question("c1", "coding", ("Write.", "Shorten.")), Question("c2", "coding", ("Sort.",)),
         Question("m2", "math", ("Add.",)),
     ]  # fmt: skip
-    assert read_questions(path) == expected
-    assert read_questions(path, num_questions=2) == expected[:2]
-    assert read_questions(path, per_category=1) == [expected[0], expected[2]]
+    assert read_prompts(path) == expected
+    assert read_prompts(path, num_prompts=2) == expected[:2]
+    assert read_prompts(path, per_category=1) == [expected[0], expected[2]]
     assert f"Left out 1 rows of {path!r}, which hold a placeholder" in warnings[0]
 
 

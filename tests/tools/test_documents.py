@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.presenting import Cycle
-from transformers_gumiho.presenting.labels import CycleLabels
+from transformers_gumiho.presenting.cycles import CycleLabels
 
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -225,6 +225,16 @@ def test_speeds_are_left_out_of_the_picture_of_an_answer() -> None:
     script = load_picture_script("draw_answer")
     written = "[tau 2.69 | 12.7 tokens/s | 32 cycles]\n[plain decoding | 12.0 tokens/s]\nSpeed-up 1.05x, same text"
     assert script.without_speeds(written) == "[tau 2.69 | 32 cycles]\n[plain decoding]\nsame text"
+
+
+def test_two_short_answers_stand_side_by_side() -> None:
+    script = load_picture_script("draw_answer")
+    for text, shown in (("one", ["one           one", "", "[tau 2.00]    [plain decoding]"]), ("one " * 20, None)):
+        written = script.wrap(script.read_characters(f"{text}\n\n[tau 2.00]\n\n{text}\n\n[plain decoding]"))
+        drawn = ["".join(character for character, _ in line) for line in script.side_by_side(written)]
+        assert [line.rstrip() for line in drawn] == (
+            shown or [text.strip(), "", "[tau 2.00]", "", text.strip(), "", "[plain decoding]"]
+        )
 
 
 def test_pictures_of_speed_are_those_of_the_reports() -> None:

@@ -43,7 +43,7 @@ def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.M
     def generate(input_ids: torch.Tensor, **_: Any) -> None:
         taken.total = 5.0 + 0.02 * input_ids.shape[1]
 
-    monkeypatch.setattr(measure_context, "time_plain", plain)
+    monkeypatch.setattr(measure_context, "time_decoding", plain)
     monkeypatch.setattr(measure_context, "stage_timer", lambda _: nullcontext(taken))
     args = measure_context.ContextArguments(lengths=[16, 48], rounds=2)
     target: Any = SimpleNamespace(generate=generate, device=None)

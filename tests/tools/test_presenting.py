@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from transformers_gumiho.benchmarking import (
     Question,
     run_benchmark,
 )
+from transformers_gumiho.measuring.modes import PLAIN, Runner
 from transformers_gumiho.measuring.timing import temporary_settings
 from transformers_gumiho.model.per_rows import value_for_rows
 from transformers_gumiho.pairs import PairArguments, TargetArguments, load_pair, load_target
@@ -56,7 +58,6 @@ from transformers_gumiho.presenting.streaming import colored_writer, wants_color
 from transformers_gumiho.recipe.arguments import RecipeArguments
 from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.tuning import TuningArguments
-from transformers_gumiho.tuning.turns import Contest, TurnDecoder
 
 
 PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho"), "dtype": "float32"}
@@ -316,8 +317,8 @@ def test_a_target_that_is_offloaded_answers_too(drafter: GumihoModel) -> None:
     answers = [stream_answer(target, TOKENIZER, model, prompt, Answer(), **options) for model in (drafter, None)]
     assert [answer.tokens for answer in answers] == [expected] * 2
     assert logit_gap(target, prompt, answers[0], Answer([expected[0], 0])) > 0
-    decode_turn = TurnDecoder(target, drafter, 0, max_new_tokens=8)
-    assert decode_turn(Contest("trees", [prompt], 1, 0.0), None, 0).texts == [[*prompt, *expected]]
+    taken = Runner(target, 0, max_new_tokens=8).compare([PLAIN], [prompt], temperature=0.0, seed=0)
+    assert taken[0].texts == [[*prompt, *expected]]
     modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": drafter})]
     questions, settings = [Question("0", "all", (PROMPT,))], BenchmarkSettings(max_new_tokens=8)
     assert all(sample.equal for sample in run_benchmark(target, TOKENIZER, questions, modes, settings))
@@ -379,6 +380,12 @@ def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
     written = capsys.readouterr()
     assert written.out.count(" | interrupted]") == 1
     assert written.err.splitlines()[-1] == "gumiho show: Interrupted."
+    # Importing the package takes seconds, too.
+    monkeypatch.delitem(sys.modules, "transformers_gumiho.cli")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupt), *sys.meta_path])
+    with pytest.raises(SystemExit, match="130"):
+        gumiho("show")
+    assert capsys.readouterr().err.splitlines()[-1] == "gumiho show: Interrupted."
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
@@ -629,6 +636,7 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
     [
         (["--target", "no/such/folder"], "There is no folder 'no/such/folder'. Give an existing"),
         (["--assistant", "./gumihoo"], "There is no folder './gumihoo'"),
+        (["--temperature", "-1"], "--temperature must not be negative, got -1.0"),
         (["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
         (["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
         (["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ from targets import equals_plain
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.measuring.prompts import encode_turn
+from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.pairs.known import find_pair
+from transformers_gumiho.pairs.smollm2 import INSTALL, installed_file
 
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +78,23 @@ def test_long_prompts_quote_the_answers(tmp_path: Path) -> None:
     assert all(any(words[:60] == answer.split() for answer in answers) for words in quoted)
     assert not any("again" in prompt for prompt in prompts)
     assert sum("Question" in prompt and "?" in prompt for prompt in prompts) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_command_of_the_readme_ends_with_the_same_text_on_any_cpu(dtype: str) -> None:
+    """No two tokens are nearly tied, so no CPU chooses another one. The drafter shows what it can."""
+    if installed_file() is None:
+        pytest.skip(f"needs a package: `{INSTALL}`")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (prompt,) = re.findall(r'gumiho generate --pair smollm2 --compare --prompt "(.*)"', readme)
+    target, tokenizer, drafter = load_pair(PairArguments(pair="smollm2", dtype=dtype))
+    asked = torch.tensor([encode_turn(tokenizer, [prompt], [])])
+    options = {"do_sample": False, "max_new_tokens": 256, "return_dict_in_generate": True}
+    plain = target.generate(asked, **options, output_logits=True)
+    drafted = target.generate(asked, **options, assistant_model=drafter)
+    assert torch.equal(plain.sequences, drafted.sequences)
+    assert statistics.mean(drafted.accepted_lengths[0]) > 2.5
+    if dtype == "float32":
+        highest = torch.cat(plain.logits).topk(2).values
+        assert (highest[:, 0] - highest[:, 1]).min() >= 0.5

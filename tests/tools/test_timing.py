@@ -6,8 +6,9 @@ import pytest
 from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaForCausalLM
 
-from transformers_gumiho.measuring import timing
-from transformers_gumiho.measuring.timing import stage_timer, temporary_settings, time_drafted, time_plain
+from transformers_gumiho.measuring import modes, timing
+from transformers_gumiho.measuring.modes import DecodingMode, Runner
+from transformers_gumiho.measuring.timing import DecodingTime, stage_timer, temporary_settings, time_decoding
 
 
 def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatc
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", timed_forward)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    taken = time_plain(target, make_prompts([6]), max_new_tokens=11, do_sample=False)
+    taken = time_decoding(target, make_prompts([6]), max_new_tokens=11, do_sample=False)
     assert passes == [6] + [1] * 10
     assert (taken.num_tokens, taken.seconds) == (10, pytest.approx(0.2))
 
@@ -33,13 +34,30 @@ def test_time_with_a_drafter_is_that_of_its_cycles(monkeypatch: pytest.MonkeyPat
     settings = {"num_assistant_tokens": 5, "branching_factor": 2, "tree_depth": 5, "draft_temperature": [0.5, 1.0]}
     inputs, length = make_prompts([6]), {"max_new_tokens": 20, "do_sample": False}
     drafter = make_drafter(target)
-    taken = time_drafted(target, drafter, inputs, settings, **length)
+    taken = time_decoding(target, inputs, settings=settings, assistant_model=drafter, **length)
     assert taken.num_tokens == 19
     assert 19 / 6 <= taken.num_passes <= 19
     assert taken.seconds == pytest.approx(0.02 * taken.num_passes)
-    assert time_plain(target, inputs, **length).texts == taken.texts
+    assert time_decoding(target, inputs, **length).texts == taken.texts
     with temporary_settings(drafter, settings), stage_timer(target.device) as stages:
         target.generate(**inputs, assistant_model=drafter, **length)
     assert stages.num_cycles == taken.num_passes
     assert stages.verify == pytest.approx(0.02 * stages.num_cycles)
     assert stages.total == pytest.approx(stages.prompt + stages.verify)
+
+
+def test_modes_take_turns_in_coming_first_once_they_are_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+
+    def time_decoding(target: Any, inputs: Any, *, settings: dict[str, str], **kwargs: Any) -> DecodingTime:
+        decoded.append(settings["name"])
+        return DecodingTime(float(len(decoded)), 1, 1)
+
+    monkeypatch.setattr(modes, "time_decoding", time_decoding)
+    compared = [DecodingMode(name, settings={"name": name}) for name in "abc"]
+    runner = Runner(make_target(), 0, max_new_tokens=4)
+    taken = [runner.compare(compared, [[5, 6]], 0.0, seed=0) for _ in range(2)]
+    assert "".join(decoded) == "abc" + "abc" + "bca"
+    assert [[time.seconds for time in times] for times in taken] == [[4, 5, 6], [9, 7, 8]], "in the order of the modes"
+    runner.compare(compared[:1], [[5], [6]], 0.0, seed=0)
+    assert "".join(decoded[9:]) == "aa", "warmed up for another batch size"

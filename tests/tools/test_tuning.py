@@ -3,9 +3,8 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformers_gumiho import GumihoModel
+from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.drafting.settings import DraftingSettings
-from transformers_gumiho.measuring.journal import Journal
+from transformers_gumiho.measuring.modes import Runner
 from transformers_gumiho.measuring.timing import DecodingTime, temporary_settings
 from transformers_gumiho.pairs.known import Pair
 from transformers_gumiho.tuning import (
@@ -36,10 +35,10 @@ from transformers_gumiho.tuning import (
     tune,
 )
 from transformers_gumiho.tuning import trees as trees_module
-from transformers_gumiho.tuning.contest import compare
+from transformers_gumiho.tuning.command import turn_decoder
+from transformers_gumiho.tuning.contest import Contest, compare
 from transformers_gumiho.tuning.finding import find_settings
 from transformers_gumiho.tuning.trees import list_sizes, list_trees
-from transformers_gumiho.tuning.turns import Contest, TurnDecoder
 
 
 OWN = Tree(20, 3, 5, 0.9)
@@ -56,27 +55,26 @@ class PlantedMachine:
         tau: Tokens per cycle of a tree.
         cycle: Seconds of a cycle, for a tree and a number of rows; a step of plain decoding takes one.
         calls: What it was asked for.
-        fails_at: The number of the call at which the user stops it.
     """
 
     tau: Callable[[Tree], float]
     cycle: Callable[[Tree, int], float]
     calls: list[tuple[Contest, Tree | None, int]] = field(default_factory=list)
-    fails_at: int | None = None
 
-    def __call__(self, stage: Contest, tree: Tree | None, turn: int) -> DecodingTime:
-        if len(self.calls) == self.fails_at:
-            raise KeyboardInterrupt
-        self.calls.append((stage, tree, turn))
+    def __call__(self, contest: Contest, trees: Sequence[Tree], turn: int) -> list[DecodingTime]:
+        return [self.decode(contest, tree, turn) for tree in (None, *trees)]
+
+    def decode(self, contest: Contest, tree: Tree | None, turn: int) -> DecodingTime:
+        self.calls.append((contest, tree, turn))
         # A machine whose speed drifts, by the same for all ways of a turn, and that is busy with others now and then.
-        speed = 1.0 + turn % 3 + stage.rows
+        speed = 1.0 + turn % 3 + contest.rows
         if tree is None:
-            texts = [[*stage.prompts[index], 7000 + index] for index in stage.indices(turn)]
+            texts = [[*contest.prompts[index], 7000 + index] for index in contest.indices(turn)]
             return DecodingTime(1000 * speed, 1000, 1000, texts)
         busy = 5.0 if (turn + tree.num_assistant_tokens) % 3 == 0 else 1.0
         num_cycles = round(1000 / self.tau(tree))
-        sampling = 1.5 if stage.temperature else 1.0
-        return DecodingTime(num_cycles * speed * busy * sampling * self.cycle(tree, stage.rows), 1000, num_cycles)
+        sampling = 1.5 if contest.temperature else 1.0
+        return DecodingTime(num_cycles * speed * busy * sampling * self.cycle(tree, contest.rows), 1000, num_cycles)
 
 
 def tau_of(tree: Tree) -> float:
@@ -97,16 +95,16 @@ def demo_trees(own: Tree = OWN, verifies_chains: bool = False) -> list[Tree]:
     return list_trees(drafter.config, own, verifies_chains)
 
 
-def find(machine: PlantedMachine, path: Path, **options: object) -> TuningResult:
+def find(machine: PlantedMachine, **options: object) -> TuningResult:
     args = replace(TuningArguments(tune_vocabulary=False), **options)
-    return find_settings(machine, demo_trees(), PROMPTS, VOCAB_SIZE, Journal(path / "journal.jsonl", {}), args)
+    return find_settings(machine, demo_trees(), PROMPTS, VOCAB_SIZE, args)
 
 
 @pytest.mark.parametrize("per_node", COSTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: float, tmp_path: Path) -> None:
+def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: float) -> None:
     cycle = cycle_of(per_node)
-    result = find(PlantedMachine(tau_of, cycle), tmp_path, temperature=temperature)
+    result = find(PlantedMachine(tau_of, cycle), temperature=temperature)
     cycles = {rows: cycle(tree, rows) for rows, tree in result.chosen.items()}
     winners = [max(demo_trees(), key=lambda tree: tau_of(tree) / cycle_of(cost)(tree, 1)) for cost in COSTS]
     best = winners[COSTS.index(per_node)]
@@ -127,10 +125,11 @@ def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: f
     }  # fmt: skip
 
 
-def test_fewer_trees_decode_more_prompts_and_the_winner_others(tmp_path: Path) -> None:
+def test_fewer_trees_decode_more_prompts_and_the_winner_others() -> None:
     machine = PlantedMachine(tau_of, cycle_of(0.02))
-    result = find(machine, tmp_path)
-    of_trees = [(stage.indices(turn)[0], tree) for stage, tree, turn in machine.calls if stage.name == "trees"]
+    result = find(machine)
+    first = machine.calls[0][0]
+    of_trees = [(contest.indices(turn)[0], tree) for contest, tree, turn in machine.calls if contest is first]
     num_trees = len(demo_trees())
     assert 15 <= num_trees <= 18
     seen: dict[Tree | None, set[int]] = {}
@@ -140,13 +139,10 @@ def test_fewer_trees_decode_more_prompts_and_the_winner_others(tmp_path: Path) -
     half = -(-num_trees // 2)
     assert sizes == {3: num_trees - half, 6: half - -(-half // 2), 12: -(-half // 2) + 1}  # and plain decoding
     assert len(of_trees) == sum(sizes[count] * count for count in sizes), "nothing twice"
-    # Each comes first in a turn of its own.
-    firsts = [tree for (before, _), (index, tree) in pairwise([(None, None), *of_trees]) if index != before]
-    assert len(set(firsts)) > len(firsts) / 2
     # What stands in the report and in `break_even` is of prompts that decided nothing.
     decided, final = (
-        {tuple(stage.prompts[i]) for stage, _, turn in machine.calls for i in stage.indices(turn) if is_of(stage.name)}
-        for is_of in (lambda name: name != "finals", lambda name: name == "finals")
+        {tuple(c.prompts[i]) for c, _, turn in machine.calls for i in c.indices(turn) if c.drafter_alone == is_final}
+        for is_final in (False, True)
     )
     assert len(decided) == 12
     assert len(final) == 6
@@ -154,25 +150,8 @@ def test_fewer_trees_decode_more_prompts_and_the_winner_others(tmp_path: Path) -
     assert list(result.finals) == [(kind, rows) for kind in ("greedy", "sampled") for rows in (1, 4, 8)]
 
 
-@pytest.mark.parametrize("stopped_after", [0, 1, 40, 150, 240])
-def test_a_stopped_run_continues_to_the_same_result(stopped_after: int, tmp_path: Path) -> None:
-    uninterrupted = PlantedMachine(tau_of, cycle_of(0.02))
-    expected = find(uninterrupted, tmp_path, tune_vocabulary=True)
-    (tmp_path / "again").mkdir()
-    stopped = PlantedMachine(tau_of, cycle_of(0.02), fails_at=stopped_after)
-    with pytest.raises(KeyboardInterrupt):
-        find(stopped, tmp_path / "again", tune_vocabulary=True)
-    with (tmp_path / "again" / "journal.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"of": "[\\"tr')  # the machine went down while it wrote
-    continued = PlantedMachine(tau_of, cycle_of(0.02))
-    assert find(continued, tmp_path / "again", tune_vocabulary=True) == expected
-    assert stopped.calls + continued.calls == uninterrupted.calls
-    measured = [(tmp_path / name / "journal.jsonl").read_text(encoding="utf-8") for name in ("", "again")]
-    assert measured[0] == measured[1]
-
-
-def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
-    result = find(PlantedMachine(lambda tree: 2.0, lambda tree, rows: 1.0 + 0.2 * rows), tmp_path)
+def test_where_plain_decoding_is_faster_is_said() -> None:
+    result = find(PlantedMachine(lambda tree: 2.0, lambda tree, rows: 1.0 + 0.2 * rows))
     # A cycle takes 1.2, 1.8 and 2.6 steps, and half as many more where tokens are sampled.
     assert result.losing == [("greedy", 8), ("sampled", 4), ("sampled", 8)]
     lines = describe(result).splitlines()
@@ -186,29 +165,29 @@ def test_where_plain_decoding_is_faster_is_said(tmp_path: Path) -> None:
     assert describe(result).count("(the drafter's own)") == 1
 
 
-def test_rows_in_which_the_target_verifies_nothing_are_left_out(tmp_path: Path) -> None:
+def test_rows_in_which_the_target_verifies_nothing_are_left_out() -> None:
     machine = PlantedMachine(tau_of, cycle_of(0.02))
 
-    def refusing(stage: Contest, tree: Tree | None, turn: int) -> DecodingTime:
-        if stage.rows == 4 and tree is not None:
+    def refusing(contest: Contest, trees: Sequence[Tree], turn: int) -> list[DecodingTime]:
+        if contest.rows == 4:
             raise ValueError("It cannot verify drafts in a padded batch.")
-        return machine(stage, tree, turn)
+        return machine(contest, trees, turn)
 
     args = TuningArguments(tune_vocabulary=False)
-    result = find_settings(refusing, demo_trees(), PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
+    result = find_settings(refusing, demo_trees(), PROMPTS, VOCAB_SIZE, args)
     assert list(result.settings["num_assistant_tokens"]) == ["1", "8"]
     assert "\nnot tuned for 4 rows: It cannot verify drafts in a padded batch.\n" in describe(result) + "\n"
 
 
-def test_a_list_competes_on_texts_that_it_was_not_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_competes_on_texts_that_it_was_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     gains = {"own": 1.0, "all": 0.9, "counted": 0.8}
     machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
     monkeypatch.setattr(trees_module, "num_counted", lambda _: 24)
     monkeypatch.setattr(finding, "num_counted", lambda _: 24)
     args = TuningArguments(batch_sizes=[1])
     trees = demo_trees(replace(OWN, vocabulary="own"))
-    result = find_settings(machine, trees, PROMPTS, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
-    competed = [stage for stage, tree, _ in machine.calls if stage.name == "vocabularies"]
+    result = find_settings(machine, trees, PROMPTS, VOCAB_SIZE, args)
+    competed = [contest for contest, *_ in machine.calls if contest.counted]
     # Prompts and answers: the ids are those of the first six prompts, then of the other six.
     assert set(competed[0].counted) >= {token for i in range(6) for token in (i, 900 + i, 7000 + i)}
     assert not set(competed[0].counted) & {token for i in range(6, 12) for token in (900 + i, 7000 + i)}
@@ -218,6 +197,14 @@ def test_a_list_competes_on_texts_that_it_was_not_counted_on(tmp_path: Path, mon
     assert set(result.settings["draft_vocabulary"]) <= everything
     assert [tree.vocabulary for tree in result.vocabularies] == ["counted", "all", "own"]
     assert "draft vocabulary " in describe(result)
+
+
+def test_the_depth_of_drafters_without_parallel_heads_is_tuned() -> None:
+    config = GumihoConfig.from_target(make_target().config, num_parallel_heads=0, num_serial_tokens=8)
+    trees = list_trees(config, OWN, verifies_chains=False)
+    assert trees[0] == OWN
+    assert {tree.tree_depth for tree in trees if tree.num_assistant_tokens == 24} == {3, 5, 8}
+    assert {tree.tree_depth for tree in trees if tree.branching_factor == 1} == {3, 5, 8}
 
 
 def test_chains_are_all_that_competes_where_a_target_verifies_no_trees() -> None:
@@ -247,13 +234,11 @@ def test_standings_take_the_median_of_ratios_within_turns() -> None:
         (PROMPTS, {"batch_sizes": []}, r"`batch_sizes` must be .* at least 1, got \[\]"),
     ],
 )
-def test_options_out_of_range_are_refused(
-    prompts: list[list[int]], options: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_options_out_of_range_are_refused(prompts: list[list[int]], options: dict[str, object], message: str) -> None:
     machine = PlantedMachine(tau_of, cycle_of(0.02))
     args = replace(TuningArguments(), **options)
     with pytest.raises(ValueError, match=message):
-        find_settings(machine, demo_trees(), prompts, VOCAB_SIZE, Journal(tmp_path / "j", {}), args)
+        find_settings(machine, demo_trees(), prompts, VOCAB_SIZE, args)
     assert not machine.calls
 
 
@@ -263,19 +248,20 @@ def test_turns_decode_the_prompts_that_are_due(rows: int) -> None:
     drafter = make_drafter(target)
     before = drafter.generation_config.to_dict()
     prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (3, 6, 4, 7)]
-    decode = TurnDecoder(target, drafter, target.generation_config.pad_token_id, max_new_tokens=9)
-    stage = Contest("trees", prompts, rows, 0.0, counted=(3, 5, 1))
+    decode = turn_decoder(target, drafter, target.generation_config.pad_token_id, max_new_tokens=9)
+    contest = Contest(prompts, rows, 0.0, counted=(3, 5, 1))
+    trees = [Tree(5, 2, 4, 0.5, vocabulary) for vocabulary in ("own", "all", "counted")]
     for turn in (0, 2):
-        plain = decode(stage, None, turn)
-        for text, index in zip(plain.texts, stage.indices(turn), strict=True):
+        plain, *drafted = decode(contest, trees, turn)
+        for text, index in zip(plain.texts, contest.indices(turn), strict=True):
             alone = target.generate(torch.tensor([prompts[index]]), max_new_tokens=9, do_sample=False)[0].tolist()
             assert text[-len(alone) :] == alone
         assert (plain.num_tokens, plain.num_passes) == (8, 8)
-        for vocabulary in ("own", "all", "counted"):
-            drafted = decode(stage, Tree(5, 2, 4, 0.5, vocabulary), turn)
-            assert drafted.num_tokens == 8
-            assert 0 < drafted.num_passes <= 8
-            assert drafted.seconds > 0
+        for taken in drafted:
+            assert taken.texts == plain.texts
+            assert taken.num_tokens == 8
+            assert 0 < taken.num_passes <= 8
+            assert taken.seconds > 0
     assert drafter.generation_config.to_dict() == before
 
 
@@ -284,15 +270,15 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same() -> N
     target = make_target("llama", vocab_size=64)
     drafter, origins = make_drafter(target, break_even=None), Origins()
     prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (5, 6)]
-    decode = TurnDecoder(target, drafter, 0, max_new_tokens=60)
+    decode = turn_decoder(target, drafter, 0, max_new_tokens=60)
     tree = Tree(12, 4, 7)
     for rows in (1, 2):
-        decode(Contest("trees", prompts, rows, 0.0), tree, 0)  # a warm-up, too
+        decode(Contest(prompts, rows, 0.0), [tree], 0)  # a warm-up, too
         origins.seen.clear()
         with observing(origins):
-            taken = decode(Contest("trees", prompts, rows, 0.0), tree, 0)
-            assert origins.sources.count("drafter") in (taken.num_passes, taken.num_passes + 1)
-            assert set(origins.sources) == {"drafter"}
+            _, taken = decode(Contest(prompts, rows, 0.0), [tree], 0)
+            assert origins.sources.count("drafter") in (taken.num_passes - 1, taken.num_passes)
+            assert set(origins.sources) <= {"drafter", "end"}
             with temporary_settings(drafter, tree.settings):
                 target.generate(torch.tensor(prompts[:1]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
             assert "pause" in origins.sources
@@ -308,7 +294,7 @@ def test_a_pair_is_tuned_by_its_short_name(tmp_path: Path, monkeypatch: pytest.M
     drafter = tmp_path / "gumiho"
     shutil.copytree(DEMO_TARGET.parent / "gumiho", drafter)
     monkeypatch.setattr(Pair, "find_drafter", lambda _: str(drafter))
-    result = find(PlantedMachine(tau_of, cycle_of(0.02)), tmp_path)
+    result = find(PlantedMachine(tau_of, cycle_of(0.02)))
     monkeypatch.setattr(command, "find_settings", lambda *_: result)
     prompts = str(DEMO_TARGET.parent / "prompts.jsonl")
     assert tune(TuningArguments(pair="demo", prompts=prompts, num_prompts=2)) is result
@@ -328,17 +314,8 @@ def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
-def stopped_in_call(number: int, decode: Callable[..., DecodingTime]) -> Callable[..., DecodingTime]:
-    """Returns what decodes, until the user stops it."""
-    calls: list[int] = []
-
-    def stopping(*args: Any) -> DecodingTime:
-        calls.append(1)
-        if len(calls) == number:
-            raise KeyboardInterrupt
-        return decode(*args)
-
-    return stopping
+def stop(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("has_prompts", [True, False])
@@ -348,7 +325,6 @@ def test_command_keeps_the_settings_with_the_drafter(
     # Each tree takes seconds.
     monkeypatch.setattr("transformers_gumiho.tuning.trees._SHAPES", ((6, 2),))
     monkeypatch.setattr(contest, "ROUNDS", (1, 2))
-    monkeypatch.setattr(finding, "ROUNDS", (1, 2))
     monkeypatch.setattr(finding, "FINAL_TURNS", 1)
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     command = [
@@ -357,12 +333,11 @@ def test_command_keeps_the_settings_with_the_drafter(
     ]  # fmt: skip
     if has_prompts:
         with monkeypatch.context() as patched:
-            patched.setattr(TurnDecoder, "__call__", stopped_in_call(5, TurnDecoder.__call__))
+            patched.setattr(Runner, "compare", stop)
             with pytest.raises(SystemExit, match="130"):
                 gumiho(*command)
-        stopped = capsys.readouterr().err.splitlines()[-1]
-        assert stopped == "gumiho tune: Stopped. Run the same command again to continue from here."
-        assert len((tmp_path / "tuning.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+        assert capsys.readouterr().err.endswith("gumiho tune: Stopped. The drafter's settings are as they were.\n")
+        assert not list(tmp_path.iterdir())
     gumiho(*command)
     captured = capsys.readouterr()
     assert (

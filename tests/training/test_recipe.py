@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.training import FeatureDataset, feature_extraction, regeneration
+from transformers_gumiho.recipe import writing
+from transformers_gumiho.recipe.arguments import WritingArguments
+from transformers_gumiho.training import FeatureDataset, feature_extraction
+from transformers_gumiho.training.data.usable_rows import held_out_numbers
+from transformers_gumiho.training.writing import answer_file
 
 
 DEMO_DRAFTER = DEMO_TARGET.parent / "gumiho"
@@ -38,7 +43,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Conversations, one broken line, and a chat template for the demo pair's target."""
     folder = tmp_path_factory.mktemp("chats")
     answers = [{"role": "assistant", "content": f"return self.path[{index}]\n" * 6} for index in range(40)]
-    rows = [{"messages": [*MESSAGES[:4], answer]} for answer in answers]
+    questions = [{"role": "user", "content": f"import what, at {index}?"} for index in range(40)]
+    rows = [{"messages": [MESSAGES[0], *pair]} for pair in zip(questions, answers, strict=True)]
     (folder / "template.jinja").write_text(CHATML)
     return {
         "data": write_jsonl(folder / "chats.jsonl", [*rows, "broken"]), "template": str(folder / "template.jinja")
@@ -122,7 +128,7 @@ def test_a_stopped_run_continues_to_the_same_drafter(
             with pytest.raises(KeyboardInterrupt):
                 gumiho(*command("stopped"))
 
-    stop_after(regeneration, "append_rows", 1)
+    stop_after(answer_file, "append_rows", 1)
     with (tmp_path / "stopped" / "work" / "answers.jsonl").open("a") as file:
         file.write('{"prompt": "half a')
     stop_after(feature_extraction, "save_completely", 1)
@@ -180,7 +186,7 @@ def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
         "--eval_steps", 4, "--num_acceptance_prompts", 2, "--acceptance_max_new_tokens", 16,
     ]  # fmt: skip
     gumiho(*command)
-    assert "1 skipped" in (output := capsys.readouterr().out)
+    assert "40 of 41 rows can be used" in (output := capsys.readouterr().out)
     assert "is not JSON" in output
     gumiho(*command, "--max_steps", 6)
     assert "continues from" in (output := capsys.readouterr().out)
@@ -252,6 +258,7 @@ def test_a_plan_counts_the_last_layer_once(questions: str, tmp_path: Path, capsy
         (["--target", "t", "--data", "x", "--recipe", "best"], "must be one of recommended, published, got 'best'"),
         (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
         (["--target", "t", "--data", "x", "--openings", "o"], "use --data none"),
+        (["--target", "t", "--data", "x", "--chat_template_kwargs", "yes"], "must be a JSON object, got 'yes'"),
         pytest.param(
             ["--features", ".", "--bf16"], "You need to assign use_cpu",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU"),
@@ -260,3 +267,45 @@ def test_a_plan_counts_the_last_layer_once(questions: str, tmp_path: Path, capsy
 )  # fmt: skip
 def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
     refuse(message, "train", "--output_dir", tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(("rank", "num_processes", "says_so"), [(1, 2, False), (0, 1, True)])
+def test_each_process_loads_its_target_on_its_own_device(
+    rank: int, num_processes: int, says_so: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its index, as transformers loads in threads; and devices that nobody uses are named."""
+    state = SimpleNamespace(
+        device=torch.device("cuda", rank), num_processes=num_processes, is_main_process=rank == 0, process_index=rank
+    )
+    monkeypatch.setattr(writing, "processes", lambda: state)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    given, real = [], AutoModelForCausalLM.from_pretrained
+
+    def load(*names: Any, device_map: Any, **settings: Any) -> Any:
+        given.append(device_map)
+        return real(*names, **settings)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    writing.load_target(WritingArguments(target=str(DEMO_TARGET), data="none"))
+    assert given == [torch.device("cuda", rank)]
+    assert ("2 devices are visible, and 1 used" in capsys.readouterr().out) == says_so
+
+
+def test_held_out_rows_are_chosen_before_anything_is_written(tmp_path: Path) -> None:
+    """By their number and the seed: they have all lengths, and a refused row leaves its part."""
+    rows = [{"prompt": f"x{index} = path\n" * (1 + index // 5)} for index in range(80)]
+    data = write_jsonl(tmp_path / "q.jsonl", [*rows, *rows])
+    command = [
+        "train", "--target", DEMO_TARGET, "--data", data, "--output_dir", tmp_path / "out", "--use_cpu", "--seed", 3,
+        "--max_new_tokens", 4, "--max_length", 90, "--writing_batch_size", 16, "--stages", "write", "features",
+        "--num_eval_rows", 0.25,
+    ]  # fmt: skip
+    gumiho(*command)
+    answers = [json.loads(line) for line in (tmp_path / "out/work/answers.jsonl").read_text().splitlines()]
+    chosen = held_out_numbers(len(answers), 0.25, seed=3)
+    cached = FeatureDataset(tmp_path / "out/work/held_out")
+    turns = [turn for number in chosen for turn in answers[number].get("generations", [])]
+    expected = [len(turn["prompt_ids"]) + len(turn["answer_ids"]) for turn in turns]
+    assert sorted(len(cached[index]["input_ids"]) for index in range(len(cached))) == sorted(expected)
+    assert len({*expected}) > 5
+    assert min(expected) < 20 < 40 < max(expected)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from training_data import (
     CHATML,
     DEMO_TARGET,
@@ -21,10 +21,15 @@ from training_data import (
     make_tokenizer,
     write_jsonl,
 )
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from transformers_gumiho.measuring.prompts import encode_turn
-from transformers_gumiho.training import GumihoDataCollator, load_conversations, prepare_dataset
+from transformers_gumiho.training import (
+    GumihoDataCollator,
+    load_conversations,
+    prepare_dataset,
+)
+from transformers_gumiho.training.data.usable_rows import held_out_numbers, split_rows, usable_rows
 
 
 SHAREGPT = [
@@ -124,11 +129,8 @@ BROKEN = {
     '{"messages": [{"role": "user"}]}': "a message has no `role` or `content`",
     '{"messages": [{"role": "user", "content": 5}]}': "the content of a message is not text",
     '{"messages": [{"role": "wizard", "content": "x"}]}': "unknown role 'wizard'",
-    '{"messages": [{"role": "assistant", "content": "x"}]}': "the assistant speaks first",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "the assistant says nothing",
     '{"messages": [{"role": "user", "content": "x"}]}': "the assistant says nothing",
-    '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [{}]}]}': (
-        "the assistant calls tools"
-    ),
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}, '
     '{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}': "the assistant says nothing",
     '{"prompt": "x", "completion": ""}': "the completion is empty",
@@ -206,8 +208,28 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     with pytest.raises(FileNotFoundError, match="There is no file"):
         load_conversations(str(tmp_path / "missing.jsonl"))
     (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"data.json' is no .json file that can be read: .*UTF-8"):
+    with pytest.raises(ValueError, match=r"data.json' cannot be read as json: .*UTF-8"):
         load_conversations(str(tmp_path / "data.json"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "one.jsonl", "one.json"])
+def test_each_source_has_its_splits(kind: str, tmp_path: Path) -> None:
+    """As files named by them, as a saved `DatasetDict`; a single file is `train`."""
+    parts = {split: Dataset.from_list([{"text": split}] * n) for split, n in (("train", 3), ("test", 2))}
+    name = tmp_path / kind
+    if kind == "saved":
+        DatasetDict(parts).save_to_disk(name)
+    elif "." in kind:
+        write_jsonl(name, parts["train"].to_list())
+    else:
+        name.mkdir()
+        for split, part in parts.items():
+            part.to_json(name / f"{split}.jsonl") if kind == "jsonl" else part.to_parquet(name / f"{split}.parquet")
+    assert len(load_conversations(str(name))) == 3
+    if "." not in kind:
+        assert len(load_conversations(str(name), "test")) == 2
+    with pytest.raises(ValueError, match="nonsense"):
+        load_conversations(str(name), "nonsense")
 
 
 def test_packing_keeps_every_text_whole_and_wastes_little(config: PreTrainedConfig) -> None:
@@ -229,25 +251,144 @@ def test_packing_keeps_every_text_whole_and_wastes_little(config: PreTrainedConf
 
 
 @pytest.mark.parametrize("template", [FORGETFUL, SYSTEM_IN_LAST_TURN])
-def test_conversations_under_an_unclear_template_cost_themselves_alone(
-    template: str, tmp_path: Path, config: PreTrainedConfig
+def test_turns_that_a_template_shows_differently_later_are_texts_of_their_own(
+    template: str, config: PreTrainedConfig
 ) -> None:
-    """The system prompt in the last turn, say: what stands before the last answer then depends on what follows."""
-    rows = [{"messages": messages} for messages in (MESSAGES[:3], MESSAGES[:3], MESSAGES, MESSAGES[:3], MESSAGES)]
-    dataset = load_conversations(write_jsonl(tmp_path / "data.jsonl", ["", *rows]))
-    prepared, report = prepare_dataset(dataset, make_tokenizer(template), config, max_length=256, packing=False)
-    assert len(prepared) == report.num_texts == 3
-    assert texts_that_count(prepared[0])[0].startswith("import os")
-    assert list(report.problems.values()) == [2]
-    assert "skipped 2 (the first is row 3): the chat template renders its beginning differently" in str(report)
+    """Each is what the target reads and writes at that time."""
+    rows, report = prepare([{"messages": MESSAGES}], config, template)
+    answers = [answer for row in rows for answer in texts_that_count(row, template)]
+    assert [answer.split("<")[0].strip() for answer in answers] == ["import os", "return self.path"]
+    tokenizer = make_tokenizer(template)
+    for row, end in zip(rows, (3, 5), strict=True):
+        assert row["input_ids"] == tokenizer.apply_chat_template(MESSAGES[:end], return_dict=True)["input_ids"]
+    assert (report.num_texts, report.problems) == (2, {})
 
 
-@pytest.mark.parametrize("template", [FORGETFUL, OPENING])
-def test_an_unclear_template_comes_with_a_way_out(template: str, config: PreTrainedConfig) -> None:
-    """Also where it opens the reasoning for the assistant, and even single turns are unclear."""
-    messages = MESSAGES if template is FORGETFUL else MESSAGES[:3]
-    with pytest.raises(ValueError, match=r"Let the target answer \(`regenerate_dataset`\).*\{% generation %\}"):
+THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last %}{% if '</think>' in m.content %}{{ m.content }}{% else %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{{ m.content }}{% endif %}{% else %}{{ m.content }}{% endif %}<|endoftext|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "learned"),
+    [
+        # The empty block is the template's: the target writes none, or reads it where it does not think.
+        ({"content": "import os"}, {}, "import os<|endoftext|>"),
+        ({"content": "import os"}, {"chat_template_kwargs": {"enable_thinking": False}}, "import os<|endoftext|>"),
+        ({"content": "import os", "reasoning": "what?"}, {}, "<think>\nwhat?\n</think>\n\nimport os<|endoftext|>"),
+        ({"content": "<think>\nwhat?\n</think>\nos"}, {}, "<think>\nwhat?\n</think>\nos<|endoftext|>"),
+    ],
+)
+def test_of_reasoning_only_what_the_target_writes_is_learned(
+    answer: dict[str, str], settings: dict[str, Any], learned: str, config: PreTrainedConfig
+) -> None:
+    rows, _ = prepare([{"messages": [MESSAGES[1], {"role": "assistant"} | answer]}], config, THINKING, **settings)
+    assert texts_that_count(rows[0]) == [learned]
+    row_settings = {"chat_template_kwargs": json.dumps(settings.get("chat_template_kwargs", {}))}
+    again, _ = prepare([{"messages": [MESSAGES[1], {"role": "assistant"} | answer]} | row_settings], config, THINKING)
+    assert list(again) == list(rows)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "reason"),
+    [
+        (OPENING, {"content": "import os"}, "the chat template opens an answer in another way"),
+        (CHATML, {"content": "os", "reasoning_content": "what?"}, "the chat template hides or rewrites"),
+        (THINKING, {"content": "<think>\nwhat", "ended": False}, "a block before an answer that begins with such a"),
+    ],
+)
+def test_rows_that_cannot_be_told_apart_are_counted_with_a_way_out(
+    template: str, answer: dict[str, Any], reason: str, config: PreTrainedConfig
+) -> None:
+    messages = [MESSAGES[1], {"role": "assistant"} | answer]
+    with pytest.raises(ValueError, match=rf"{reason}.*Let the target answer \(`regenerate_dataset`\).*generation %"):
         prepare([{"messages": messages}], config, template)
+
+
+def test_what_the_target_wrote_is_learned_as_it_is(config: PreTrainedConfig) -> None:
+    """Its tokens are not encoded again, and turns that begin with the ones before them are one text."""
+    tokenizer = make_tokenizer()
+    first = tokenizer(CALL := "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    answer = [*tokenizer("import")["input_ids"], *tokenizer(" o")["input_ids"], *tokenizer("s")["input_ids"]]
+    assert tokenizer("import os")["input_ids"] != answer
+    second = first + answer + tokenizer("<|im_end|>\n" + CALL)["input_ids"]
+    messages = [*MESSAGES[1:4], {"role": "assistant", "content": "import os"}]
+    pairs, forms = [(first, answer), (second, answer)], []
+    for name, keys in (("generations", ("prompt_ids", "answer_ids")), ("written", ("prompt", "answer"))):
+        turns = [dict(zip(keys, pair, strict=True)) for pair in pairs]
+        forms.append({"messages": messages, "generations": None, "written": None} | {name: turns})
+    rows, _ = prepare([*forms, forms[0] | {"generations": [*reversed(forms[0]["generations"])]}], config)
+    assert [row["input_ids"] for row in rows] == [second + answer] * 2 + [second + answer, first + answer]
+    assert texts_that_count(rows[0]) == texts_that_count(rows[1]) == ["import os", "import os"]
+    foreign = {"messages": [*MESSAGES[:4], {"role": "assistant", "content": "def"}]}
+    with pytest.raises(ValueError, match="its tokens are another tokenizer's"):
+        prepare([forms[0] | foreign], config)
+
+
+TOOLS = [{"type": "function", "function": {"name": "list_paths", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_documents_and_calls_reach_the_template(as_json: bool, config: PreTrainedConfig) -> None:
+    template = (
+        "{% if tools %}tools {{ tools | tojson }}\n{% endif %}{% for d in documents or [] %}{{ d.text }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }}:\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{% for name, value in c.function.arguments.items() %}({{ name }}={{ value }})"
+        "{% endfor %}{% endfor %}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    )
+    arguments: Any = {"path": "a.py"}
+    call = {"function": {"name": "list_paths", "arguments": json.dumps(arguments) if as_json else arguments}}
+    messages = [MESSAGES[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "a.py"}, {"role": "assistant", "content": "import os"}]
+    columns = {"tools": TOOLS, "documents": [{"text": "a page"}]}
+    columns = {name: json.dumps(value) if as_json else value for name, value in columns.items()}
+    rows, _ = prepare([{"messages": messages} | columns], config, template)
+    text = make_tokenizer().decode(rows[0]["input_ids"])
+    assert text.startswith('tools [{"type": "function", "function": {"name": "list_paths"')
+    assert "\na page\nuser:\nimport what?" in text
+    assert texts_that_count(rows[0]) == ["list_paths(path=a.py)<|endoftext|>", "import os<|endoftext|>"]
+
+
+def test_a_leading_answer_is_left_out_and_counted(config: PreTrainedConfig) -> None:
+    (row,), report = prepare([{"messages": MESSAGES[2:]}], config)
+    assert row["input_ids"] == make_tokenizer().apply_chat_template(MESSAGES[3:], return_dict=True)["input_ids"]
+    assert report.num_dropped == 1
+    assert "1 conversations begin with an answer" in str(report)
+
+
+def test_held_out_rows_are_like_all_rows_and_depend_on_their_number_alone() -> None:
+    held_out = held_out_numbers(10_000, 500, seed=0)
+    assert len({*held_out}) == 500
+    assert 4700 < sum(held_out) / 500 < 5300  # in a file that is sorted by length, of all lengths
+    assert held_out_numbers(10_000, 0.05, seed=0) == held_out != held_out_numbers(10_000, 500, seed=1)
+    assert len(held_out_numbers(100, 128, seed=0)) == 10
+    rows = Dataset.from_list([{"text": str(number)} for number in range(100)])
+    trained, held = split_rows(rows, 128, seed=0)
+    assert sorted([*trained["text"], *held["text"]], key=int) == rows["text"]
+
+
+def test_the_data_is_looked_at_before_anything_is_written() -> None:
+    """Duplicates, and what cannot be answered, are left out with a count and the first example."""
+    rows = [{"prompt": text} for text in ("What is it?", "what is  it", "Who? ", "long " * 60, "2+3?", "2-3?")]
+    usable, report = usable_rows(
+        Dataset.from_list([*rows, {"prompt": None}]), make_tokenizer(), 64, max_new_tokens=100
+    )
+    assert usable["prompt"] == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
+    assert "about 200 tokens" in report
+    assert "left out 1 (the first is row 1): is a duplicate" in report
+    assert "left out 1 (the first is row 3): its first prompt leaves no room" in report
+    with pytest.raises(ValueError, match=r"No row of the dataset can be used:(?s:.*)has none of"):
+        usable_rows(Dataset.from_list([{"prompt": None, "text": ""}]), make_tokenizer(), 64)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +396,7 @@ def test_an_unclear_template_comes_with_a_way_out(template: str, config: PreTrai
     [
         ([], {}, "The dataset is empty"),
         ([{"question": "x"}], {}, r"has the columns \['question'\], and must have `messages`"),
-        ([{"text": ""}, {"text": ""}], {}, r"No row of the dataset could be used:\n.*2 skipped"),
+        ([{"text": ""}, {"text": ""}], {}, r"No row of the dataset could be used:\n.*2 left out"),
         ([{"messages": MESSAGES}], {"template": None}, "has no chat template"),
         ([{"text": "x"}], {"max_length": 5000}, "at most the target's 4096 positions, got 5000"),
     ],
@@ -326,9 +467,23 @@ def test_unfit_rows_are_refused(row: dict[str, Any], message: str) -> None:
         GumihoDataCollator(vocab_size=10, max_length=5)([row])
 
 
+def test_a_tokenizer_without_special_tokens_to_look_at_is_refused(
+    config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mistral-common's is, which has no template to render either."""
+
+    def unknown(_: Any) -> None:
+        raise NotImplementedError
+
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(PreTrainedTokenizerFast, "added_tokens_decoder", property(unknown))
+    with pytest.raises(ValueError, match=r"does not say which of its tokens are special\. Load the target's"):
+        prepare_dataset(Dataset.from_list([{"text": "import os"}]), tokenizer, config, max_length=64)
+
+
 def test_a_stream_and_a_foreign_tokenizer_are_refused(config: PreTrainedConfig) -> None:
-    with pytest.raises(ValueError, match="has 4096 tokens, and the target 100"):
-        prepare([{"text": "x"}], AutoConfig.from_pretrained(DEMO_TARGET, vocab_size=100))
+    with pytest.raises(ValueError, match="holds tokens that the target does not have"):
+        prepare([{"text": "import os, re"}], AutoConfig.from_pretrained(DEMO_TARGET, vocab_size=100))
     stream = Dataset.from_list([{"messages": MESSAGES}]).to_iterable_dataset()
     with pytest.raises(ValueError, match=r"must be a `datasets.Dataset`, got IterableDataset\. Load it at once"):
         prepare_dataset(stream, make_tokenizer(), config, max_length=256)

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,7 +175,8 @@ def test_branching_factor_one_drafts_a_chain_of_arg_maxes() -> None:
     drafter = make_drafter(target, branching_factor=1)
     ids = make_prompts([6])["input_ids"]
     generator = make_generator(target, drafter, 1)
-    candidates, logits = generator.get_candidates(ids, hidden_states=states_of(target, ids)[:, :-1])
+    outputs = SimpleNamespace(hidden_states=[states_of(target, ids)[:, :-1]])
+    candidates, logits = generator.get_candidates(ids, model_outputs=outputs)
     tokens, states, path, fused = ids[:, 1:], states_of(target, ids)[:, :-1], [], []
     for _ in range(2):
         feature = drafter(tokens, states).serial_features[:, -1:]
@@ -201,7 +203,8 @@ def test_what_is_too_deep_for_the_tree_is_not_drafted(monkeypatch: pytest.Monkey
         drafter = make_drafter(target, num_assistant_tokens=num_assistant_tokens, branching_factor=1)
         generator = make_generator(target, drafter, 1)
         num_scored.clear()
-        chains.append(generator.get_candidates(ids, hidden_states=states_of(target, ids)[:, :-1])[0][0].tolist())
+        outputs = SimpleNamespace(hidden_states=[states_of(target, ids)[:, :-1]])
+        chains.append(generator.get_candidates(ids, model_outputs=outputs)[0][0].tolist())
         assert sum(num_scored) == num_assistant_tokens
         assert len(chains[-1]) == 6 + num_assistant_tokens
     assert all(chain == chains[-1][: len(chain)] for chain in chains)

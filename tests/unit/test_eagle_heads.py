@@ -134,8 +134,8 @@ EAGLE3: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     ),
     "qwen3_named_by_tensors": (SPECULATORS | {"qk_norm": True, "num_layers": 2}, of_speculators, {}),
     "llama_layer_of_a_qwen3_config": (
-        SMALL | {"head_dim": 6}, lambda f: bare(f | {"model_type": "qwen3", "tie_word_embeddings": True}),
-        {"midlayer": True},
+        SMALL | {"head_dim": 6},
+        lambda f: bare(f | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}), {"midlayer": True},
     ),
     "two_layers": (SPECULATORS | {"num_layers": 2}, of_speculators, {}),
     "eagle3.1": (
@@ -234,6 +234,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "hydra": (False, {"architectures": ["HydraModel"]}, "is Hydra heads"),
     "dflash": (True, {"architectures": ["DFlashDraftModel"]}, "a DFlash drafter"),
     "mtp": (True, {"model_type": "deepseek_mtp"}, r"multi-token prediction \(MTP\)"),
+    "mtp_by_tensors": ("layers.0.eh_proj.weight", {"model_type": "other"}, r"multi-token prediction \(MTP\)"),
+    "gemma": (True, {"architectures": ["Gemma2ForCausalLM"]}, "the architecture 'Gemma2ForCausalLM', whose norms"),
     "mlp_speculator": (False, {"model_type": "mlp_speculator"}, "an MLP speculator"),
     "mrope": (True, {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, r"rotary embedding \(mrope\)"),
     "para_norm": (False, {"add_para_norm": True}, "with `add_para_norm`, two norms before `fc`"),

@@ -8,7 +8,10 @@ A failure here means that a release of transformers, accelerate, datasets or PyT
 import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,6 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from datasets import Dataset
 from targets import make_drafter, make_target
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, StaticCache, TrainingArguments
@@ -45,14 +47,13 @@ SIGNATURES = {
         "self, custom_generate, kwargs, synced_gpus, assistant_model, streamer"
     ),
     "transformers.GenerationMixin._prepare_generation_config": "self, generation_config",
+    "transformers.GenerationMixin._prepare_cache_for_generation": "self, generation_config, model_kwargs",
     "transformers.GenerationMixin._prefill": "self, input_ids, generation_config, model_kwargs",
     "transformers.GenerationMixin._valid_auto_compile_criteria": "self, model_kwargs, generation_config",
     "transformers.GenerationMixin._supports_default_dynamic_cache": "",
-    "transformers.GenerationMixin.adjust_generation_fn": (
-        "self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path"
-    ),
     "transformers.PreTrainedModel._init_weights": "self, module",
     "transformers.PreTrainedModel.save_pretrained": "self, save_directory, is_main_process, state_dict, push_to_hub",
+    "transformers.PreTrainedModel._upload_modified_files": "self, working_dir, repo_id, files_timestamps",
     "transformers.PreTrainedModel.should_save_on_this_rank": "self, is_main_process",
     "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "transformers.Trainer._get_eval_sampler": "self, eval_dataset",
@@ -68,7 +69,6 @@ SIGNATURES = {
     ),
     "transformers.integrations.sdpa_attention.use_gqa_in_sdpa": "attention_mask, key, value",
     "transformers.modeling_utils.AttentionInterface.register": "key, value",
-    "transformers.utils.hub.create_and_tag_model_card": "repo_id, tags, token",
     "transformers.utils.output_capturing.capture_outputs": "func",
     "torch._dynamo.mark_static_address": "t, guard",
 }
@@ -136,6 +136,31 @@ def test_private_names_that_classes_override_are_listed() -> None:
             assert {name for name in private if any(hasattr(o, name) for o in outside)} <= OVERRIDDEN_NAMES
 
 
+def test_importing_replaces_two_steps_of_generate_and_nothing_else() -> None:
+    """Of all classes and functions that other models run."""
+    script = """
+import transformers
+from transformers import AttentionInterface, LlamaForCausalLM, LlamaModel
+from transformers.generation import GenerationMixin
+from transformers.models.llama import modeling_llama
+
+def state():
+    kinds = (*LlamaForCausalLM.__mro__[:-1], LlamaModel)
+    found = {(kind.__name__, name): value for kind in kinds for name, value in vars(kind).items()}
+    found |= {("attention", name): value for name, value in AttentionInterface._global_mapping.items()}
+    return found | {("file", name): value for name, value in vars(modeling_llama).items()}
+
+before = state()
+import transformers_gumiho
+after = state()
+print(*sorted(".".join(name) for name in before | after if before.get(name) is not after.get(name)))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    steps = ["GenerationMixin._assisted_decoding", "GenerationMixin._validate_generation_mode"]
+    assert run.stdout.split() == [*steps, "attention.sdpa"]
+
+
 def test_only_what_may_be_compiled_on_this_device_is() -> None:
     target = make_target()
     cache = StaticCache(config=target.config, max_cache_len=8)
@@ -200,11 +225,3 @@ def test_a_trainer_drives_one_device(tmp_path: Path) -> None:
     assert args.n_gpu == 4
     internals.drive_one_device(args)
     assert args.n_gpu == 1
-
-
-def test_a_table_is_known_by_its_rows_and_a_stream_is_not() -> None:
-    rows = [Dataset.from_dict({"a": [number]}) for number in (1, 2)]
-    prints = [internals.dataset_fingerprint(dataset) for dataset in (*rows, rows[0].map(lambda row: {"b": row["a"]}))]
-    assert len({*prints}) == 3
-    assert all(prints)
-    assert internals.dataset_fingerprint({"a": 1}) is None

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from transformers_gumiho.presenting.web.lock import ModelLock
+from transformers_gumiho.presenting.web.race import Hold, ModelLock
 
 
 def test_the_lock_goes_round_in_the_order_of_arrival() -> None:
@@ -12,7 +12,7 @@ def test_the_lock_goes_round_in_the_order_of_arrival() -> None:
     arrived = [threading.Event() for _ in range(3)]
 
     def answer(name: int) -> None:
-        with lock.hold(seed=name) as hold:
+        with Hold(lock, seed=name) as hold:
             arrived[name].set()
             if name == 0:
                 # All others wait in the queue before the first turn ends.

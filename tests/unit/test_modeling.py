@@ -23,7 +23,7 @@ from transformers import (
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.decoding import dispatch
+from transformers_gumiho.decoding import hooks
 from transformers_gumiho.internals import DECODING_STEP, VALIDATION_STEP, attention_implementation, generation_step
 from transformers_gumiho.model.parallel_heads import run_batched_heads
 
@@ -419,14 +419,14 @@ def test_wrong_shapes_are_refused() -> None:
 
 def test_installing_twice_changes_nothing() -> None:
     before = [generation_step(name) for name in (VALIDATION_STEP, DECODING_STEP)]
-    dispatch.install()
+    hooks.install()
     assert before == [generation_step(name) for name in (VALIDATION_STEP, DECODING_STEP)]
 
 
 def test_other_assistants_keep_transformers_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     target, small = make_target(), make_target(seed=1)
     prompt = make_prompts([5])
-    monkeypatch.setattr(dispatch, "decode_with_tree", lambda *args, **kwargs: pytest.fail("took the tree"))
+    monkeypatch.setattr(hooks, "decode_with_tree", lambda *args, **kwargs: pytest.fail("took the tree"))
     plain = target.generate(**prompt, max_new_tokens=20, do_sample=False)
     for assistant in ({"assistant_model": small}, {"prompt_lookup_num_tokens": 3}):
         assert torch.equal(target.generate(**prompt, max_new_tokens=20, do_sample=False, **assistant), plain)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LLAMA_FIELDS, VLLM_FIELDS
+from eagle import llama_fields, make_head, write_head
 from hub_cache import write_to_hub_cache
 from targets import make_drafter, make_target
 from vllm_metadata import Metadata
@@ -361,6 +362,21 @@ def test_widths_that_differ_are_refused(
         ValueError, match=r"embeddings of width 32 and states of width 64, and vLLM's .* Decode with it"
     ):
         read_drafter(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("is_eagle3", "method"), [(False, "eagle"), (True, "eagle3")])
+def test_saved_eagle_heads_are_refused_with_the_name_of_the_original(
+    is_eagle3: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
+) -> None:
+    head = make_head(is_eagle3)
+    fields = llama_fields(head) | ({"draft_vocab_size": None} if is_eagle3 else {})
+    original = write_head(tmp_path / "original", head, fields)
+    GumihoModel.from_pretrained(original).save_pretrained(tmp_path / "saved")
+    assert plugin.is_drafter(tmp_path / "saved")
+    assert not plugin.is_drafter(original)
+    way_out = f'serves EAGLE heads itself: give it {str(original)!r} as `model`, with `"method": "{method}"`.'
+    with pytest.raises(ValueError, match=re.escape(way_out)):
+        read_drafter(tmp_path / "saved", monkeypatch)
 
 
 def test_layers_of_the_target_are_counted_as_vllm_does(

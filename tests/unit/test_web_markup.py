@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from transformers_gumiho.presenting.answering import Answer
-from transformers_gumiho.presenting.cycles import Cycle
-from transformers_gumiho.presenting.labels import CycleLabels
+from transformers_gumiho.presenting.cycles import Cycle, CycleLabels
 from transformers_gumiho.presenting.tree_svg import tree_svg
 from transformers_gumiho.presenting.web import markup
 

@@ -1,8 +1,9 @@
 """Compares ways of decoding on one machine."""
 
-from ..measuring.prompts import Question, read_questions
+from ..measuring.modes import DecodingMode
+from ..measuring.prompts import Question, read_prompts
 from .command import BenchmarkArguments, benchmark
-from .modes import DecodingMode, decoding_modes
+from .modes import decoding_modes
 from .runner import BenchmarkSettings, run_benchmark
 from .sample import Sample
 from .summary import SummaryRow, summarize
@@ -17,7 +18,7 @@ __all__ = [
     "SummaryRow",
     "benchmark",
     "decoding_modes",
-    "read_questions",
+    "read_prompts",
     "run_benchmark",
     "summarize",
 ]

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from ..measuring.conditions import measuring_conditions
-from ..measuring.journal import Journal
-from ..measuring.prompts import read_questions
+from ..measuring.prompts import read_prompts
 from ..options import REQUIRED, option
 from ..pairs import DraftingArguments, load_pair, prompts_field
 from ..user_errors import as_user_errors
 from ..verification.placement import input_device
+from .journal import Journal, measuring_conditions
 from .modes import choose_modes, decoding_modes
 from .report import markdown, write_json
 from .runner import BenchmarkSettings, run_benchmark
@@ -56,11 +55,8 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     from .plots import plot_summary
 
     folder = Path(args.output_dir)
-    questions = read_questions(
-        args.prompts,
-        column=args.column,
-        num_questions=args.num_prompts,
-        per_category=args.prompts_per_category,
+    questions = read_prompts(
+        args.prompts, column=args.column, num_prompts=args.num_prompts, per_category=args.prompts_per_category
     )
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)

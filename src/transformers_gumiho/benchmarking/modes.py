@@ -1,58 +1,21 @@
 """The ways of decoding that a benchmark compares."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
 from ..internals import compile_on_every_device
-from ..measuring.timing import temporary_settings
+from ..measuring.modes import PLAIN, DecodingMode
 from ..model.modeling_gumiho import GumihoModel
 from ..user_errors import UserValueError
 
 
-PLAIN = "plain"
 COMPILED = ", compiled"
-PLAIN_COMPILED = PLAIN + COMPILED
+PLAIN_COMPILED = PLAIN.name + COMPILED
 PROMPT_LOOKUP = "prompt lookup"
 ASSISTED = "assisted generation"
 # The setting of transformers' documentation.
 PROMPT_LOOKUP_TOKENS = 10
-
-
-@dataclass(frozen=True)
-class DecodingMode:
-    """
-    One way of decoding.
-
-    Attributes:
-        name: Name in reports.
-        generate_kwargs: Arguments for `generate()`.
-        settings: Decoding settings of the drafter that this mode changes.
-        max_batch_size: Largest batch; `None` for any.
-    """
-
-    name: str
-    generate_kwargs: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    max_batch_size: int | None = None
-
-    @property
-    def drafter(self) -> GumihoModel | None:
-        """The Gumiho drafter of this mode, if any."""
-        assistant = self.generate_kwargs.get("assistant_model")
-        return assistant if isinstance(assistant, GumihoModel) else None
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Applies the settings to the drafter within a `with` block."""
-        if self.drafter is None:
-            yield
-            return
-        with temporary_settings(self.drafter, self.settings):
-            yield
 
 
 def decoding_modes(
@@ -72,7 +35,7 @@ def decoding_modes(
     """
     config = drafter.config
     gumiho = {"assistant_model": drafter}
-    modes = [DecodingMode(PLAIN)]
+    modes = [PLAIN]
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     modes.append(DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1))
     if draft_model is not None:
@@ -108,4 +71,4 @@ def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[De
     if unknown := [name for name in names if name not in {mode.name for mode in modes}]:
         known = ", ".join(f"'{mode.name}'" for mode in modes)
         raise UserValueError(f"There is no mode {unknown[0]!r}. Choose from {known}.")
-    return [mode for mode in modes if mode.name == PLAIN or mode.name in names]
+    return [mode for mode in modes if mode.name == PLAIN.name or mode.name in names]

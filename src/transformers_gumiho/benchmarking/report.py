@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .modes import PLAIN
+from ..measuring.modes import PLAIN
 from .summary import SummaryRow
 
 
@@ -68,7 +68,7 @@ def _warnings(rows: Sequence[SummaryRow]) -> list[str]:
 def _line(row: SummaryRow) -> str:
     lower, median, upper = row.tokens_per_second
     speedup = "1"
-    if row.mode != PLAIN:
+    if row.mode != PLAIN.name:
         speedup = f"{row.speedup:.2f} ({row.speedup_interval[0]:.2f}-{row.speedup_interval[1]:.2f})"
         if row.speedup < 1:
             speedup += " **slower than plain**"

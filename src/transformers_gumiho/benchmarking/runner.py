@@ -1,27 +1,22 @@
-"""Runs a benchmark: every mode decodes every prompt, in turns, so a drift of the machine affects all modes alike."""
+"""Runs a benchmark: every mode decodes every prompt, turn by turn of the conversations."""
 
 import hashlib
 import json
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..internals import num_compiled_graphs
-from ..measuring.journal import Journal
-from ..measuring.prompts import Question, encode_turn, pad_left
-from ..measuring.timing import stage_timer, synchronize
+from ..measuring.modes import PLAIN, DecodingMode, Runner
+from ..measuring.prompts import Question, encode_turn
+from ..measuring.timing import DecodingTime
 from ..user_errors import UserValueError
-from ..verification.placement import accelerators_of, input_device
-from .memory import peak_memory
-from .modes import PLAIN, DecodingMode
+from .journal import Journal
 from .sample import Sample
 
 
@@ -46,14 +41,29 @@ class BenchmarkSettings:
     max_new_tokens: int = 128
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if min(self.temperatures) < 0 or min(*self.batch_sizes, self.max_new_tokens) < 1:
+            raise UserValueError(
+                f"`temperatures` must not be negative, and `batch_sizes` and `max_new_tokens` must be at least 1, got "
+                f"{self.temperatures}, {self.batch_sizes} and {self.max_new_tokens}."
+            )
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Batch:
+    """Conversations that are decoded together."""
+
+    questions: list[Question]
     temperature: float
     batch_size: int
-    questions: list[Question]
-    inputs: dict[str, torch.Tensor]
-    turn: int
+
+    @property
+    def key(self) -> str:
+        return conversation_key(self.temperature, self.batch_size, self.questions)
+
+    @property
+    def num_turns(self) -> int:
+        return max(len(question.turns) for question in self.questions)
 
 
 @torch.inference_mode()
@@ -82,165 +92,113 @@ def run_benchmark(
     Raises:
         ValueError: The first mode is not plain decoding.
     """
-    if not modes or modes[0].name != PLAIN:
-        raise UserValueError(f"The first mode must be {PLAIN!r}, which the others are compared with.")
-    runner = _Runner(target, tokenizer, modes, settings, journal)
+    if not modes or modes[0].name != PLAIN.name:
+        raise UserValueError(f"The first mode must be {PLAIN.name!r}, which the others are compared with.")
+    batches = list(_batches(questions, settings))
     samples: list[Sample] = []
-    total = len(settings.temperatures) * sum(
-        -(-len(group) // size) * max(len(q.turns) for q in group)
-        for size in settings.batch_sizes
-        for group in _by_category(questions)
-    )
+    run = _Run(target, tokenizer, modes, settings, journal)
+    total = sum(batch.num_turns for batch in batches)
     with suppress(KeyboardInterrupt):
-        for measured in tqdm(runner.run(questions), total=total, desc="decoding", unit="batch"):
+        for measured in tqdm(run.all_samples(batches, questions), total=total, desc="decoding", unit="batch"):
             samples += measured
     return samples
 
 
-@dataclass
-class _Runner:
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    modes: Sequence[DecodingMode]
-    settings: BenchmarkSettings
-    journal: Journal | None
-    num_batches: int = 0
-
-    def run(self, questions: Sequence[Question]) -> Iterator[list[Sample]]:
-        """Yields the samples of all modes for one batch after the other, first those that the journal holds."""
-        missing: dict[tuple[float, int], list[list[Question]]] = {}
-        for temperature, batch_size in product(self.settings.temperatures, self.settings.batch_sizes):
-            for group in _by_category(questions):
-                for start in range(0, len(group), batch_size):
-                    chosen = group[start : start + batch_size]
-                    known = self._find(chosen, temperature, batch_size)
-                    yield from known
-                    self.num_batches += len(known)
-                    if not known:
-                        missing.setdefault((temperature, batch_size), []).append(chosen)
-        for (temperature, batch_size), conversations in missing.items():
-            self._warm_up(questions, temperature, batch_size)
-            for chosen in conversations:
-                yield from self._run_conversations(chosen, temperature, batch_size)
-
-    def _find(self, questions: list[Question], temperature: float, batch_size: int) -> list[list[Sample]]:
-        """Returns the samples of each turn of a conversation; none if any is missing, as turns need the answers."""
-        turns = defaultdict(list)
-        key = conversation_key(temperature, batch_size, questions)
-        for row in self.journal.find(key) if self.journal is not None else []:
-            turns[row["turn"]].append(Sample(**row))
-        return list(turns.values())
-
-    def _warm_up(self, questions: Sequence[Question], temperature: float, batch_size: int) -> None:
-        """Decodes the longest first turns in every mode: graphs compiled for them have room for the others."""
-        prompts = [encode_turn(self.tokenizer, question.turns[:1], []) for question in questions]
-        longest = sorted(prompts, key=len, reverse=True)[:batch_size]
-        batch = _Batch(temperature, batch_size, list(questions[: len(longest)]), self._pad(longest), 0)
-        for mode in self._modes_for(batch_size):
-            self._decode(mode, batch)
-
-    def _run_conversations(
-        self, questions: list[Question], temperature: float, batch_size: int
-    ) -> Iterator[list[Sample]]:
-        answers: list[list[str]] = [[] for _ in questions]
-        num_turns = max(len(question.turns) for question in questions)
-        for turn in range(num_turns):
-            asked = [index for index, question in enumerate(questions) if turn < len(question.turns)]
-            prompts = [encode_turn(self.tokenizer, questions[i].turns[: turn + 1], answers[i]) for i in asked]
-            batch = _Batch(temperature, batch_size, [questions[i] for i in asked], self._pad(prompts), turn)
-            samples, texts = self._compare(batch)
-            if self.journal is not None:
-                key = conversation_key(temperature, batch_size, questions)
-                self.journal.append(key, list(map(asdict, samples)), num_turns * len(samples))
-            yield samples
-            for index, text in zip(asked, texts, strict=True):
-                answers[index].append(text)
-
-    def _compare(self, batch: _Batch) -> tuple[list[Sample], list[str]]:
-        """Decodes a batch in every mode; returns the samples and plain decoding's answers."""
-        modes = self._modes_for(batch.batch_size)
-        # The modes take turns in coming first, so that a pause or a hot processor does not always affect the same one.
-        shift, is_repeated = self.num_batches % len(modes), self.num_batches % _BATCHES_PER_REPEAT == 0
-        self.num_batches += 1
-        measured = {mode.name: self._measure(mode, batch) for mode in [*modes[shift:], *modes[:shift]]}
-        plain, _ = measured[PLAIN]
-        samples = []
-        for mode in modes:
-            output, sample = measured[mode.name]
-            samples.append(replace(sample, equal=torch.equal(output.sequences, plain.sequences)))
-        if is_repeated:
-            samples[0] = replace(samples[0], repeat_seconds=self._measure(modes[0], batch)[1].seconds)
-        return samples, self.tokenizer.batch_decode(self._answers(plain, batch), skip_special_tokens=True)
-
-    def _measure(self, mode: DecodingMode, batch: _Batch) -> tuple[Any, Sample]:
-        """Decodes a batch; returns what `generate()` returned, and the sample."""
-        device, num_graphs = input_device(self.target), num_compiled_graphs()
-        devices = accelerators_of(self.target, *([mode.drafter] if mode.drafter is not None else []))
-        # On a CPU, timing the stages costs nothing. Other devices decode once more for it.
-        has_stages, is_cpu = mode.drafter is not None, not devices
-        with peak_memory(device) as peak, stage_timer(*devices, stages=has_stages and is_cpu) as stages:
-            synchronize(*devices)
-            begin = time.perf_counter()
-            output = self._decode(mode, batch)
-            synchronize(*devices)
-            seconds = time.perf_counter() - begin
-        num_compiled = num_compiled_graphs() - num_graphs
-        if has_stages and not is_cpu:
-            with stage_timer(*devices) as stages:
-                self._decode(mode, batch)
-        sample = Sample(
-            mode=mode.name,
-            temperature=batch.temperature,
-            batch_size=batch.batch_size,
-            category=batch.questions[0].category,
-            questions=[question.name for question in batch.questions],
-            turn=batch.turn,
-            seconds=seconds,
-            num_tokens=sum(map(len, self._answers(output, batch))),
-            equal=True,
-            peak_bytes=peak.num_bytes,
-            accepted_lengths=getattr(output, "accepted_lengths", None),
-            stages=asdict(stages) | {"rest": stages.rest} if has_stages else None,
-            num_compiled=num_compiled,
-        )
-        return output, sample
-
-    def _decode(self, mode: DecodingMode, batch: _Batch) -> Any:
-        torch.manual_seed(self.settings.seed + batch.turn)
-        sampling: dict[str, Any] = {"do_sample": False}
-        if batch.temperature:
-            sampling = {"do_sample": True, "temperature": batch.temperature, "top_k": 0, "top_p": 1.0}
-        with mode.active():
-            return self.target.generate(
-                **batch.inputs,
-                max_new_tokens=self.settings.max_new_tokens,
-                return_dict_in_generate=True,
-                **sampling,
-                **mode.generate_kwargs,
-            )
-
-    def _modes_for(self, batch_size: int) -> list[DecodingMode]:
-        return [mode for mode in self.modes if mode.max_batch_size is None or batch_size <= mode.max_batch_size]
-
-    def _pad(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-        return pad_left(prompts, self.tokenizer.pad_token_id, input_device(self.target))
-
-    def _answers(self, output: Any, batch: _Batch) -> list[list[int]]:
-        """Returns the new tokens of each row, up to its end."""
-        ends = self.target.generation_config.eos_token_id
-        ends = set(ends if isinstance(ends, list) else [ends])
-        answers = []
-        for row in output.sequences[:, batch.inputs["input_ids"].shape[1] :].tolist():
-            stop = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
-            answers.append(row[:stop])
-        return answers
-
-
-def _by_category(questions: Sequence[Question]) -> list[list[Question]]:
+def _batches(questions: Sequence[Question], settings: BenchmarkSettings) -> Iterator[_Batch]:
+    """Yields the conversations in batches, each of one category."""
     groups = defaultdict(list)
     for question in questions:
         groups[question.category].append(question)
-    return list(groups.values())
+    for temperature, batch_size in product(settings.temperatures, settings.batch_sizes):
+        for group in groups.values():
+            for start in range(0, len(group), batch_size):
+                yield _Batch(group[start : start + batch_size], temperature, batch_size)
+
+
+class _Run:
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        modes: Sequence[DecodingMode],
+        settings: BenchmarkSettings,
+        journal: Journal | None,
+    ):
+        self._runner = Runner(target, tokenizer.pad_token_id, settings.max_new_tokens, stages=True)
+        ends = target.generation_config.eos_token_id
+        self._ends = set(ends if isinstance(ends, list) else [ends])
+        self._tokenizer, self._modes, self._seed, self._journal = tokenizer, modes, settings.seed, journal
+        self._num_measured = 0
+
+    def all_samples(self, batches: Sequence[_Batch], questions: Sequence[Question]) -> Iterator[list[Sample]]:
+        """Yields the samples of all modes for one turn after the other, first those that the journal holds."""
+        missing = []
+        for batch in batches:
+            turns: dict[int, list[Sample]] = defaultdict(list)
+            # Turns need the answers before them, so the journal holds all turns of a conversation or none.
+            for row in self._journal.find(batch.key) if self._journal is not None else []:
+                turns[row["turn"]].append(Sample(**row))
+            self._num_measured += len(turns)
+            yield from turns.values()
+            missing += [] if turns else [batch]
+        # Graphs that are compiled for the longest prompts have room for the others.
+        prompts = sorted((self._encode(q, 0, []) for q in questions), key=len, reverse=True)
+        for batch in missing:
+            self._runner.warm_up(self._modes_for(batch), prompts[: len(batch.questions)], batch.temperature)
+            yield from self._decode(batch)
+
+    def _decode(self, batch: _Batch) -> Iterator[list[Sample]]:
+        """Yields the samples of each turn of a batch."""
+        answers: list[list[str]] = [[] for _ in batch.questions]
+        for turn in range(batch.num_turns):
+            asked = [index for index, question in enumerate(batch.questions) if turn < len(question.turns)]
+            prompts = [self._encode(batch.questions[index], turn, answers[index]) for index in asked]
+            modes = self._modes_for(batch)
+            taken = self._runner.compare(modes, prompts, batch.temperature, self._seed + turn)
+            length = max(map(len, prompts))
+            samples = [
+                Sample(
+                    mode=mode.name,
+                    temperature=batch.temperature,
+                    batch_size=batch.batch_size,
+                    category=batch.questions[0].category,
+                    questions=[batch.questions[index].name for index in asked],
+                    turn=turn,
+                    seconds=found.total_seconds,
+                    num_tokens=sum(map(len, self._answers(found, length))),
+                    equal=found.texts == taken[0].texts,
+                    peak_bytes=found.peak_bytes,
+                    accepted_lengths=found.accepted_lengths,
+                    stages=asdict(found.stages) | {"rest": found.stages.rest} if found.stages else None,
+                    num_compiled=found.num_compiled,
+                )
+                for mode, found in zip(modes, taken, strict=True)
+            ]
+            if self._num_measured % _BATCHES_PER_REPEAT == 0:
+                again = self._runner.decode(modes[0], prompts, batch.temperature, self._seed + turn)
+                samples[0] = replace(samples[0], repeat_seconds=again.total_seconds)
+            self._num_measured += 1
+            if self._journal is not None:
+                self._journal.append(batch.key, list(map(asdict, samples)), batch.num_turns * len(samples))
+            yield samples
+            texts = self._tokenizer.batch_decode(self._answers(taken[0], length), skip_special_tokens=True)
+            for index, text in zip(asked, texts, strict=True):
+                answers[index].append(text)
+
+    def _encode(self, question: Question, turn: int, answers: Sequence[str]) -> list[int]:
+        return encode_turn(self._tokenizer, question.turns[: turn + 1], answers)
+
+    def _modes_for(self, batch: _Batch) -> list[DecodingMode]:
+        size = batch.batch_size
+        return [mode for mode in self._modes if mode.max_batch_size is None or size <= mode.max_batch_size]
+
+    def _answers(self, taken: DecodingTime, length: int) -> list[list[int]]:
+        """Returns the new tokens of each row after padded prompts of this length, up to its end."""
+        answers = []
+        for row in (text[length:] for text in taken.texts):
+            stop = next((index + 1 for index, token in enumerate(row) if token in self._ends), len(row))
+            answers.append(row[:stop])
+        return answers
 
 
 def conversation_key(temperature: float, batch_size: int, questions: Sequence[Question]) -> str:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..measuring.modes import PLAIN
 from ..metrics import acceptance_statistics
-from .modes import ASSISTED, COMPILED, PLAIN, PLAIN_COMPILED, PROMPT_LOOKUP
+from .modes import ASSISTED, COMPILED, PLAIN_COMPILED, PROMPT_LOOKUP
 from .sample import Sample
 
 
@@ -92,7 +93,7 @@ def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
             group = [sample for sample in chosen if category in (OVERALL, sample.category)]
             speeds = {
                 mode: {_key(sample): _speed(sample) for sample in group if sample.mode == mode}
-                for mode in (PLAIN, *_BASELINES)
+                for mode in (PLAIN.name, *_BASELINES)
             }
             for mode in dict.fromkeys(sample.mode for sample in group):
                 of_mode = [sample for sample in group if sample.mode == mode]
@@ -102,12 +103,12 @@ def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
 
 def _summarize_mode(samples: list[Sample], category: str, speeds_of: dict[str, dict[tuple, float]]) -> SummaryRow:
     first, speeds = samples[0], [_speed(sample) for sample in samples]
-    speedups = _ratios(samples, speeds_of[PLAIN])
+    speedups = _ratios(samples, speeds_of[PLAIN.name])
     is_compiled = first.mode.endswith(COMPILED)
     baselines = [mode for mode in _BASELINES if mode != PLAIN_COMPILED or is_compiled]
     against = {
         mode: _compare(ratios)
-        for mode in (baselines if first.mode not in (PLAIN, *_BASELINES) else ())
+        for mode in (baselines if first.mode not in (PLAIN.name, *_BASELINES) else ())
         if len(ratios := _ratios(samples, speeds_of[mode]))
     }
     runs = [sorted((sample.seconds, sample.repeat_seconds)) for sample in samples if sample.repeat_seconds]

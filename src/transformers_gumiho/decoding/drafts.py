@@ -2,9 +2,9 @@
 
 from contextlib import nullcontext
 
-from ..drafting.break_even import estimate_break_even
 from ..drafting.candidate_generator import GumihoCandidateGenerator
 from ..drafting.context_drafts import ContextDrafts
+from ..drafting.pause import estimate_break_even
 from ..drafting.settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..verification.feature_reader import TargetStates

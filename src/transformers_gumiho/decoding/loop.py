@@ -111,7 +111,6 @@ def decode_with_tree(
 
     with ExitStack() as running:
         running.callback(chooser.return_unused_draws)
-        # The prefill is a pass over a tree, too: its node is the prompt's end, whose token does not matter.
         with events.stage("prompt"):
             session, output = read_prompt(
                 target,
@@ -128,6 +127,7 @@ def decode_with_tree(
             )
             # Entered first, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
+        # The prefill is a pass over a tree, too: a root alone, the prompt's end, whose token does not matter.
         tree = bare_root(input_ids.new_zeros(num_rows))
         sequences.records.add_prompt(output.hidden_states)
         commit(tree, output.logits)

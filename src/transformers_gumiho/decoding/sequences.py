@@ -133,7 +133,8 @@ class CommittedSequences:
 
     def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
         """Returns the tokens of each row from index `starts[b]` on, on the host. Only the prompt is read for it."""
-        prompt_length, prompt = self.prompt_length, [[] for _ in starts]
+        prompt_length = self.prompt_length
+        prompt: list[list[int]] = [[] for _ in starts]
         if min(starts) < prompt_length:
             prompt = self._buffer[:, :prompt_length].tolist()
         return [

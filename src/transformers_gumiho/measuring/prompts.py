@@ -1,7 +1,7 @@
 """Prompts: questions of one or several turns, in categories."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ class Question:
     turns: tuple[str, ...]
 
 
-def read_questions(
-    name: str, *, column: str | None = None, num_questions: int | None = None, per_category: int | None = None
+def read_prompts(
+    name: str, *, column: str | None = None, num_prompts: int | None = None, per_category: int | None = None
 ) -> list[Question]:
     """
     Reads questions, also from the published files of Spec-Bench (`question.jsonl`) and SPEED-Bench (Parquet, or
@@ -50,30 +50,24 @@ def read_questions(
             name of a config. All but JSONL need the `datasets` library. A row has `turns` (a list of texts), `prompt`
             or `text`, and maybe `category` and `question_id`. Of several splits, `test` is read, or else the first.
         column: Column of the texts.
-        num_questions: Maximum number of questions. By default all.
+        num_prompts: Maximum number of questions. By default all.
         per_category: Maximum number of questions per category. By default all.
 
     Raises:
         FileNotFoundError: `name` looks like a file, and there is none.
         ValueError: A row has none of these columns, there is no row, or the file is not JSONL in UTF-8.
     """
-    for option in (num_questions, per_category):
+    for option in (num_prompts, per_category):
         if option is not None and option < 1:
             raise UserValueError(f"At least one question has to be read, got {option}.")
-    path = Path(name)
-    if path.suffix in (".jsonl", ".json", ".parquet") and not path.is_file():
-        raise UserFileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
-    if path.suffix == ".jsonl":
-        rows: list[tuple[str, Mapping[str, Any]]] = [(f"Line {n}", row) for n, row in read_json_lines(path)]
-    else:
-        rows = [(f"Row {index}", row) for index, row in enumerate(_load_dataset(path, name))]
+    rows = read_rows(name)
     if not rows:
         raise UserValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
     seen: Counter[str] = Counter()
     questions: list[Question] = []
     num_placeholders = 0
     for index, (where, row) in enumerate(rows):
-        if len(questions) == num_questions:
+        if len(questions) == num_prompts:
             break
         question = _read_question(row, index, f"{where} of {name!r}", column)
         if any(turn.startswith(_PLACEHOLDER) for turn in question.turns):
@@ -94,7 +88,19 @@ def read_questions(
     return questions
 
 
-def _load_dataset(path: Path, name: str) -> Iterable[Mapping[str, Any]]:
+def read_rows(name: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """
+    Returns the rows of a file or dataset, each with where it stands. The argument is that of [`read_prompts`].
+
+    Raises:
+        FileNotFoundError: `name` looks like a file, and there is none.
+        ValueError: The file is not JSONL in UTF-8.
+    """
+    path = Path(name)
+    if path.suffix in (".jsonl", ".json", ".parquet") and not path.is_file():
+        raise UserFileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
+    if path.suffix == ".jsonl":
+        return [(f"Line {number}", row) for number, row in read_json_lines(path)]
     # Imported here, because only datasets need the library.
     from datasets import DatasetDict, load_dataset, load_from_disk
     from datasets.exceptions import DatasetGenerationError
@@ -102,8 +108,8 @@ def _load_dataset(path: Path, name: str) -> Iterable[Mapping[str, Any]]:
     try:
         with as_user_errors():
             if path.is_file():
-                return load_dataset(path.suffix.removeprefix("."), data_files=name, split="train")
-            if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+                dataset = load_dataset(path.suffix.removeprefix("."), data_files=name, split="train")
+            elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
                 dataset = load_from_disk(name)
             else:
                 source, _, config = (name, "", "") if path.exists() else name.partition(":")
@@ -112,7 +118,7 @@ def _load_dataset(path: Path, name: str) -> Iterable[Mapping[str, Any]]:
         raise UserValueError(f"{name!r} cannot be read: {error.__cause__}. Repair or replace the file.") from error
     if isinstance(dataset, DatasetDict):
         dataset = dataset["test" if "test" in dataset else next(iter(dataset))]
-    return dataset
+    return [(f"Row {index}", row) for index, row in enumerate(dataset)]
 
 
 def _read_question(row: Mapping[str, Any], index: int, where: str, column: str | None) -> Question:

@@ -1,9 +1,9 @@
-"""Times decoding without the prompt, and the stages of cycles."""
+"""Times decoding: the prompt apart, and the stages of cycles."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,32 +11,10 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
+from ..internals import num_compiled_graphs
 from ..model.modeling_gumiho import GumihoModel
-from ..verification.placement import accelerators_of
-
-
-@dataclass(frozen=True)
-class DecodingTime:
-    """
-    The time of decoding a batch, after the target has read the prompts.
-
-    Attributes:
-        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, this includes as many
-            drafts as passes.
-        num_tokens: New tokens of the longest row, without the first one, which comes from the prompt's pass.
-        num_passes: Passes of the target: cycles, or steps of plain decoding.
-        texts: Token ids of each row, prompt included. May be empty.
-    """
-
-    seconds: float
-    num_tokens: int
-    num_passes: int
-    texts: list[list[int]] = field(default_factory=list)
-
-    @property
-    def pass_seconds(self) -> float:
-        """Mean time of a pass. For a cycle, this includes drafting."""
-        return self.seconds / self.num_passes
+from ..verification.placement import accelerators_of, input_device
+from .machine import peak_memory
 
 
 @dataclass
@@ -52,6 +30,7 @@ class StageSeconds:
         total: The time of the generation.
         after_prompt: After the target has read the prompt.
         num_cycles: Number of passes over trees.
+        start: The clock's time at its beginning.
     """
 
     prompt: float = 0.0
@@ -60,11 +39,100 @@ class StageSeconds:
     total: float = 0.0
     after_prompt: float = 0.0
     num_cycles: int = 0
+    start: float = 0.0
 
     @property
     def rest(self) -> float:
         """Time outside of the models: growing and walking trees, keeping caches and texts."""
         return self.total - self.prompt - self.verify - self.draft
+
+
+@dataclass(frozen=True)
+class DecodingTime:
+    """
+    What decoding a batch took.
+
+    Attributes:
+        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, this includes a
+            draft for each pass but the last, which may have none.
+        num_tokens: New tokens of the longest row, without the first one, which comes from the prompt's pass.
+        num_passes: Passes of the target: cycles, or steps of plain decoding.
+        texts: Token ids of each row, prompt included.
+        total_seconds: Time of the call, prompt included.
+        accepted_lengths: For each row, the tokens that each cycle committed, if there are cycles.
+        stages: The stages of cycles, where they were timed.
+        peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
+        num_compiled: Number of graphs that were compiled.
+    """
+
+    seconds: float
+    num_tokens: int
+    num_passes: int
+    texts: list[list[int]] = field(default_factory=list)
+    total_seconds: float = 0.0
+    accepted_lengths: list[list[int]] | None = None
+    stages: StageSeconds | None = None
+    peak_bytes: int | None = None
+    num_compiled: int = 0
+
+    @property
+    def pass_seconds(self) -> float:
+        """Mean time of a pass. For a cycle, this includes drafting."""
+        return self.seconds / self.num_passes
+
+
+def time_decoding(
+    target: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    stages: bool = False,
+    **generate_kwargs: Any,
+) -> DecodingTime:
+    """
+    Decodes a batch, plainly or with an `assistant_model`, and times it.
+
+    Args:
+        target: The target.
+        inputs: `input_ids` and `attention_mask`, `(B, T)` each.
+        settings: Decoding settings of a Gumiho drafter, which has its own again afterwards.
+        stages: Also time the stages of cycles; see [`stage_timer`].
+        **generate_kwargs: For `generate()`.
+    """
+    assistant = generate_kwargs.get("assistant_model")
+    drafter = assistant if isinstance(assistant, GumihoModel) else None
+    devices = accelerators_of(target, *([] if drafter is None else [drafter]))
+    begins: list[float] = []
+
+    # Not a hook on the target: the prompt may take several passes, and a hook would change a compiled pass.
+    def note_first_token(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not begins:
+            synchronize(*devices)
+            begins.append(time.perf_counter())
+        return keep_going
+
+    keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
+    if drafter is None:
+        generate_kwargs["stopping_criteria"] = StoppingCriteriaList([note_first_token])
+    num_graphs = num_compiled_graphs()
+    with (
+        nullcontext() if drafter is None else temporary_settings(drafter, settings or {}),
+        peak_memory(input_device(target)) as peak,
+        stage_timer(*devices, stages=stages and drafter is not None) as taken,
+    ):
+        output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
+    num_tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
+    return DecodingTime(
+        seconds=taken.after_prompt if drafter is not None else taken.total - (begins[0] - taken.start),
+        num_tokens=num_tokens,
+        num_passes=num_tokens if drafter is None else taken.num_cycles,
+        texts=output.sequences.tolist(),
+        total_seconds=taken.total,
+        accepted_lengths=getattr(output, "accepted_lengths", None),
+        stages=taken if stages and drafter is not None else None,
+        peak_bytes=peak.num_bytes,
+        num_compiled=num_compiled_graphs() - num_graphs,
+    )
 
 
 def synchronize(*devices: torch.device) -> None:
@@ -102,7 +170,7 @@ def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageSe
     with observing(timer):
         yield taken
     end = timer.now()
-    taken.total = end - timer.start
+    taken.start, taken.total = timer.start, end - timer.start
     taken.after_prompt = end - timer.prompt_end
     taken.num_cycles = timer.num_cycles
     taken.prompt = timer.first_cycle - timer.start if timer.num_cycles else taken.total
@@ -142,47 +210,3 @@ class _StageTimer(GenerationObserver):
     def now(self) -> float:
         synchronize(*self.devices)
         return time.perf_counter()
-
-
-def time_drafted(
-    target: PreTrainedModel,
-    drafter: GumihoModel,
-    inputs: Mapping[str, torch.Tensor],
-    settings: Mapping[str, Any],
-    **generate_kwargs: Any,
-) -> DecodingTime:
-    """
-    Decodes with the drafter, and restores its settings afterwards.
-
-    Args:
-        target: The target.
-        drafter: The drafter.
-        inputs: `input_ids` and `attention_mask`, `(B, T)` each.
-        settings: Decoding settings of the drafter.
-        **generate_kwargs: For `generate()`.
-    """
-    timed = stage_timer(*accelerators_of(target, drafter), stages=False)
-    with temporary_settings(drafter, settings), timed as taken:
-        output = target.generate(**inputs, assistant_model=drafter, **generate_kwargs)
-    num_tokens = output.shape[1] - inputs["input_ids"].shape[1] - 1
-    return DecodingTime(taken.after_prompt, num_tokens, taken.num_cycles, output.tolist())
-
-
-def time_plain(target: PreTrainedModel, inputs: Mapping[str, torch.Tensor], **generate_kwargs: Any) -> DecodingTime:
-    """Decodes without a drafter. The arguments are those of [`time_drafted`]."""
-    begins: list[float] = []
-    devices = accelerators_of(target)
-
-    # Not a hook on the target: the prompt may take several passes, and a hook would change a compiled pass.
-    def note_first_token(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if not begins:
-            synchronize(*devices)
-            begins.append(time.perf_counter())
-        return keep_going
-
-    keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
-    output = target.generate(**inputs, stopping_criteria=StoppingCriteriaList([note_first_token]), **generate_kwargs)
-    synchronize(*devices)
-    seconds = time.perf_counter() - begins[0]
-    num_steps = output.shape[1] - inputs["input_ids"].shape[1] - 1
-    return DecodingTime(seconds, num_steps, num_steps, output.tolist())

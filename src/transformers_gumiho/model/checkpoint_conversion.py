@@ -22,9 +22,6 @@ from .weight_files import PLACES, plain_name, read_entry
 
 logger = logging.get_logger(__name__)
 
-# An output head that a checkpoint may bring along: features are turned into tokens by the head of the target.
-IGNORED_KEYS = {r"^(?:model\.){0,2}lm_head\."}
-
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _FUSION_TENSOR = "layer_fusion.weight"
 # Draft vocabularies in checkpoints of EAGLE drafters: token ids, or their distances from the draft's own indices. The
@@ -53,9 +50,8 @@ def register_released_names() -> None:
                 r"^(?:model\.){1,2}(embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition)\.",
                 r"\1.",
             ),
-            # The first layer of EAGLE-3, in most tools, and its vocabulary.
+            # The first layer of EAGLE-3, in most tools.
             RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
-            RenamingOnLoad(r"^(?:model\.){1,2}d2t$", "d2t"),
             # As the reference's training writes them.
             RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
         ],
@@ -192,8 +188,8 @@ def adopt_released_vocabulary(
 ) -> set[str]:
     """
     Sets the `draft_vocabulary` of a drafter to the vocabulary that its checkpoint holds as a tensor, unless it is set.
-    That of an EAGLE-3 head belongs to its weights and is only checked. `options` are the arguments of
-    `from_pretrained`. Returns the keys that are still unexpected.
+    That of an EAGLE-3 head belongs to its weights. `options` are the arguments of `from_pretrained`. Returns the keys
+    that are still unexpected.
 
     Raises:
         ValueError: The checkpoint carries several vocabularies, or one that does not fit the drafter.
@@ -201,9 +197,7 @@ def adopt_released_vocabulary(
     unexpected = set(unexpected_keys)
     generation_config, vocab_size = drafter.generation_config, drafter.config.get_text_config().vocab_size
     if drafter.config.is_eagle3:
-        if drafter.config.draft_vocab_size is not None:
-            entry_token_ids(_OFFSETS, drafter.d2t.cpu(), vocab_size, name_or_path)
-        return {key for key in unexpected if not is_vocabulary_mask(key)}
+        return unexpected
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if not keys:
         return unexpected

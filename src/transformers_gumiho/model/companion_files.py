@@ -1,6 +1,5 @@
-"""The files next to the weights of a saved drafter: the target's tokenizer, and code for `custom_generate`."""
+"""The files next to a saved drafter's weights: settings, the target's tokenizer, and code for `custom_generate`."""
 
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..user_errors import UserValueError
 from .configuration_gumiho import GumihoConfig
-from .pushing import Push
 
 
 _EMBEDDING = "embed_tokens.weight"
@@ -37,6 +35,7 @@ class SavingMixin:
     """
 
     config: GumihoConfig
+    generation_config: GenerationConfig
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def save_pretrained(
@@ -50,7 +49,8 @@ class SavingMixin:
         **kwargs: Any,
     ) -> None:
         """
-        As `PreTrainedModel.save_pretrained`; also writes the tokenizer and the folder `custom_generate`.
+        As `PreTrainedModel.save_pretrained`; also writes `generation_config.json`, the tokenizer and the folder
+        `custom_generate`.
 
         Args:
             save_embedding (`bool`, *optional*): Whether the token embedding is saved; by default, where the drafter
@@ -66,15 +66,16 @@ class SavingMixin:
                 "A distributed checkpoint is not what a Gumiho drafter is loaded from. Push with "
                 "`distributed_checkpoint=False`, which gathers the weights."
             )
-        # transformers logs why it does not save into a file.
-        saves = self.should_save_on_this_rank(is_main_process) and not Path(save_directory).is_file()  # type: ignore[attr-defined]
         with self._as_saved(save_embedding, state_dict) as tensors:
-            push = Push(save_directory, **_push_arguments(kwargs)) if push_to_hub and saves else None
-            super().save_pretrained(save_directory, is_main_process, tensors, False, *args, **kwargs)  # type: ignore[misc]
-        if saves:
-            companions = self._save_companions(Path(save_directory))
-            if push is not None:
-                push.commit(self.model_tags, companions)  # type: ignore[attr-defined]
+            super().save_pretrained(save_directory, is_main_process, tensors, push_to_hub, *args, **kwargs)  # type: ignore[misc]
+        # transformers logs why it does not save into a file.
+        if self.should_save_on_this_rank(is_main_process) and not Path(save_directory).is_file():  # type: ignore[attr-defined]
+            self._save_companions(Path(save_directory))
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """Adds the companions to what is pushed: `save_pretrained(push_to_hub=True)` uploads before it returns."""
+        self._save_companions(Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def _as_saved(
@@ -101,19 +102,12 @@ class SavingMixin:
         finally:
             self.config.has_embedding = had_embedding
 
-    def _save_companions(self, save_directory: Path) -> set[Path]:
-        """Writes the files, and returns them."""
+    def _save_companions(self, save_directory: Path) -> None:
+        self.generation_config.save_pretrained(save_directory)
         folder = save_directory / "custom_generate"
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in CUSTOM_GENERATE.items():
             (folder / name).write_text(text, encoding="utf-8")
-        written = {folder / name for name in CUSTOM_GENERATE}
+        os.utime(folder)  # or it would not count as modified where it was there before
         if self.tokenizer is not None:
-            written |= {Path(file) for file in self.tokenizer.save_pretrained(save_directory)}
-        return {file for file in written if file.is_file()}
-
-
-def _push_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns those arguments of `save_pretrained` that are for the Hub alone, and the token, which is for both."""
-    for_saving = set(inspect.signature(PreTrainedModel.save_pretrained).parameters) - {"token"}
-    return {name: value for name, value in kwargs.items() if name not in for_saving}
+            self.tokenizer.save_pretrained(save_directory)

@@ -23,6 +23,8 @@ DECODING_SETTINGS = (
 )
 # A `break_even` under which no drafter pauses: every cycle commits a token.
 NEVER_PAUSES = 1.0
+# The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
+_right_vocabulary: list[tuple[int, list[int]]] = []
 # Of earlier releases; ignored.
 _DROPPED_SETTINGS = ("cycle_costs",)
 
@@ -41,6 +43,8 @@ def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:
     Returns why `token_ids` is no list (or tuple) of distinct token ids below `vocab_size`, at least one, as the end of
     a sentence; `None` where it is one.
     """
+    if _right_vocabulary == [(vocab_size, token_ids)]:
+        return None
     if not isinstance(token_ids, (list, tuple)):
         return f"it is of type {type(token_ids).__name__}"
     if not token_ids:
@@ -53,51 +57,47 @@ def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:
             return f"it holds {extreme}"
     if len(set(token_ids)) < len(token_ids):
         return f"it holds {Counter(token_ids).most_common(1)[0][0]} more than once"
+    _right_vocabulary[:] = [(vocab_size, list(token_ids))]
     return None
 
 
+# Arguments of `from_pretrained` that say where a file is read.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
 class DecodingSettingsMixin:
-    """Keeps a `generation_config` with a drafter, although it does not generate by itself; for `PreTrainedModel`s."""
+    """Keeps decoding settings with a drafter, which does not generate by itself; for `PreTrainedModel`s."""
 
     config: GumihoConfig
     generation_config: GenerationConfig
 
-    @classmethod
-    def can_generate(cls) -> bool:
-        """True: the drafter carries a `generation_config`, which is loaded and saved with it."""
-        return True
-
-    def adjust_generation_fn(
-        self,
-        generation_config: GenerationConfig | None,
-        from_auto_class: bool,
-        from_pipeline: str | None,
-        pretrained_model_name_or_path: Any,
-        trust_remote_code: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Loads `generation_config.json` for `from_pretrained`. The arguments are those of `GenerationMixin`."""
-        if generation_config is not None:
-            self.generation_config = generation_config
-        elif pretrained_model_name_or_path is not None:
+    def load_generation_config(self, loading: dict[str, Any]) -> None:
+        """
+        Loads `generation_config.json` from where the drafter was loaded. `loading` are the arguments of
+        `from_pretrained`; a `generation_config` among them is taken instead.
+        """
+        name, given = self.name_or_path, loading.get("generation_config")  # type: ignore[attr-defined]
+        if given is not None:
+            self.set_generation_config(given)
+        elif name is not None:
+            where = {argument: loading[argument] for argument in _WHERE if argument in loading}
             try:
-                with damaged_json_named("generation_config.json", pretrained_model_name_or_path):
-                    self.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+                with damaged_json_named("generation_config.json", name):
+                    self.set_generation_config(GenerationConfig.from_pretrained(name, **where))
             except DamagedFileError:
                 raise
             except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
-                if packaged := find_packaged_folder(pretrained_model_name_or_path):
+                if packaged := find_packaged_folder(name):
                     settings = GenerationConfig.from_pretrained(packaged)
                     if (getattr(settings, "tree_depth", None) or 0) <= self.config.max_draft_depth:
-                        self.generation_config = settings
-        self.complete_generation_config()
+                        self.set_generation_config(settings)
 
-    def complete_generation_config(self) -> None:
-        """Makes the generation config the drafter's own, with every decoding setting, `None` unless it is set."""
+    def set_generation_config(self, generation_config: GenerationConfig) -> None:
+        """Copies a generation config, with every decoding setting; each is `None` unless it is set."""
         # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
         settings = {
             name: value
-            for name, value in self.generation_config.to_dict().items()
+            for name, value in generation_config.to_dict().items()
             if not name.startswith("_") and name not in _DROPPED_SETTINGS
         }
         self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)

@@ -33,6 +33,7 @@ _METHODS = {
     "dspark": "a DSpark drafter",
     "peagle": "a P-EAGLE head, which drafts in parallel",
     "mtp": "a multi-token prediction (MTP) head",
+    "nextn": "a multi-token prediction (MTP) head",
     "mlp_speculator": "an MLP speculator",
 }
 # Fields by which a drafter of another method is known, whatever it calls itself.
@@ -40,17 +41,15 @@ _FIELDS_OF_METHODS = {
     "medusa_num_heads": "medusa", "hydra_num_heads": "hydra", "dflash_config": "dflash",
     "parallel_drafting": "peagle", "pard_token": "peagle",
 }  # fmt: skip
+_PARA_NORM = "an EAGLE head with `add_para_norm`, two norms before `fc`"
 _MLA = "an EAGLE head with multi-head latent attention (MLA)"
 # Tensors of attention and norms that these heads do not have, with what they belong to.
 _TENSORS_OF_METHODS = (
-    (r"mask_hidden", _METHODS["peagle"]),
-    (r".*eh_proj\..*", _METHODS["mtp"]),
-    (r"(medusa_head|\d+\.\d+\.linear)\..*", _METHODS["medusa"]),
-    (
-        r".*\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\..*",
-        "an EAGLE head with multi-head latent attention (MLA)",
-    ),
-    (r"(enorm|hnorm)\..*", "an EAGLE head with `add_para_norm`, two norms before `fc`"),
+    (r"mask_hidden$", _METHODS["peagle"]),
+    (r"(.*\.)?eh_proj\.", _METHODS["mtp"]),
+    (r"(medusa_head|\d+\.\d+\.linear)\.", _METHODS["medusa"]),
+    (r".*\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\.", _MLA),
+    (r"(enorm|hnorm)\.", _PARA_NORM),
 )
 # Factors of Granite, Cohere, MiniCPM and Gemma, which change what the same tensors compute, and the neutral value.
 _FACTORS = dict.fromkeys(
@@ -96,9 +95,11 @@ def eagle_fields(
     if claims and (reason := _refused_config(fields, flags)):
         raise _refusal(name_or_path, reason)
     shapes = read_shapes()
-    if not claims and ("fc.weight" not in shapes or "mlp.0.0.linear.weight" in shapes):
+    method = next((what for pattern, what in _TENSORS_OF_METHODS if any(map(re.compile(pattern).match, shapes))), None)
+    is_language_model = "fc.weight" not in shapes and method in (None, _MLA)
+    if not claims and (is_language_model or "mlp.0.0.linear.weight" in shapes):
         return None
-    reason = _refused_config(fields, flags) or _refused_tensors(shapes)
+    reason = method or _refused_config(fields, flags)
     if reason is None and (lacking := [name for name in _NEEDED if name not in shapes]):
         lack = f"it has no tensor `{lacking[0]}`" if shapes else "no weight file is found next to its config.json"
         reason = f"a drafter that cannot be recognized, because {lack}"
@@ -147,13 +148,13 @@ def _refused_config(fields: dict[str, Any], flags: dict[str, Any]) -> str | None
     kind = fields.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         return f"a speculators drafter of the type {kind!r}"
-    architectures = (fields.get("architectures") or ()) if method == "eagle" else ()
+    architectures = fields.get("architectures") or ()
     if any("deepseek" in str(name).lower() for name in architectures) or flags.get("kv_lora_rank"):
         return _MLA
     if other := [name for name in architectures if not _KNOWN_ARCHITECTURE.fullmatch(str(name))]:
         return f"an EAGLE head with the architecture {other[0]!r}, whose norms and scales are not known"
     if flags.get("add_para_norm"):
-        return "an EAGLE head with `add_para_norm`, two norms before `fc`"
+        return _PARA_NORM
     if flags.get("use_aux_hidden_state") is False:
         return "an EAGLE-3 head with `use_aux_hidden_state: false`, which reads no layers of the target"
     rope = {**(flags.get("rope_scaling") or {}), **(flags.get("rope_parameters") or {})}
@@ -165,13 +166,6 @@ def _refused_config(fields: dict[str, Any], flags: dict[str, Any]) -> str | None
     num_layers = flags.get("num_hidden_layers") or 1
     if flags.get("use_sliding_window") or "sliding_attention" in (flags.get("layer_types") or ())[:num_layers]:
         return "an EAGLE head with a sliding window"
-    return None
-
-
-def _refused_tensors(shapes: Shapes) -> str | None:
-    for pattern, what in _TENSORS_OF_METHODS:
-        if found := next((name for name in shapes if re.fullmatch(pattern, name)), None):
-            return f"{what} (its tensor `{found}`)"
     return None
 
 
@@ -187,11 +181,14 @@ def _llama_fields(given: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(LlamaConfig)} | {"rope_theta", "rope_scaling"}
     fields = {name: value for name, value in given.items() if name in known and value is not None}
     attention = "layers.0.self_attn."
-    num_heads = fields.setdefault("num_attention_heads", LlamaConfig.num_attention_heads)
-    head_dim = fields.setdefault("head_dim", shapes[f"{attention}q_proj.weight"][0] // num_heads)
-    fields.setdefault("num_key_value_heads", shapes[f"{attention}k_proj.weight"][0] // head_dim)
+    head_dim = shapes[f"{attention}q_proj.weight"][0] // fields.get(
+        "num_attention_heads", LlamaConfig.num_attention_heads
+    )
     return fields | {
         "model_type": "llama",
+        # Some tools do not read the field of this name.
+        "head_dim": head_dim,
+        "num_key_value_heads": shapes[f"{attention}k_proj.weight"][0] // head_dim,
         "architectures": None,
         # Copied from targets, although the head has an output head of its own.
         "tie_word_embeddings": False,
@@ -234,7 +231,8 @@ def _eagle3_fields(llama: dict[str, Any], flags: dict[str, Any], shapes: Shapes,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
     }
     _warn_of_doubts(flags, of_speculators, name_or_path)
-    return found | {name: bool(flags.get(name)) for name in _NORM_FLAGS}
+    given = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes} | flags
+    return found | {name: bool(given.get(name)) for name in _NORM_FLAGS}
 
 
 def _as_outputs(ids: list[int], of_speculators: bool, name_or_path: Any) -> list[int]:

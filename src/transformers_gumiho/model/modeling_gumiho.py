@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
@@ -17,11 +17,10 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from ..user_errors import UserValueError
-from .attaching import AttachingMixin, unwrap_model
 from .checkpoint_conversion import (
-    IGNORED_KEYS,
     adopt_released_vocabulary,
     check_fit,
+    entry_token_ids,
     set_new_fusion_aside,
     set_surplus_heads_aside,
     set_transitions_aside,
@@ -39,7 +38,7 @@ from .unrolling import unroll_serial_head
 from .weight_files import damaged_weights_named
 
 
-class GumihoPreTrainedModel(AttachingMixin, SavingMixin, DecodingSettingsMixin, PreTrainedModel):
+class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
     config: GumihoConfig
     config_class = GumihoConfig
     base_model_prefix = "model"
@@ -48,7 +47,6 @@ class GumihoPreTrainedModel(AttachingMixin, SavingMixin, DecodingSettingsMixin, 
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["LlamaDecoderLayer", "GumihoParallelHeads"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["cache", CACHE_NAME]
-    _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -102,6 +100,7 @@ class GumihoModel(GumihoPreTrainedModel):
             self.embed_tokens = nn.Embedding(llama.vocab_size, config.embedding_width)
         self.serial_head = SERIAL_HEADS[config.serial_head]
         self.serial_head.add_modules(self, config)
+        self._keys_to_ignore_on_load_unexpected = set(self.serial_head.ignored_keys)
         self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
@@ -109,7 +108,7 @@ class GumihoModel(GumihoPreTrainedModel):
         own = [type(module).__name__ for module in (self.layers[0], self.transition) if module is not None]
         self._no_split_modules = list(dict.fromkeys([*self._no_split_modules, *own]))  # type: ignore[misc]
         self.gradient_checkpointing = False
-        self.complete_generation_config()
+        self.set_generation_config(GenerationConfig.from_model_config(config))
         self.post_init()
 
     @classmethod
@@ -203,13 +202,15 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             OSError: There is no config or no weight file, or a file is damaged.
             ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; it reads other
-                layers of the target than it is asked to; or its config is that of another kind of model.
+                layers of the target than it is asked to; its vocabulary does not fit; or its config is that of
+                another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         with damaged_weights_named(pretrained_model_name_or_path, kwargs):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
+        model.load_generation_config(kwargs)
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
         info["missing_keys"] = set_new_fusion_aside(info, config, name, kwargs)
         unexpected, info["missing_keys"] = set_transitions_aside(
@@ -218,6 +219,8 @@ class GumihoModel(GumihoPreTrainedModel):
         unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
         info["unexpected_keys"] = adopt_released_vocabulary(model, unexpected, name, kwargs)
         check_fit(info, name, allow_mismatch)
+        if config.draft_vocab_size is not None:
+            entry_token_ids("d2t", model.d2t.cpu(), config.get_text_config().vocab_size, name)
         return (model, info) if output_loading_info else model
 
     def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -392,12 +395,3 @@ class GumihoModel(GumihoPreTrainedModel):
         # Behind the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))
-
-
-def unwrap_drafter(model: Any) -> GumihoModel | None:
-    """
-    Returns the drafter that `model` is or holds, `None` where it is none. A `PeftModel`, a compiled module,
-    `DistributedDataParallel` and `DataParallel` hold one.
-    """
-    model = unwrap_model(model)
-    return model if isinstance(model, GumihoModel) else None

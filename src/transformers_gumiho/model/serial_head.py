@@ -4,7 +4,6 @@ What differs between the serial heads of drafters: how they read the target, tak
 A serial head has no state of its own. Its modules stay on the drafter, under the names of published checkpoints.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -17,48 +16,22 @@ from .layer_fusion import GumihoLayerFusion, normalize_lower
 from .serial_layers import Eagle3FirstLayer, make_layer
 
 
-class SerialHead(ABC):
+class GumihoSerialHead:
     """
-    The serial head of a `drafter`, a [`GumihoModel`].
+    The serial head of Gumiho, EAGLE-1 and EAGLE-2: `fc` makes one state of an embedding and a state. Features predict
+    the target's last states, and the target's output head scores them.
 
     Attributes:
         fuses_tokens: Whether `fc` runs for each drafted token; else once for each state of the target.
-    """
-
-    fuses_tokens: bool
-
-    @abstractmethod
-    def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
-        """Gives a new drafter the modules of this head."""
-
-    @abstractmethod
-    def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
-        """Maps what the drafter reads of the target, `(B, T, k * H)`, to the states `(B, T, H)` for [`fuse`]."""
-
-    @abstractmethod
-    def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Maps the embeddings of tokens and the states before them to the inputs of the layers."""
-
-    @abstractmethod
-    def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
-        """Maps the output of the last layer to the features, which are scored and fed back."""
-
-    @abstractmethod
-    def score(
-        self, drafter: Any, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Maps features to logits by an output head."""
-
-
-class GumihoSerialHead(SerialHead):
-    """
-    The head of Gumiho, EAGLE-1 and EAGLE-2: `fc` makes one state of an embedding and a state. Features predict the
-    target's last states, and the target's output head scores them.
+        ignored_keys: Patterns of tensors that a checkpoint may bring along.
     """
 
     fuses_tokens = True
+    # Features are turned into tokens by the output head of the target.
+    ignored_keys = (r"^(?:model\.){0,2}lm_head\.",)
 
     def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
+        """Gives a new drafter the modules of this head."""
         llama = config.get_text_config()
         drafter.fc = nn.Linear(
             config.embedding_width + llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias
@@ -69,6 +42,7 @@ class GumihoSerialHead(SerialHead):
         drafter.layers[0].input_layernorm = nn.Identity()
 
     def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        """Maps what the drafter reads of the target, `(B, T, k * H)`, to the states `(B, T, H)` for [`fuse`]."""
         if drafter.layer_fusion is None:
             return states
         # Outside of the layer, which an adapter or quantization may replace.
@@ -76,33 +50,36 @@ class GumihoSerialHead(SerialHead):
         return drafter.layer_fusion(states.to(drafter.dtype))
 
     def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Maps the embeddings of tokens and the states before them to the inputs of the layers."""
         return drafter.fc(torch.cat((embeddings, states), dim=-1))
 
     def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        """Maps the output of the last layer to the features, which are scored and fed back."""
         return states
 
     def score(
         self, drafter: Any, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
+        """Maps features to logits by an output head."""
         return head(features)
 
 
-class Eagle3SerialHead(SerialHead):
+class Eagle3SerialHead(GumihoSerialHead):
     """
     The head of EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1: `fc` makes one state of those of several layers. The first
     layer attends to an embedding and a state side by side. The head has a final norm and an output head of its own.
     """
 
     fuses_tokens = False
+    # The tokens of `d2t` once more, as a mask.
+    ignored_keys = (r"^(?:model\.){0,2}t2d$",)
 
     def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
         llama, width = config.get_text_config(), config.drafter_input_size
         state_width, eps = config.target_hidden_size or llama.hidden_size, llama.rms_norm_eps
         drafter.fc = nn.Linear(width, llama.hidden_size, bias=config.gumiho_fc_bias)
-        drafter.layers = nn.ModuleList(
-            make_layer(llama, index, config.qk_norm) for index in range(1, llama.num_hidden_layers)
-        )
-        drafter.layers.insert(0, Eagle3FirstLayer(config))
+        further = (make_layer(llama, index, config.qk_norm) for index in range(1, llama.num_hidden_layers))
+        drafter.layers = nn.ModuleList([Eagle3FirstLayer(config), *further])
         drafter.norm = LlamaRMSNorm(llama.hidden_size, eps=eps)
         drafter.lm_head = nn.Linear(llama.hidden_size, config.draft_vocab_size or llama.vocab_size, bias=False)
         drafter.input_norm = LlamaRMSNorm(width, eps=eps) if config.norm_before_fc else None
@@ -133,4 +110,4 @@ class Eagle3SerialHead(SerialHead):
         return head(features if drafter.config.norm_output else drafter.norm(features))
 
 
-SERIAL_HEADS: dict[str, SerialHead] = {"gumiho": GumihoSerialHead(), "eagle3": Eagle3SerialHead()}
+SERIAL_HEADS: dict[str, GumihoSerialHead] = {"gumiho": GumihoSerialHead(), "eagle3": Eagle3SerialHead()}

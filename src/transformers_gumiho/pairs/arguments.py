@@ -78,7 +78,7 @@ class DraftingArguments(PairArguments):
 
 
 def prompts_field(default: Any = None, without: str = "") -> Any:
-    """Returns the field of the option `prompts`, for `read_questions`. `without` says what happens without it."""
+    """Returns the field of the option `prompts`, for `read_prompts`. `without` says what happens without it."""
     return option(
         "Prompts: a JSONL, JSON or Parquet file with `turns`, `prompt` or `text`, or a dataset (a folder, or a name "
         f"on the Hub such as `nvidia/SPEED-Bench:qualitative`).{without}",

@@ -39,26 +39,11 @@ class Pair:
         return "bfloat16" if self.in_bfloat16 and cpu_computes_bfloat16() else "float32"
 
     def find_drafter(self) -> str:
-        """
-        Returns the drafter's folder.
-
-        Raises:
-            FileNotFoundError: There is no clone of the repository here.
-        """
+        """Returns the drafter's folder. Raises `FileNotFoundError` where there is no clone of the repository."""
         return self._find(self.drafter)
 
-    def find_target(self, report: Callable[[str], None] = lambda message: None) -> str:
-        """
-        Returns the target's folder, which is created if necessary, or its name on the Hub.
-
-        Args:
-            report: Called with a line of text before anything slow.
-
-        Raises:
-            ImportError: A library that the target needs is not installed.
-            OSError: The target is missing, or its folder cannot be written.
-            ValueError: The file that the target is made from is damaged.
-        """
+    def find_target(self, report: Callable[[str], None]) -> str:
+        """Returns the target's folder, which is created if necessary, or its name on the Hub."""
         return self._find(self.target) if isinstance(self.target, str) else self.target(report)
 
     def _find(self, name: str) -> str:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from ..options import REQUIRED, option
 from ..pairs import DraftingArguments, prompts_field
+from ..user_errors import UserValueError
 
 
 @dataclass(kw_only=True)
@@ -26,6 +27,12 @@ class GenerateArguments(TerminalArguments):
     temperature: float = option("Sampling temperature; 0 is greedy.", 0.0)
     seed: int = option("Seed for sampling.", 0)
     compare: bool = option("Also generate without the drafter and report the speed-up.", False)
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise UserValueError(f"--temperature must not be negative, got {self.temperature}. 0 is greedy.")
+        if self.max_new_tokens < 1:
+            raise UserValueError(f"--max_new_tokens must be at least 1, got {self.max_new_tokens}.")
 
     @property
     def has_prompts(self) -> bool:

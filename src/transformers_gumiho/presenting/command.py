@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
-from ..measuring.prompts import encode_turn, read_questions
+from ..measuring.prompts import encode_turn, read_prompts
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
 from ..user_errors import UserValueError, as_user_errors
 from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
-from .cycles import Cycle
-from .labels import label_cycle
+from .cycles import Cycle, label_cycle
 from .streaming import colored_writer, wants_colors
 from .terminal_tree import draw_in_terminal
 from .tree_svg import tree_svg
@@ -104,7 +103,8 @@ def demo(args: DemoArguments) -> None:
     """
     page = _load_page(args)
     try:
-        _build(page, args).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+        with as_user_errors():  # the port may be taken
+            _build(page, args).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
     finally:
         page.lock.is_closed = True
 
@@ -164,7 +164,7 @@ def _conversations(args: GenerateArguments) -> list[Iterable[str]]:
     """Returns what a user says in each conversation, turn by turn."""
     if args.prompt is not None:
         return [[args.prompt]]
-    return [_typed_lines()] if args.prompts is None else [q.turns for q in read_questions(args.prompts)]
+    return [_typed_lines()] if args.prompts is None else [q.turns for q in read_prompts(args.prompts)]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:

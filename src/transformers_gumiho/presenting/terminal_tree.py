@@ -1,7 +1,6 @@
 """A draft tree as lines of text."""
 
-from .cycles import Cycle
-from .labels import CycleLabels
+from .cycles import Cycle, CycleLabels
 from .streaming import colored
 
 

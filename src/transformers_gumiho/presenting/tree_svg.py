@@ -2,8 +2,7 @@
 
 from html import escape
 
-from .cycles import Cycle
-from .labels import CycleLabels, shorten
+from .cycles import Cycle, CycleLabels, shorten
 
 
 ACCEPTED, BONUS, DRAFTED = "#15803d", "#c2410c", "#64748b"

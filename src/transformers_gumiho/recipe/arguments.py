@@ -1,17 +1,23 @@
 """The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import GenerationConfig
+
 from .. import options
 from ..options import REQUIRED, option
-from ..training import GumihoTrainingArguments, SynthesisSettings
+from ..training import GumihoTrainingArguments, Sampling
 from ..user_errors import UserValueError
 from .recipes import RECIPES
 
 
+# An accelerator writes and reads texts of this length in the time in which a CPU does those.
+_MAX_NEW_TOKENS, _MAX_LENGTH = (2048, 4096) if torch.accelerator.is_available() else (512, 2048)
 STAGES = ["write", "features", "train", "tune", "evaluate"]
 
 
@@ -21,25 +27,34 @@ class WritingArguments:
 
     target: str | None = option("Target model: a folder or a name on the Hub.")
     data: str | None = option(
-        "Questions that the target answers: a file, a folder or a dataset on the Hub; `none` lets it write its own."
+        "Questions that the target answers: a file, a folder or a dataset on the Hub (`name:config:split`); `none` "
+        "lets it write its own."
     )
-    data_split: str = option("Split of the dataset.", "train")
+    data_split: str = option("Split of the dataset, if its name has none.", "train")
     num_prompts: int = option("With `--data none`: number of prompts that the target writes.", 10_000)
     num_rows: int | None = option("Number of rows of the data to read (default: all).")
     target_dtype: str = option("Precision of the target, e.g. `bfloat16`.", "auto")
     device_map: str | None = option("`device_map` for the target, e.g. `auto`; needs a single process.")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
+    chat_template_kwargs: str | None = option(
+        """Arguments of the chat template as JSON, e.g. '{"enable_thinking": false}'."""
+    )
     openings: Path | None = option(
         "With `--data none`: file with a user's first words in each line; \\n breaks lines."
     )
     writing_batch_size: int = option("Prompts or answers to write at a time.", 32)
     max_prompt_tokens: int = option("Maximum number of tokens of a prompt that the target writes.", 256)
-    max_new_tokens: int = option("Maximum number of tokens of an answer.", 512)
-    sampled_share: float = option("Share of the answers that are sampled; the others are greedy.", 0.25)
-    temperature: float = option("Temperature of sampled text.", 1.0)
-    top_p: float = option("Nucleus sampling threshold of sampled text.", 0.95)
-    endpoint: str | None = option(
-        "Address of a server that runs the target, e.g. http://localhost:8000. ENDPOINT_API_KEY holds its key."
+    max_new_tokens: int = option("Maximum number of tokens of an answer.", _MAX_NEW_TOKENS)
+    max_length: int = option("Maximum number of tokens of a row.", _MAX_LENGTH)
+    sampled_share: float | None = option(
+        "Share of the answers that are sampled (default: all if the target's generation config samples, or else a "
+        "quarter); the others are greedy."
+    )
+    temperature: float | None = option("Temperature of sampled text (default: the target's, or 1).")
+    top_p: float | None = option("Nucleus sampling threshold of sampled text (default: the target's, or 0.95).")
+    top_k: int | None = option("Most probable tokens that text is sampled from (default: the target's, or all).")
+    endpoint: list[str] | None = option(
+        "Addresses of servers that run the target, e.g. http://localhost:8000. ENDPOINT_API_KEY holds their key."
     )
     endpoint_model: str | None = option("Name of the target on the server (default: --target).")
     concurrency: int = option("Requests to the server at a time.", 32)
@@ -49,12 +64,22 @@ class WritingArguments:
         """Whether the target writes the prompts, too."""
         return self.data == "none"
 
-    def synthesis(self, seed: int) -> SynthesisSettings:
-        """Returns how prompts and answers are written."""
-        names = {"max_prompt_tokens", "max_new_tokens", "sampled_share", "temperature", "top_p"}
-        same = {name: getattr(self, name) for name in names}
-        num_prompts = self.num_prompts if self.writes_prompts else 0
-        return SynthesisSettings(num_prompts, batch_size=self.writing_batch_size, seed=seed, **same)
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Arguments of the chat template."""
+        try:
+            kwargs = json.loads(self.chat_template_kwargs or "{}")
+        except ValueError:
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            raise UserValueError(f"--chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
+        return kwargs
+
+    def sampling(self, config: GenerationConfig) -> Sampling:
+        """Returns how answers are sampled: as the options say, or else as the target's generation config does."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in {**given, "share": self.sampled_share}.items() if value is not None}
+        return replace(Sampling.of_target(config), **given)
 
     def check(self) -> None:
         """Raises `ValueError` for options that are missing or contradict each other."""
@@ -62,6 +87,7 @@ class WritingArguments:
             raise UserValueError(
                 "Give the target with --target, and the data with --data FILE, --data DATASET or none."
             )
+        _ = self.template_kwargs  # is refused here rather than after the target is loaded
         if not self.writes_prompts and self.openings:
             raise UserValueError("--openings are for prompts of the target: use --data none.")
 
@@ -96,10 +122,11 @@ class RecipeArguments(WritingArguments):
         "Tokens of a step over all processes, on average (default: --per_device_train_batch_size rows)."
     )
     features_dtype: str = option("Precision of the cached features.", "bfloat16")
-    max_length: int = option("Maximum number of tokens of a row.", 2048)
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = option("Processes that prepare the data.")
-    num_eval_rows: int = option("Rows to hold out for evaluation; at most a tenth of the data.", 128)
+    num_eval_rows: float = option(
+        "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128
+    )
     drafter: str | None = option("Continue training this drafter.")
     transition_rank: int | None = option("Rank of the parallel heads' transitions (default: the recipe's).")
     target_layer_ids: list[int] | None = option(
@@ -168,12 +195,13 @@ def parse(kinds: Sequence[type], name: str, words: Sequence[str], defaults: dict
 HELP = {
     "target and data": [
         "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
+        "chat_template_kwargs",
         "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "config",
         "plan", "ignore_plan", "num_proc",
     ],
     "answers of the target": [
         "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
-        "sampled_share", "temperature", "top_p", "endpoint", "endpoint_model", "concurrency",
+        "sampled_share", "temperature", "top_p", "top_k", "endpoint", "endpoint_model", "concurrency",
     ],
     "drafter": ["drafter", "transition_rank", "target_layer_ids", "lora_rank", "train_only", "linear_start",
         "draft_vocabulary_size",

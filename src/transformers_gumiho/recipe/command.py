@@ -11,7 +11,7 @@ from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
 from .recipes import RECIPES, Phase
 from .stages import Run
-from .writing import load_target, load_tokenizer, write_answers
+from .writing import load_tokenizer, write_answers
 
 
 def data(args: DataArguments) -> None:
@@ -25,8 +25,7 @@ def data(args: DataArguments) -> None:
         OSError: The disk is full. What was written stays.
     """
     args.check()
-    target = None if args.endpoint is not None else load_target(args)
-    write_answers(args, target, load_tokenizer(args), args.output_file, args.seed)
+    write_answers(args, load_tokenizer(args), args.output_file, args.seed)
 
 
 def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], output_dir: str) -> None:

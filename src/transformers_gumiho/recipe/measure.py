@@ -4,11 +4,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ..benchmarking import BenchmarkSettings, decoding_modes, read_questions, run_benchmark, summarize
+from ..benchmarking import BenchmarkSettings, decoding_modes, read_prompts, run_benchmark, summarize
+from ..benchmarking.journal import Journal, measuring_conditions
 from ..benchmarking.modes import PROMPT_LOOKUP, choose_modes
 from ..benchmarking.report import markdown
-from ..measuring.conditions import measuring_conditions
-from ..measuring.journal import Journal
 from ..pairs import PairArguments, load_pair
 from ..tuning import TuningArguments, describe, tune
 from .arguments import RecipeArguments
@@ -37,11 +36,11 @@ def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, work: P
     conditions = measuring_conditions(target, drafter) | {"max_new_tokens": args.measured_new_tokens}
     work.mkdir(exist_ok=True)
     settings = BenchmarkSettings(max_new_tokens=args.measured_new_tokens)
-    questions, tokenizer = read_questions(str(prompts)), AutoTokenizer.from_pretrained(folder)
+    questions, tokenizer = read_prompts(str(prompts)), AutoTokenizer.from_pretrained(folder)
     journal = Journal(work / "samples.jsonl", conditions)
     samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
     if len({sample.mode for sample in samples}) < len(modes):
-        raise SystemExit("Stopped. Run the same command again to continue from here.")
+        raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.")
     table = markdown(summarize(samples))
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8").split(_EVALUATION)[0] if card.exists() else ""

@@ -50,11 +50,12 @@ def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int
     return options | contents | tokenizer_fingerprints(tokenizer) | {"seed": seed, "max_length": args.max_length}
 
 
-def rows_contents(args: RecipeArguments, answers: Path, rows: Any) -> dict[str, Any]:
+def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) -> dict[str, Any]:
     """Returns what the training's rows are made from: the answers, and how they are cut into rows."""
     data = file_fingerprint(answers) if args.regenerate else conversations_fingerprint(rows)
     return {
-        "data": data, "max_length": args.max_length, "packing": bool(args.packing), "num_eval_rows": args.num_eval_rows
+        "data": data, "max_length": args.max_length, "packing": bool(args.packing), "seed": seed,
+        "num_eval_rows": args.num_eval_rows, "chat_template_kwargs": args.chat_template_kwargs,
     }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from transformers import AutoConfig, PreTrainedModel
 
 from ..model.configuration_gumiho import GumihoConfig, resolve_layer_ids
@@ -25,6 +24,7 @@ from ..training import (
     prepare_dataset,
     write_feature_cache,
 )
+from ..training.data.usable_rows import split_rows
 from ..training.feature_cache import MADE_FROM, row_lengths
 from ..training.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..user_errors import UserValueError, as_user_errors
@@ -80,8 +80,8 @@ class Run:
     @cached_property
     def rows_contents(self) -> dict[str, Any]:
         """What the training's rows are made from."""
-        rows = None if self.args.regenerate else load_rows(self.args)
-        return self.target_contents | rows_contents(self.args, self.answers, rows)
+        rows = None if self.args.regenerate else self._rows()
+        return self.target_contents | rows_contents(self.args, self.answers, rows, self.training_args.seed)
 
     @cached_property
     def _cache_contents(self) -> dict[str, Any]:
@@ -89,8 +89,21 @@ class Run:
         args = self.args
         layers = args.target_layer_ids
         if layers is not None:
-            layers = resolve_layer_ids(AutoConfig.from_pretrained(args.target), layers)
+            layers = resolve_layer_ids(self.target_config, layers)
         return self.rows_contents | {"dtype": args.features_dtype, "target_layer_ids": layers}
+
+    @cached_property
+    def target_config(self) -> Any:
+        """The target's config."""
+        with as_user_errors():
+            return AutoConfig.from_pretrained(self.args.target)
+
+    def _rows(self) -> Any:
+        """Returns the rows of the data that can be used; `None` where the target writes its own questions."""
+        args = self.args
+        if args.writes_prompts:
+            return None
+        return load_rows(args, load_tokenizer(args), self.target_config, answered=not args.regenerate)[0]
 
     def release_target(self) -> None:
         """Lets the target go, so that a process never holds two."""
@@ -124,9 +137,7 @@ class Run:
         args, phases = self.args, list(self.phases.values())
         if args.features is not None:
             return
-        rows = None if args.writes_prompts else load_rows(args)
-        with as_user_errors():
-            target_config = AutoConfig.from_pretrained(args.target)
+        rows, target_config = self._rows(), self.target_config
         config = GumihoConfig.from_target(target_config, **self.fields)
         num_rows, length = self._row_length(rows, target_config)
         needs = estimate(args, phases, target_config, config, num_rows, length)
@@ -190,17 +201,17 @@ class Run:
         args, seed = self.args, self.training_args.seed
         if args.features is not None or not args.regenerate:
             return
-        rows = None if args.writes_prompts else load_rows(args)
+        rows = self._rows()
         contents = {} if args.endpoint is not None else self.target_contents
         contents = contents | writing_contents(args, load_tokenizer(args), rows, seed)
 
         def write() -> None:
             target = None if args.endpoint is not None else self.target
-            write_answers(args, target, load_tokenizer(args), self.answers, seed, args.max_length)
+            write_answers(args, load_tokenizer(args), self.answers, seed, target)
 
         if not self.answers.exists():
             shutil.rmtree(self.work / "write", ignore_errors=True)
-        self._once("write", contents, write)
+        self._once("write", contents, write, alone=False)
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""
@@ -233,7 +244,7 @@ class Run:
         self._limit_vocabulary()
         if args.features is not None:
             folders, contents = args.features, cached_contents(args.features, args.num_eval_rows)
-            data = cached_data(folders, args.num_eval_rows)
+            data = cached_data(folders, args.num_eval_rows, seed=self.training_args.seed)
         elif args.cache_features == "true":
             self.release_target()  # its memory is the training's
             folders, contents = [str(self.work / "features")], self._cache_contents
@@ -241,8 +252,7 @@ class Run:
             data = cached_data(folders, 0, self.work / "held_out" if has_held_out else None)
         else:
             folders, contents = [], self.rows_contents
-            config = AutoConfig.from_pretrained(args.target)
-            data = online_data(args, config, load_tokenizer(args), *self._split(), self.training_args)
+            data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
         train_phases(
             args, self.phases, self.fields, data,
             lambda: CachedFeatures(folders[0]) if folders else self.target, contents, self.folder,
@@ -273,10 +283,10 @@ class Run:
         self._once(stage, contents, lambda: self._say(measure()))
         gc.collect()
 
-    def _once(self, stage: str, contents: dict[str, Any], work: Callable[[], None]) -> None:
+    def _once(self, stage: str, contents: dict[str, Any], work: Callable[[], None], alone: bool = True) -> None:
         """
-        Does the work of a stage in the main process, unless it is finished. The others wait as long as it takes, which
-        may be longer than a barrier waits.
+        Does the work of a stage unless it is finished, `alone` in the main process. The others then wait as long as it
+        takes, which may be longer than a barrier waits.
         """
         record = Record(self.work / stage / MADE_FROM)
         record.check(contents, f"Give these values again, or begin anew with --restart {stage}.")
@@ -286,7 +296,11 @@ class Run:
         PartialState().wait_for_everyone()
         if self.is_main:
             record.write(contents)
+        if self.is_main or not alone:
             work()
+        if not alone:
+            PartialState().wait_for_everyone()
+        if self.is_main:
             record.write(contents, is_finished=True)
         while not Record(record.path).is_finished:
             time.sleep(_PATIENCE)
@@ -319,10 +333,12 @@ class Run:
     def _split(self) -> tuple[Any, Any]:
         """Returns the rows to train on and those to hold out, `None` where these are none."""
         args = self.args
-        rows: Dataset = load_conversations(str(self.answers)) if args.regenerate else load_rows(args)
-        num_held_out = min(args.num_eval_rows, len(rows) // 10)
-        held_out = rows.select(range(num_held_out)) if num_held_out else None
-        return rows.select(range(num_held_out, len(rows))), held_out
+        if args.regenerate:
+            rows = load_conversations(str(self.answers))  # a line for each row of the data, so the split is theirs
+        else:
+            rows, report = load_rows(args, load_tokenizer(args), self.target_config, answered=True)
+            self._say(report)
+        return split_rows(rows, args.num_eval_rows, self.training_args.seed)
 
     def _limit_vocabulary(self) -> None:
         share = RECIPES[self.args.recipe].vocabulary_share

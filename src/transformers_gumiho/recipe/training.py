@@ -27,12 +27,14 @@ from ..training import (
     last_complete_checkpoint,
     prepare_dataset,
 )
-from ..training.conversations import MalformedRowError, RawText, read_text
+from ..training.data.conversations import MalformedRowError, RawText, read_row
+from ..training.data.usable_rows import held_out_numbers
 from ..training.feature_cache import MADE_FROM, row_lengths
 from ..user_errors import UserValueError, as_user_errors
 from .arguments import RecipeArguments
 from .progress import Bar, Progress
 from .records import training_contents
+from .writing import row_length
 
 
 _TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
@@ -107,7 +109,6 @@ def train_phases(
     if PartialState().is_main_process:
         for stage in ("tune", "evaluate"):  # of an earlier drafter
             shutil.rmtree(work / stage, ignore_errors=True)
-        (folder / "tuning.jsonl").unlink(missing_ok=True)
     _finish(args, trainer, training_args, folder)
     trainer.accelerator.wait_for_everyone()
     if PartialState().is_main_process:
@@ -181,20 +182,22 @@ def _finish(args: RecipeArguments, trainer: GumihoTrainer, training_args: Any, f
         trainer.create_model_card(**card)
 
 
-def cached_data(folders: list[str], num_eval_rows: int, held_out: Path | None = None) -> dict[str, Any]:
+def cached_data(
+    folders: list[str], num_eval_rows: float, held_out: Path | None = None, seed: int = 0
+) -> dict[str, Any]:
     """
     Returns the trainer's arguments for training on feature caches. The rows to evaluate on are `held_out`, a cache, or
-    else the first `num_eval_rows`, a share of each cache.
+    else `num_eval_rows` random ones, a share of each cache.
     """
     caches = [FeatureDataset(folder) for folder in folders]
     if len({str(cache.made_from.get("data")) for cache in caches}) < len(caches):
         raise UserValueError("--features names caches of the same texts. Give each of them once.")
     rows: Any = torch.utils.data.ConcatDataset(caches)
-    num_eval = 0 if held_out is not None else min(num_eval_rows, len(rows) // 10)
+    share = 0.0 if held_out is not None else len(held_out_numbers(len(rows), num_eval_rows, seed)) / len(rows)
     chosen = [
-        index
+        start + number
         for start, cache in zip([0, *rows.cumulative_sizes], caches, strict=False)
-        for index in range(start, start + num_eval * len(cache) // len(rows))
+        for number in held_out_numbers(len(cache), share, seed)
     ]
     eval_rows: Any = FeatureDataset(held_out) if held_out is not None else None
     if chosen:
@@ -226,15 +229,16 @@ def online_data(
 
 def prepared(args: RecipeArguments, tokenizer: Any, target_config: Any, rows: Any) -> tuple[Any, Any]:
     """Returns rows of token ids, and what became of the data."""
+    max_length = row_length(args, target_config)
     return prepare_dataset(
-        rows, tokenizer, target_config, max_length=args.max_length, packing=bool(args.packing), num_proc=args.num_proc
+        rows, tokenizer, target_config, max_length=max_length, packing=bool(args.packing), num_proc=args.num_proc
     )
 
 
 def prompt_of(row: Mapping[str, Any]) -> dict[str, str] | None:
     """Returns what a user says first in a row, or how its text begins."""
     try:
-        example = read_text(row, has_template=True)
+        example = read_row(row, has_template=True)
     except MalformedRowError:
         return None
     if isinstance(example, RawText):

@@ -1,81 +1,129 @@
 """The writing stage: the target answers questions, its own or those of a data set."""
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..text_files import read_text
 from ..training import (
-    Endpoint,
+    LocalEngine,
+    Sampling,
+    ServerEngine,
+    WritingSettings,
     load_conversations,
     regenerate_dataset,
     synthesize_dataset,
-    synthesize_from_endpoint,
 )
-from ..user_errors import UserValueError, as_user_errors
+from ..training.data.rendering import with_template_kwargs
+from ..training.data.usable_rows import usable_rows
+from ..training.writing.answer_file import processes
+from ..user_errors import as_user_errors
 from .arguments import WritingArguments
 
 
 def load_tokenizer(args: WritingArguments) -> PreTrainedTokenizerBase:
-    """Returns the target's tokenizer, with the chat template that the options name."""
+    """Returns the target's tokenizer, with the chat template that the options name, and its arguments."""
     with as_user_errors():
         tokenizer = AutoTokenizer.from_pretrained(args.target)
     if args.chat_template is not None:
         tokenizer.chat_template = read_text(args.chat_template)
-    return tokenizer
+    return with_template_kwargs(tokenizer, args.template_kwargs)
 
 
 def load_target(args: WritingArguments) -> PreTrainedModel:
-    """Returns the target, on the machine's accelerator if there is one."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    """Returns the target, on the accelerator of this process if there is one."""
+    state = processes()
+    num_devices = torch.accelerator.device_count() if state.device.type != "cpu" else 1
+    if num_devices > state.num_processes and args.device_map is None:
+        say(
+            f"{num_devices} devices are visible, and {state.num_processes} used: see `accelerate launch` in the guide."
+        )
+    # With its index: transformers loads in threads, in which the current device is the first one.
     with as_user_errors():
         return AutoModelForCausalLM.from_pretrained(
-            args.target, dtype=args.target_dtype, device_map=args.device_map or device
+            args.target, dtype=args.target_dtype, device_map=args.device_map or state.device
         ).eval()
 
 
-def load_rows(args: WritingArguments) -> Dataset:
-    """Returns the rows of the data."""
+def row_length(args: WritingArguments, config: PreTrainedConfig) -> int:
+    """Returns the most tokens of a row: the target has positions for them."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(args.max_length, positions or args.max_length)
+
+
+def load_rows(
+    args: WritingArguments, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, answered: bool
+) -> tuple[Dataset, str]:
+    """Returns the rows of the data that can be answered, or that are `answered` and can be learned, and a report."""
     rows = load_conversations(str(args.data), args.data_split)
-    return rows if args.num_rows is None else rows.select(range(min(args.num_rows, len(rows))))
+    rows = rows if args.num_rows is None else rows.select(range(min(args.num_rows, len(rows))))
+    limit = None if answered else args.max_new_tokens
+    return usable_rows(rows, tokenizer, row_length(args, config), answered=answered, max_new_tokens=limit)
+
+
+def make_engine(
+    args: WritingArguments, target: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
+) -> LocalEngine | ServerEngine:
+    """Returns what runs the target: this process, or the servers that the options name."""
+    if args.endpoint is None:
+        return LocalEngine(target or load_target(args), args.writing_batch_size)
+    model, key = str(args.endpoint_model or args.target), os.environ.get("ENDPOINT_API_KEY")
+    return ServerEngine(args.endpoint, model, tokenizer, concurrency=args.concurrency, api_key=key)
 
 
 def write_answers(
-    args: WritingArguments,
-    target: PreTrainedModel | None,
-    tokenizer: PreTrainedTokenizerBase,
-    path: str | Path,
-    seed: int,
-    max_length: int = 2048,
+    args: WritingArguments, tokenizer: PreTrainedTokenizerBase, path: str | Path, seed: int, target: Any = None
 ) -> None:
     """
-    Writes the target's answers as JSONL, in conversations of at most `max_length` tokens. Stopped, it continues when
-    it is called again. With an endpoint, `target` is `None`.
+    Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `target`, it is loaded
+    if no server runs it.
     """
-    settings, rows = args.synthesis(seed), None if args.writes_prompts else load_rows(args)
-    lines = read_text(args.openings).splitlines() if args.openings is not None else []
-    openings = [line.strip().replace("\\n", "\n") for line in lines if line.strip()]
-    if args.endpoint is not None:
-        model, key = str(args.endpoint_model or args.target), os.environ.get("ENDPOINT_API_KEY")
-        endpoint = Endpoint(args.endpoint, model, concurrency=args.concurrency, api_key=key)
-        synthesize_from_endpoint(endpoint, tokenizer, path, settings, questions=rows, openings=openings)
-    elif target is None:
-        raise UserValueError("Writing needs the target, or the `endpoint` of a server that runs it.")
-    elif rows is None:
-        synthesize_dataset(target, tokenizer, path, settings, openings=openings)
-    else:
-        positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        regenerate_dataset(
-            rows,
-            target,
+    with as_user_errors():
+        config = AutoConfig.from_pretrained(args.target)
+    sampling = args.sampling(_generation_config(args))
+    settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)
+    if not args.writes_prompts:
+        rows, report = load_rows(args, tokenizer, config, answered=False)
+        say(report)
+    engine = make_engine(args, target, tokenizer)
+    if args.writes_prompts:
+        lines = read_text(args.openings).splitlines() if args.openings is not None else []
+        questions = str(path).removesuffix(".jsonl") + ".prompts.jsonl"
+        rows = synthesize_dataset(
+            args.num_prompts,
+            engine,
             tokenizer,
-            path,
-            batch_size=settings.batch_size,
-            max_length=min(max_length, positions or max_length),
-            max_new_tokens=settings.max_new_tokens,
+            questions,
+            openings=[line.strip().replace("\\n", "\n") for line in lines if line.strip()],
+            max_prompt_tokens=args.max_prompt_tokens,
+            sampling=Sampling(args.temperature or 1.0, args.top_p or 0.95),
             seed=seed,
-            sampling=settings.sampling,
         )
+    regenerate_dataset(rows, engine, tokenizer, path, settings)
+
+
+def say(text: str) -> None:
+    """Prints a line in the first process."""
+    if processes().is_main_process:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+def _generation_config(args: WritingArguments) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(str(args.target))
+    except OSError:  # the target has none
+        return GenerationConfig()

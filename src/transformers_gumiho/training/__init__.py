@@ -16,35 +16,36 @@ from .agreement import expected_acceptance_length
 from .arguments import GumihoTrainingArguments
 from .checkpoints import last_complete_checkpoint
 from .collator import GumihoDataCollator
-from .conversations import load_conversations
+from .data.preparation import PreparationReport, prepare_dataset
+from .data.sources import load_conversations
 from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
 from .measured_tau import measure_acceptance
-from .preparation import PreparationReport, prepare_dataset
-from .regeneration import regenerate_dataset
-from .sampling import Sampling
-from .synthesis.endpoint import Endpoint, EndpointError
-from .synthesis.settings import SynthesisSettings
-from .synthesis.synthesis import synthesize_dataset, synthesize_from_endpoint
-from .synthesis.user_turn import UserTurnNotFoundError
 from .target_features import OnlineFeatures
 from .trainer import GumihoTrainer
+from .writing.answer_file import regenerate_dataset
+from .writing.answers import WritingSettings
+from .writing.local import LocalEngine
+from .writing.questions import UserTurnNotFoundError, synthesize_dataset
+from .writing.requests import Sampling
+from .writing.server import EndpointError, ServerEngine
 
 
 __all__ = [
     "CachedFeatures",
-    "Endpoint",
     "EndpointError",
     "FeatureDataset",
     "GumihoDataCollator",
     "GumihoTrainer",
     "GumihoTrainingArguments",
+    "LocalEngine",
     "LossWeights",
     "OnlineFeatures",
     "PreparationReport",
     "Sampling",
-    "SynthesisSettings",
+    "ServerEngine",
     "UserTurnNotFoundError",
+    "WritingSettings",
     "cache_size",
     "chunked_gumiho_loss",
     "expected_acceptance_length",
@@ -54,6 +55,5 @@ __all__ = [
     "prepare_dataset",
     "regenerate_dataset",
     "synthesize_dataset",
-    "synthesize_from_endpoint",
     "write_feature_cache",
 ]

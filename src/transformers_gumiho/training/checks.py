@@ -13,8 +13,9 @@ from transformers.utils import logging
 
 from ..internals import attention_implementation
 from ..losses.positions import count_positions
-from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
+from ..model.wrappers import unwrap_drafter
 from ..resumable_file import Record
 from ..user_errors import UserValueError
 from .collator import GumihoDataCollator
@@ -34,7 +35,12 @@ def drafter_of(model: nn.Module) -> GumihoModel:
 
 
 def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
-    """Raises `ValueError` for a drafter that was not made for this target, or reads other layers of it."""
+    """Raises `ValueError` for an EAGLE-3 head, and a drafter not made for this target or that reads other layers."""
+    if drafter.config.is_eagle3:
+        raise UserValueError(
+            "An EAGLE-3 head predicts no states of the target, which the losses compare with. Train a drafter that "
+            "`GumihoModel.from_target(target)` made."
+        )
     config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
     hidden_size = state_width(target_config)
     if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):

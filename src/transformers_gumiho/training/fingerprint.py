@@ -53,8 +53,10 @@ def checkpoint_fingerprint(name: str | Path) -> str:
 
 def tokenizer_fingerprints(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Returns fingerprints of the tokenizer and of its chat template."""
-    # What the tokenizer was asked to do last is no part of it.
-    state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    if tokenizer.is_fast:  # what the tokenizer was asked to do last is no part of it
+        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    else:
+        state = tokenizer.get_vocab()
     texts = {"tokenizer": json.dumps(state, sort_keys=True), "template": str(tokenizer.chat_template)}
     return {name: hashlib.sha256(text.encode()).hexdigest()[:_DIGITS] for name, text in texts.items()}
 

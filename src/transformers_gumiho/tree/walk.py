@@ -59,7 +59,7 @@ class AcceptedPath:
         )
 
     def padded(self, width: int) -> "AcceptedPath":
-        """Returns the path with at least `width` columns."""
+        """Returns a copy with at least `width` columns."""
         missing = max(width - self.nodes.shape[1], 0)
         nodes, tokens = (torch.nn.functional.pad(tensor, (0, missing)) for tensor in (self.nodes, self.tokens))
         return AcceptedPath(nodes, tokens, self.accepted_lengths)
@@ -77,14 +77,15 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
     Args:
         choices (`(B, N + 1)`): The token that the target chooses after each node.
     """
-    # At a node the target's next token is chosen as plain decoding chooses it. A draft is accepted if it is the token
-    # chosen at its parent, and all drafts above it are accepted. The token chosen at the last accepted node, which no
-    # child of it carries, is the bonus token. So exactly the tokens of plain decoding are committed.
+    # A draft is accepted if it is the token that the target chooses at its parent, and all drafts above are accepted.
+    # The token chosen at the last accepted node is the bonus token. So the committed tokens are those that plain
+    # decoding chooses, one after the other.
     agreed = tree.tokens == choices.gather(1, tree.parents)
     agreed[:, 0].fill_(True)
     # Being an ancestor implies agreement: `<=` of truth values.
     visited = (tree.ancestors <= agreed[:, None]).all(dim=-1)
-    # Nodes come after their parents, so the visited indices in increasing order are the path.
+    # Nodes come after their parents, so the visited indices in increasing order are the path. At most one child of a
+    # node is visited, as siblings differ.
     nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
     packed = torch.cat((visited.sum(dim=1, keepdim=True), choices.gather(1, nodes)), dim=1)
     return Walk(nodes, packed)

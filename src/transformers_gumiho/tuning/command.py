@@ -1,42 +1,43 @@
 """`gumiho tune`: finds the settings that decode fastest on this machine, and saves them with the drafter."""
 
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from ..drafting.settings import DraftingSettings
-from ..measuring.conditions import measuring_conditions
-from ..measuring.journal import Journal
-from ..measuring.prompts import encode_turn, read_questions
+from ..measuring.modes import PLAIN, DecodingMode, Runner
+from ..measuring.prompts import encode_turn, read_prompts
+from ..measuring.timing import DecodingTime
+from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
 from ..user_errors import UserValueError, as_user_errors
 from ..verification.placement import input_device
 from ..verification.traits import TargetTraits
 from .arguments import TuningArguments
+from .contest import Contest, Decode
 from .finding import find_settings
 from .result import TuningResult
 from .trees import Tree, list_trees
-from .turns import TurnDecoder
 
 
 def tune(args: TuningArguments) -> TuningResult:
     """
     Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`. Some fifteen
-    trees decode prompts in turns with plain decoding, and the slower half leaves after each round. If you stop it, run
-    it again with the same options, and it continues.
+    trees decode prompts in turns with plain decoding, and the slower half leaves after each round.
 
     Raises:
         KeyboardInterrupt: The run was stopped.
-        ValueError: An option is out of range, there is no folder to write into, the target has no token to begin
-            prompts with, or the folder holds an unfinished run with other arguments.
+        ValueError: An option is out of range, there is no folder to write into, or the target has no token to begin
+            prompts with.
     """
     is_named = args.assistant is not None or args.pair is None
     if args.output_dir is None and is_named and not Path(args.assistant or "").is_dir():
         raise UserValueError("The drafter is not a folder; give --output_dir for its new generation_config.json.")
-    questions = None if args.prompts is None else read_questions(args.prompts, num_questions=args.num_prompts)
+    questions = None if args.prompts is None else read_prompts(args.prompts, num_prompts=args.num_prompts)
     args = args.resolved()
     folder = Path(args.output_dir or str(args.assistant))
     target, tokenizer, drafter = load_pair(args)
@@ -49,21 +50,41 @@ def tune(args: TuningArguments) -> TuningResult:
         args = replace(args, tune_vocabulary=False)
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)
-    options = asdict(replace(args, target=None, assistant=None, output_dir=None))  # folders may have other names
-    conditions = measuring_conditions(target, drafter) | {"prompts": prompts, "options": options}
-    journal = Journal(folder / "tuning.jsonl", conditions)
-    decode = TurnDecoder(target, drafter, tokenizer.pad_token_id, args.max_new_tokens)
+    decode = turn_decoder(target, drafter, tokenizer.pad_token_id, args.max_new_tokens)
     own = _own_tree(target, drafter, min(args.batch_sizes, default=1))
     trees = list_trees(drafter.config, own, TargetTraits.of(target).is_chain)
     vocab_size = drafter.config.get_text_config().vocab_size
     try:
-        result = find_settings(decode, trees, prompts, vocab_size, journal, args)
+        result = find_settings(decode, trees, prompts, vocab_size, args)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.") from None
+        raise KeyboardInterrupt("Stopped. The drafter's settings are as they were.") from None
     drafter.generation_config.update(**result.settings)
     drafter.generation_config.save_pretrained(folder)
-    journal.delete()
     return result
+
+
+def turn_decoder(
+    target: PreTrainedModel, drafter: GumihoModel, pad_token_id: int | None, max_new_tokens: int
+) -> Decode:
+    """Returns what decodes the turns of contests. The drafter's settings are its own again after each turn."""
+    runner = Runner(target, pad_token_id, max_new_tokens)
+
+    def decode(contest: Contest, trees: Sequence[Tree], turn: int) -> list[DecodingTime]:
+        modes = [PLAIN, *(_mode_of(tree, contest, drafter) for tree in trees)]
+        prompts = [contest.prompts[index] for index in contest.indices(turn)]
+        return runner.compare(modes, prompts, contest.temperature, seed=turn)
+
+    return decode
+
+
+def _mode_of(tree: Tree, contest: Contest, drafter: GumihoModel) -> DecodingMode:
+    # With pauses, cycles without drafts would be timed.
+    settings = tree.settings | {"break_even": NEVER_PAUSES}
+    if contest.drafter_alone:
+        settings["prompt_lookup_num_tokens"] = 0
+    if tree.vocabulary != "own":
+        settings["draft_vocabulary"] = list(contest.counted) if tree.vocabulary == "counted" else None
+    return DecodingMode(str(tree), {"assistant_model": drafter}, settings)
 
 
 def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> Tree:

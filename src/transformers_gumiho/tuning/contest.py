@@ -12,12 +12,34 @@ from .trees import Tree
 
 # Numbers of turns after which trees are removed. Fewer trees decode more prompts in the same time.
 ROUNDS = (3, 6, 12)
-# Stands for plain decoding among the trees.
-PLAIN = None
 
 
-# Decodes the prompts of a turn with a tree, or plainly (`PLAIN`).
-Measure = Callable[[Tree | None, int], DecodingTime]
+@dataclass(frozen=True)
+class Contest:
+    """
+    Prompts that are decoded in turns.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        rows: Number of prompts in a turn, which are decoded as a batch.
+        temperature: 0 is greedy.
+        counted: Token ids that trees with the vocabulary "counted" may draft.
+        drafter_alone: Leave out prompt lookup, even if the drafter's settings ask for it.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    rows: int
+    temperature: float
+    counted: Sequence[int] = ()
+    drafter_alone: bool = False
+
+    def indices(self, turn: int) -> list[int]:
+        """Returns the indices of the prompts of a turn. After the last prompt follows the first one."""
+        return [(turn * self.rows + row) % len(self.prompts) for row in range(self.rows)]
+
+
+# Decodes the prompts of a turn plainly and with each tree; returns the times in this order.
+Decode = Callable[[Contest, Sequence[Tree], int], list[DecodingTime]]
 # Times of a tree and of plain decoding for the same prompts, in the same turn.
 Pair = tuple[DecodingTime, DecodingTime]
 
@@ -60,13 +82,9 @@ def compare(pairs: Sequence[Pair]) -> Standing:
     return Standing(tau, statistics.median(ratios), len(used))
 
 
-def find_fastest(trees: Sequence[Tree], measure: Measure) -> dict[Tree, Standing]:
+def find_fastest(trees: Sequence[Tree], contest: Contest, decode: Decode) -> dict[Tree, Standing]:
     """
-    Lets trees compete.
-
-    Args:
-        trees: At least one.
-        measure: Decodes the prompts of a turn; the same turn has the same prompts for every tree.
+    Lets trees compete, at least one, on the prompts of a contest.
 
     Returns:
         All trees, the fastest first. Removed trees follow, those that were removed last before the others.
@@ -79,19 +97,12 @@ def find_fastest(trees: Sequence[Tree], measure: Measure) -> dict[Tree, Standing
     for turns, num_trees in _rounds(len(ranked)):
         competing, left = ranked[:num_trees], ranked[num_trees:]
         for turn in turns:
-            for tree, pair in decode_in_turns(competing, turn, measure).items():
-                pairs[tree].append(pair)
+            plain, *drafted = decode(contest, competing, turn)
+            for tree, taken in zip(competing, drafted, strict=True):
+                pairs[tree].append((taken, plain))
         speeds = {tree: compare(pairs[tree]).speedup for tree in competing}
         ranked = sorted(competing, key=speeds.__getitem__, reverse=True) + left
     return {tree: compare(pairs[tree]) for tree in ranked}
-
-
-def decode_in_turns(trees: Sequence[Tree], turn: int, measure: Measure) -> dict[Tree, Pair]:
-    """Decodes one turn with every tree and plainly. Each comes first in its turn: the processor may be cooler then."""
-    ways: list[Tree | None] = [PLAIN, *trees]
-    first = turn % len(ways)
-    taken = {way: measure(way, turn) for way in [*ways[first:], *ways[:first]]}
-    return {tree: (taken[tree], taken[PLAIN]) for tree in trees}
 
 
 def num_measured(num_trees: int) -> int:

@@ -1,21 +1,18 @@
 """The contests in their order, from some fifteen trees to the settings that are saved."""
 
-import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
-from ..measuring.journal import Journal
 from ..measuring.timing import DecodingTime
 from ..user_errors import UserValueError
 from .arguments import TuningArguments
-from .contest import PLAIN, ROUNDS, Measure, Standing, compare, decode_in_turns, find_fastest, num_measured
+from .contest import Contest, Decode, Standing, compare, find_fastest, num_measured
 from .result import TuningResult
 from .trees import NUM_SIZES, Tree, list_sizes, list_vocabularies, num_counted
-from .turns import Contest, Decode
 
 
 # Turns in which the winners are timed again.
@@ -24,7 +21,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 def find_settings(
-    decode: Decode, trees: Sequence[Tree], prompts: Prompts, vocab_size: int, journal: Journal, args: TuningArguments
+    decode: Decode, trees: Sequence[Tree], prompts: Prompts, vocab_size: int, args: TuningArguments
 ) -> TuningResult:
     """
     Compares trees, then vocabularies, then sizes for more rows, and times the winners on other prompts.
@@ -34,7 +31,6 @@ def find_settings(
         trees: The trees to compare. The first one is the drafter's own.
         prompts: Token ids of each prompt. At least two prompts.
         vocab_size: Number of tokens of the target.
-        journal: Records the measurements, and holds those of an earlier run.
         args: Rows, temperature, and whether to choose a vocabulary.
 
     Raises:
@@ -42,63 +38,46 @@ def find_settings(
     """
     seen, unseen = _split(prompts)
     first, *further = _check_rows(args.batch_sizes)
-    total = _max_measured(trees, vocab_size, len(further), args)
-    with tqdm(total=total, initial=len(journal), desc="decoding in turns", unit="batch") as bar:
+    contest, texts = Contest(seen, first, args.temperature), dict[int, Sequence[int]]()
+    with tqdm(total=_max_measured(trees, vocab_size, len(further), args), desc="decoding", unit="batch") as bar:
 
-        def recorded(contest: Contest) -> Measure:
-            def measure(tree: Tree | None, turn: int) -> DecodingTime:
-                key = _key(contest, tree, turn)
-                if known := journal.find(key):
-                    return DecodingTime(**known[0])
-                taken = decode(contest, tree, turn)
-                journal.append(key, [asdict(taken)], num_rows=1)
-                bar.update()
-                return taken
+        def decode_turn(asked: Contest, competing: Sequence[Tree], turn: int) -> list[DecodingTime]:
+            taken = decode(asked, competing, turn)
+            bar.update(len(taken))
+            if asked is contest:
+                texts.update(zip(asked.indices(turn), taken[0].texts, strict=True))
+            return taken
 
-            return measure
-
-        contest = Contest("trees", seen, first, args.temperature)
-        by_tree = find_fastest(trees, recorded(contest))
+        by_tree = find_fastest(trees, contest, decode_turn)
         winner = next(iter(by_tree))
         by_vocabulary: dict[Tree, Standing] = {}
         counted: list[int] = []
-        if args.tune_vocabulary and len(seen) > 1 and len(list_vocabularies(winner, vocab_size)) > 1:
-            by_vocabulary, counted = _choose_vocabulary(winner, vocab_size, contest, recorded)
-            winner = next(iter(by_vocabulary))
+        vocabularies = list_vocabularies(winner, vocab_size)
+        if args.tune_vocabulary and len(seen) > 1 and len(vocabularies) > 1:
+            # A list is counted on the first half of the prompts and compared on the second half, because it loses no
+            # tokens on the texts that it was counted on. What is saved is counted on both halves.
+            half = len(seen) // 2
+            of_half = _count([text for index, text in texts.items() if index < half], vocab_size)
+            by_vocabulary = find_fastest(
+                vocabularies, replace(contest, prompts=seen[half:], counted=of_half), decode_turn
+            )
+            winner, counted = next(iter(by_vocabulary)), _count(texts.values(), vocab_size)
         chosen, refused = {first: winner}, {}
         for rows in further:
-            measure = recorded(Contest("sizes", seen, rows, args.temperature, counted))
+            of_rows = Contest(seen, rows, args.temperature, counted)
             try:
-                chosen[rows] = next(iter(find_fastest(list_sizes(winner), measure)))
+                chosen[rows] = next(iter(find_fastest(list_sizes(winner), of_rows, decode_turn)))
             except ValueError as error:  # some targets cannot verify drafts in padded batches
                 refused[rows] = str(error)
         finals = {}
         for kind, temperature in (("greedy", 0.0), ("sampled", args.temperature or 1.0)):
             for rows, tree in chosen.items():
                 # `break_even` is the time of a cycle that drafts. In runs of prompt lookup the drafter does not draft.
-                measure = recorded(Contest("finals", unseen, rows, temperature, counted, drafter_alone=True))
-                pairs = [decode_in_turns([tree], turn, measure)[tree] for turn in range(FINAL_TURNS)]
-                finals[kind, rows] = compare(pairs)
+                final = Contest(unseen, rows, temperature, counted, drafter_alone=True)
+                turns = [decode_turn(final, [tree], turn) for turn in range(FINAL_TURNS)]
+                finals[kind, rows] = compare([(drafted, plain) for plain, drafted in turns])
         bar.total = bar.n  # fewer sizes may have competed than the maximum
     return TuningResult(trees[0], by_tree, by_vocabulary, chosen, counted, finals, refused)
-
-
-def _choose_vocabulary(
-    winner: Tree, vocab_size: int, contest: Contest, recorded: Callable[[Contest], Measure]
-) -> tuple[dict[Tree, Standing], list[int]]:
-    """
-    Compares vocabularies. Returns the results, and the list that was counted. A list is counted on the first half of
-    the prompts and compared on the second half, because a list loses no tokens on the texts that it was counted on.
-    The returned list is counted on both halves.
-    """
-    texts: dict[int, Sequence[int]] = {}
-    for turn in range(ROUNDS[-1]):
-        texts |= zip(contest.indices(turn), recorded(contest)(PLAIN, turn).texts, strict=True)
-    half = len(contest.prompts) // 2
-    of_half = _count([text for index, text in texts.items() if index < half], vocab_size)
-    other_half = replace(contest, name="vocabularies", prompts=contest.prompts[half:], counted=of_half)
-    standings = find_fastest(list_vocabularies(winner, vocab_size), recorded(other_half))
-    return standings, _count(texts.values(), vocab_size)
 
 
 def _count(texts: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
@@ -106,11 +85,6 @@ def _count(texts: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
     tokens = torch.tensor([token for text in texts for token in text])
     counts = torch.bincount(tokens, minlength=vocab_size)[:vocab_size]
     return counts.argsort(descending=True, stable=True)[: num_counted(vocab_size)].tolist()
-
-
-def _key(contest: Contest, tree: Tree | None, turn: int) -> str:
-    """Returns the key of a measurement, without the counted list, which follows from earlier measurements."""
-    return json.dumps([contest.name, contest.rows, contest.temperature, turn, None if tree is PLAIN else asdict(tree)])
 
 
 def _split(prompts: Prompts) -> tuple[Prompts, Prompts]:

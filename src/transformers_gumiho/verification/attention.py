@@ -5,17 +5,12 @@ Without copies: if several query heads share a head of keys and values and there
 function copies keys and values for each query head. These passes read the shared heads in place. Attention with other
 options (dropout, sinks, soft caps, a position bias, paged caches) uses transformers' function.
 
-PyTorch tries cuDNN first for 16-bit attention on Hopper and Blackwell GPUs. cuDNN makes a plan for each exact size,
-and every cycle has new sizes. With `GUMIHO_AVOID_CUDNN=1` in the environment, these passes run the memory-efficient
-kernel instead.
-
 With a tree mask: flash attention, flex attention and kernels from the Hub take no such mask. These passes run `sdpa`
 instead, or for options that `sdpa` lacks (soft caps, sinks), the eager function of the target's own code.
 """
 
 import functools
 import inspect
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,12 +25,10 @@ from ..internals import (
     attention_file,
     attention_function,
     attention_reads_groups,
-    can_attend_efficiently,
     cpu_attention_reads_groups,
     eager_attention,
     finds_registered_attention,
     is_own_sdpa_attention,
-    memory_efficient_attention,
     packs_single_queries,
     replace_attention_function,
     supports_sdpa,
@@ -43,8 +36,6 @@ from ..internals import (
 
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-
-AVOID_CUDNN = "GUMIHO_AVOID_CUDNN"
 
 # Attention implementations that take any float mask.
 MASKED_IMPLEMENTATIONS = ("eager", "sdpa")
@@ -76,8 +67,7 @@ def _pass_state(**values: Any) -> Iterator[None]:
 @contextmanager
 def groups_in_place() -> Iterator[None]:
     """Returns a context in which this thread's passes read grouped keys and values in place."""
-    # The environment is read here, because a compiled pass would not notice a change.
-    with _pass_state(folded_masks={}, avoids_cudnn=os.environ.get(AVOID_CUDNN) == "1"):
+    with _pass_state(folded_masks={}):
         yield
 
 
@@ -173,8 +163,7 @@ def _choose_in_place(
 ) -> AttentionFunction:
     if args or getattr(_passes, "folded_masks", None) is None or not _is_plainly_masked(mask, options):
         return plain
-    is_efficient = _passes.avoids_cudnn and can_attend_efficiently(query, key, value, mask)
-    return _attend_in_place if is_efficient or _would_copy(module, query, key, value, mask) else plain
+    return _attend_in_place if _would_copy(module, query, key, value, mask) else plain
 
 
 def _attend_in_place(
@@ -186,9 +175,7 @@ def _attend_in_place(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    if _passes.avoids_cudnn and can_attend_efficiently(query, key, value, mask):
-        output = attend_folded(query, key, value, mask, scaling, memory_efficient_attention)
-    elif query.device.type == "cpu":
+    if query.device.type == "cpu":
         # On CPUs the kernel computes one head after the other, and reads shared keys and values in place.
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     else:
@@ -227,7 +214,6 @@ def attend_folded(
     value: torch.Tensor,
     mask: torch.Tensor,
     scaling: float | None = None,
-    attention: Callable[..., torch.Tensor] = scaled_dot_product_attention,
 ) -> torch.Tensor:
     """
     Attends with the query heads of a group folded into the rows of one head, so that PyTorch's fused kernels apply.
@@ -239,7 +225,6 @@ def attend_folded(
         value (`(B, kv_heads, K, value_dim)`): The values.
         mask (`(B, 1, n, K)`): Added to the scores, or false where a key is hidden.
         scaling: Factor of the scores.
-        attention: Attention function for as many query heads as key heads.
 
     Returns:
         `(B, groups * kv_heads, n, value_dim)`.
@@ -247,7 +232,7 @@ def attend_folded(
     batch_size, num_heads, num_queries, _ = query.shape
     num_groups = num_heads // key.shape[1]
     rows = query.reshape(batch_size, key.shape[1], num_groups * num_queries, -1)
-    output = attention(rows, key, value, attn_mask=_folded_mask(mask, num_groups), scale=scaling)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=_folded_mask(mask, num_groups), scale=scaling)
     return output.reshape(batch_size, num_heads, num_queries, -1)
 
 

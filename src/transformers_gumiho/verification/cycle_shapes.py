@@ -1,6 +1,7 @@
 """
-Cycles of fixed shapes, whose stages are compiled once. `cache_implementation="static"` selects them. A captured graph
-reads and writes tensors at fixed addresses, so compiled generations use the same memory.
+What is compiled. `cache_implementation="static"` selects cycles of fixed shapes, whose stages are compiled once. A
+captured graph reads and writes tensors at fixed addresses, so compiled generations use the same memory. Of a target
+that the user compiled, passes over drafts run uncompiled copies of the modules that the drafter reads.
 """
 
 import functools
@@ -15,7 +16,17 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from ..internals import CACHE_NAME, mark_static_address, would_compile
+from ..internals import (
+    CACHE_NAME,
+    has_own_forward,
+    is_compiled,
+    mark_static_address,
+    uncompiled,
+    uncompiled_copy,
+    would_compile,
+)
+from ..model.target_layers import TargetLayers
+from .feature_reader import find_decoder, find_layers
 
 
 # Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.
@@ -163,3 +174,25 @@ class StaticMemory:
         kept[self._kind] = self
         while len(kept) > MAX_KEPT:
             kept.pop(next(iter(kept)), None)
+
+
+def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> Any:
+    """
+    Returns the target, or for one with compiled modules a copy that shares its weights. In the copy, the modules that
+    the drafter reads, and those around them, are not compiled: a graph ignores hooks that are registered later, and a
+    compiling thread fails where hooks come and go. All other modules stay compiled. `layers` are those that
+    the drafter reads.
+    """
+    if not any(map(is_compiled, target.modules())):
+        return target
+    read = {} if layers is None else find_layers(target, layers)
+    return _copied(target, {find_decoder(target), *read.values()})
+
+
+def _copied(module: nn.Module, read: set[nn.Module]) -> nn.Module:
+    """Copies the module and its submodules that are `read`, or hold one that is."""
+    module = uncompiled(module)
+    around = {child for child in module.children() if not read.isdisjoint(child.modules())}
+    if has_own_forward(module):
+        around = set()  # accelerate's, which runs the submodules that it was made for
+    return uncompiled_copy(module, {child: _copied(child, read) for child in around})

@@ -47,7 +47,8 @@ def cut_head(head: Any, token_ids: torch.Tensor, memory: StaticMemory | None = N
     def cut() -> list[torch.Tensor]:
         return [parameter.index_select(0, rows) for parameter in whole]
 
-    weight, bias = (*kept("cut head", (head, head), whole, (token_ids,), cut, memory is not None), None)[:2]
+    weight, *biases = kept("cut head", (head, head), whole, (token_ids,), cut, memory is not None)
+    bias = biases[0] if biases else None
     return _by_rows(lambda features: nn.functional.linear(features, weight, bias))
 
 

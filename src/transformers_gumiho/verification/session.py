@@ -235,6 +235,7 @@ class TargetSession:
         nodes, from the `output` of that pass. With fixed shapes the width is the same in every cycle.
         """
         if self.shapes.are_fixed:
+            # Also for a smaller tree than usual. A copy, because a captured graph may overwrite what it returned.
             path = path.padded(self.max_path)
         self._keep_entries(path)
         width = path.nodes.shape[1] if self.shapes.are_fixed else max(path.accepted_lengths)

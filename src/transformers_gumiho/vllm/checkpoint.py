@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..model.checkpoint_conversion import IGNORED_KEYS, is_vocabulary_entry
+from ..model.checkpoint_conversion import is_vocabulary_entry
+from ..model.serial_head import GumihoSerialHead
 from .chain import Chain
 
 
@@ -42,7 +43,7 @@ def plain_name(name: str) -> str | None:
     Returns the drafter's own name of a tensor, for any of its names in released checkpoints; `None` for tensors that
     are ignored.
     """
-    if any(re.search(pattern, name) for pattern in IGNORED_KEYS) or "rotary_emb." in name:
+    if any(re.search(pattern, name) for pattern in GumihoSerialHead.ignored_keys) or "rotary_emb." in name:
         return None
     return re.sub(r"^mlp\.mlp\.", "mlp.", re.sub(r"^(?:model\.){1,2}", "", name))
 

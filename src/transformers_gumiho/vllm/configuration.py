@@ -7,6 +7,7 @@ from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.decoding_settings import vocabulary_fault
+from ..user_errors import UserValueError
 
 
 # Fields of a drafter's config that the Llama config of the serial head does not hold.
@@ -48,11 +49,17 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
 
     Raises:
         OSError: There is no config.
-        ValueError: It is not a drafter's config, the widths of embedding and states differ, or the `draft_vocabulary`
-            does not fit.
+        ValueError: It is not a drafter's config, it is that of an EAGLE head, the widths of embedding and states
+            differ, or the `draft_vocabulary` does not fit.
     """
     options = {"revision": revision, "token": token}
     config = GumihoConfig.from_pretrained(model, **{name: v for name, v in options.items() if v is not None})
+    if config.converted_from is not None or config.is_eagle3:
+        original = repr(config.converted_from) if config.converted_from else "the repository that it was loaded from"
+        raise UserValueError(
+            f"{str(model)!r} is an EAGLE head that was saved for transformers. vLLM serves EAGLE heads itself: give "
+            f'it {original} as `model`, with `"method": "{"eagle3" if config.is_eagle3 else "eagle"}"`.'
+        )
     if config.embedding_width != config.get_text_config().hidden_size:
         raise ValueError(
             f"{str(model)!r} drafts from embeddings of width {config.embedding_width} and states of width "

@@ -4,7 +4,7 @@ from html import escape
 from itertools import groupby
 
 from ..answering import Answer, first_difference
-from ..labels import label_cycle
+from ..cycles import label_cycle
 from ..tree_svg import LEGEND, tree_svg
 from .race import Race
 
@@ -15,6 +15,12 @@ _COUNTERS = (
 )
 _TEXT = '<div class="gumiho-text" style="white-space:pre-wrap;overflow-wrap:anywhere;min-height:12em">{}</div>'
 _DRAFTS = '<span class="gumiho-drafts" style="background:rgba(34,197,94,0.28);border-radius:3px">{}</span>'
+
+
+def shown(race: Race) -> tuple[str, str, str, str]:
+    """Returns both answers, what can be said of them, and the newest tree."""
+    tree = tree_html(race)
+    return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree
 
 
 def answer_html(answer: Answer) -> str:

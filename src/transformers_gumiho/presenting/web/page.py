@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 from ...drafting.settings import DraftingSettings
 from ...user_errors import UserError, UserValueError
 from ..arguments import GenerateArguments
-from .markup import answer_html, tree_html, verdict_html
+from .markup import shown
 from .race import Host, Race
 
 
 # Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
 _INTERVAL = 0.2
 _LONGEST_QUEUE = 64
-# The settings of a question: label, explanation, least value, most, and step. What is lower for this page comes later.
+# The settings of a question: label, explanation, least value, most (`None`: the page's limit), and step.
 _SETTINGS = {
-    "max_new_tokens": ("New tokens", "Maximum.", 1, 0, 1),
+    "max_new_tokens": ("New tokens", "Maximum.", 1, None, 1),
     "temperature": ("Temperature", "0 is greedy.", 0, 2, 0.1),
     "seed": ("Seed", "Both answers are sampled with it.", 0, 2**31 - 1, 1),
     "num_assistant_tokens": ("Nodes in the tree", "Drafted per cycle.", 1, 127, 1),
@@ -54,10 +54,10 @@ class Page(Host):
         try:
             race.start()
             # Only once: the session keeps it for the button that stops it, and nothing else of the race.
-            yield race.wish_to_stop, *self._show(race)
+            yield race.wish_to_stop, *shown(race)
             while not race.wait(_INTERVAL):
-                yield gr.skip(), *self._show(race)
-            yield gr.skip(), *self._show(race)
+                yield gr.skip(), *shown(race)
+            yield gr.skip(), *shown(race)
         finally:
             # Also where the visitor has gone.
             race.wish_to_stop.set()
@@ -73,10 +73,6 @@ class Page(Host):
                 raise UserValueError(f"{label} must be from {least} to {most}, got {value}.")
             values[name] = int(value) if step == 1 else float(value)
         return GenerateArguments(prompt=text, **values)
-
-    def _show(self, race: Race) -> tuple[str, str, str, str]:
-        tree = tree_html(race)
-        return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree
 
     def build(self, max_visitors: int, pair: str | None = None) -> gr.Blocks:
         """Returns the page, which answers `max_visitors` at a time. `pair` is the short name of the models, if any."""
@@ -95,16 +91,19 @@ class Page(Host):
             with gr.Accordion("Length, sampling and draft tree", open=False):
                 settings = self._settings()
             verdict = gr.HTML(elem_id="verdict")
+            answers = []
             with gr.Row():
-                plain = _answer("plain", "Plain decoding")
-                drafted = _answer("drafted", "With Gumiho")
+                for name, heading in (("plain", "Plain decoding"), ("drafted", "With Gumiho")):
+                    with gr.Column():
+                        gr.Markdown(f"### {heading}")
+                        answers.append(gr.HTML(container=True, padding=True, elem_id=name))
             gr.Markdown("### The newest draft tree")
             tree = gr.HTML(elem_id="tree")
             gr.on(
                 [ask.click, question.submit],
                 self.ask,
                 [question, *settings],
-                [session, plain, drafted, verdict, tree],
+                [session, *answers, verdict, tree],
                 concurrency_limit=max_visitors,
                 show_progress="hidden",
             )
@@ -113,29 +112,19 @@ class Page(Host):
 
     def _settings(self) -> list[gr.components.Component]:
         """Returns the settings of a question, in the order in which [`ask`] takes them."""
-        begins = {"max_new_tokens": 128, "temperature": 0, "seed": 0}
-        drafter = self.drafter
         own = DraftingSettings.from_generation_config(
-            drafter.generation_config, drafter.config, None, device_type=drafter.device.type
+            self.drafter.generation_config, self.drafter.config, None, device_type=self.drafter.device.type
         )
-        begins |= {name: getattr(own, name) for name in _SETTINGS if name not in begins}
         shown: list[gr.components.Component] = []
         with gr.Row():
             for name, (label, info, least, most, step) in _SETTINGS.items():
-                most = most or self.max_new_tokens
-                value = min(begins[name], most)
+                begin = {"max_new_tokens": min(128, self.max_new_tokens)}.get(name, getattr(own, name, 0))
                 if name == "seed":
-                    shown.append(gr.Number(value, label=label, precision=0, minimum=least, info=info))
+                    shown.append(gr.Number(begin, label=label, precision=0, minimum=least, info=info))
                 else:
-                    shown.append(gr.Slider(least, most, value, step=step, label=label, info=info, elem_id=name))
+                    most = most or self.max_new_tokens
+                    shown.append(gr.Slider(least, most, begin, step=step, label=label, info=info, elem_id=name))
         return shown
-
-
-def _answer(name: str, heading: str) -> gr.HTML:
-    """Returns the place of an answer, in a column of its own."""
-    with gr.Column():
-        gr.Markdown(f"### {heading}")
-        return gr.HTML(container=True, padding=True, elem_id=name)
 
 
 def _name(model: PreTrainedModel) -> str:

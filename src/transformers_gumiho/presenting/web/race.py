@@ -1,7 +1,9 @@
-"""One question answered twice at the same time: with the drafter and by plain decoding."""
+"""One question answered twice at the same time, with the drafter and by plain decoding, for several visitors."""
 
 import copy
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,6 @@ from ...user_errors import UserValueError
 from ...verification.placement import input_device
 from ..answering import Answer, stream_answer
 from ..arguments import GenerateArguments
-from .lock import ModelLock
 
 
 logger = logging.get_logger(__name__)
@@ -24,15 +25,78 @@ logger = logging.get_logger(__name__)
 _CHARACTERS_PER_TOKEN = 16
 
 
+class ModelLock:
+    """
+    A first-in-first-out lock on the models, which its holders hand over after each token or cycle.
+
+    Args:
+        device: The target's device, whose random generator each holder has for itself.
+
+    Attributes:
+        is_closed: Whether the page is closed, so that all answers are to stop.
+        queue: All who wait; the first one has the lock.
+        changed: Is notified when the queue has another first one.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.is_closed = False
+        self.changed = threading.Condition()
+        self.queue: deque[Hold] = deque()
+
+
+class Hold:
+    """
+    One answer's hold on the lock within a `with` block, and what it keeps between its turns: its clock and its random
+    numbers, so that its seed gives the same text whatever others sample meanwhile.
+    """
+
+    def __init__(self, lock: ModelLock, seed: int):
+        self._lock, self._seed = lock, seed
+        self._seconds = 0.0
+        self._begun: float | None = None  # its turn; none between two turns
+        self._random_states: list[torch.Tensor] = []
+
+    @property
+    def seconds(self) -> float:
+        """How long it has had the lock, the present turn included."""
+        return self._seconds + (0.0 if self._begun is None else time.perf_counter() - self._begun)
+
+    def hand_over(self) -> None:
+        """Lets everybody else in the queue have one turn first."""
+        self.__exit__()
+        self.__enter__()
+
+    def __enter__(self) -> "Hold":
+        lock = self._lock
+        with lock.changed:
+            lock.queue.append(self)
+            lock.changed.wait_for(lambda: lock.queue[0] is self)
+        if not self._random_states:
+            torch.manual_seed(self._seed)
+        else:
+            torch.set_rng_state(self._random_states[0])
+            for state in self._random_states[1:]:
+                torch.get_device_module(lock.device).set_rng_state(state, lock.device)
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        device = self._lock.device
+        self._seconds, self._begun = self.seconds, None
+        self._random_states = [torch.get_rng_state()]
+        if device.type != "cpu":
+            self._random_states.append(torch.get_device_module(device).get_rng_state(device))
+        with self._lock.changed:
+            self._lock.queue.remove(self)
+            self._lock.changed.notify_all()
+
+
 @dataclass
 class Host:
     """
-    The models that answer all questions, whose settings stay as they are, and the limits of a question.
-
-    Attributes:
-        max_new_tokens: The most that a visitor may ask for.
-        max_question_tokens: The most that a visitor may ask with.
-        lock: The lock on the models.
+    The models that answer all questions, whose settings stay as they are, and the most that a visitor may ask for
+    (`max_new_tokens`) and with (`max_question_tokens`).
     """
 
     target: PreTrainedModel
@@ -67,8 +131,7 @@ class Host:
 
 class Race:
     """
-    The two answers to a question, generated at the same time. They share the models, and nothing else, with the
-    answers to other questions.
+    The two answers to a question. They share the models, and nothing else, with the answers to other questions.
 
     Args:
         host: The models.
@@ -85,12 +148,15 @@ class Race:
     def __init__(self, host: Host, question: GenerateArguments):
         self.host, self.question = host, question
         self.plain, self.drafted = Answer(), Answer()
-        self._drafter = with_options(host.drafter, question)
+        # The same weights, with settings of its own.
+        drafter = copy.copy(host.drafter)
+        drafter.generation_config = copy.deepcopy(host.drafter.generation_config)
+        use_options(drafter, question)
         self.prompt = host.encode(question)
         self.wish_to_stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(answer, drafter), daemon=True)
-            for answer, drafter in ((self.drafted, self._drafter), (self.plain, None))
+            threading.Thread(target=self._run, args=pair, daemon=True)
+            for pair in ((self.drafted, drafter), (self.plain, None))
         ]
 
     def start(self) -> None:
@@ -109,40 +175,30 @@ class Race:
         """Whether it has ended, for whatever reason."""
         return not {self.plain.progress, self.drafted.progress} & {"queued", "generating"}
 
-    @property
-    def is_unwanted(self) -> bool:
-        """Whether the visitor has left or stopped it, or the page is closed."""
-        return self.wish_to_stop.is_set() or self.host.lock.is_closed
-
     def _run(self, answer: Answer, drafter: GumihoModel | None) -> None:
         host, question = self.host, self.question
 
-        def hand_over() -> None:
-            hold.hand_over()
-            if self.is_unwanted:
+        def stop_if_unwanted() -> None:
+            if self.wish_to_stop.is_set() or host.lock.is_closed:
                 raise KeyboardInterrupt
 
+        def hand_over() -> None:
+            hold.hand_over()
+            stop_if_unwanted()
+
         try:
-            with host.lock.hold(question.seed) as hold:
-                if self.is_unwanted:
-                    answer.progress = "stopped"
-                    return
+            with Hold(host.lock, question.seed) as hold:
+                stop_if_unwanted()
                 stream_answer(
                     host.target, host.tokenizer, drafter, self.prompt, answer, on_step=hand_over,
                     max_new_tokens=question.max_new_tokens, temperature=question.temperature,
                     clock=lambda: hold.seconds,
                 )  # fmt: skip
+        except KeyboardInterrupt:
+            answer.progress = "stopped"
         except Exception as error:  # whatever it is, a visitor waits for the answer
             answer.problem = _explain(error)
             answer.progress = "failed"
-
-
-def with_options(drafter: GumihoModel, question: GenerateArguments) -> GumihoModel:
-    """Returns a drafter with the same weights and its own copy of the settings."""
-    own = copy.copy(drafter)
-    own.generation_config = copy.deepcopy(drafter.generation_config)
-    use_options(own, question)
-    return own
 
 
 def _explain(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A file of measurements, from which a stopped run continues."""
+"""A file of measurements, from which a stopped benchmark continues, and the conditions of these measurements."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+
+from ..measuring.machine import machine_name
+from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import append_rows, check_begun_with, complete_lines, cut_after, settings_file
+from ..verification.fingerprint import model_fingerprint
+from ..verification.placement import input_device
 
 
 class Journal:
@@ -28,7 +36,8 @@ class Journal:
         self.path = path
         self._known: dict[str, list[dict[str, Any]]] = {}
         if not resume:
-            self.delete()
+            path.unlink(missing_ok=True)
+            settings_file(path).unlink(missing_ok=True)
         check_begun_with(path, json.loads(json.dumps(settings)))  # as it is read again
         num_kept = 0
         for key, group in groupby(map(json.loads, complete_lines(path)), key=lambda row: row["of"]):
@@ -38,10 +47,6 @@ class Journal:
             num_kept += len(rows)
             self._known[key] = [{name: row[name] for name in row if name not in ("of", "num_rows")} for row in rows]
         cut_after(path, num_kept)
-
-    def __len__(self) -> int:
-        """The number of groups."""
-        return len(self._known)
 
     def find(self, key: str) -> list[dict[str, Any]]:
         """Returns the rows of a complete group, or no rows."""
@@ -58,7 +63,14 @@ class Journal:
         if len(rows) == num_rows:
             self._known[key] = list(rows)
 
-    def delete(self) -> None:
-        """Deletes the file, so that the next run measures anew."""
-        self.path.unlink(missing_ok=True)
-        settings_file(self.path).unlink(missing_ok=True)
+
+def measuring_conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]:
+    """Returns the conditions that a run must share with a run that it continues, as values for JSON."""
+    return {
+        "machine": machine_name(input_device(target)),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "target": model_fingerprint(target),
+        "assistant": model_fingerprint(drafter),
+        "settings of the assistant": drafter.generation_config.to_diff_dict(),
+    }

@@ -1,1 +1,0 @@
-"""Training data without data: a target writes its own users' prompts, and answers them."""

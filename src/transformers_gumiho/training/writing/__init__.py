@@ -1,0 +1,1 @@
+"""Letting a target write training data, in this process or behind a server."""

@@ -1,0 +1,77 @@
+"""What is asked of a target: to continue token ids. Engines answer in this process, or behind a server."""
+
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers import GenerationConfig
+
+from ...user_errors import UserValueError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """
+    How text is sampled: at a `temperature`, from the `top_k` most probable tokens (0: all) and of these from the
+    nucleus of probability mass `top_p`. A `share` of the answers is sampled; the others are greedy.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 0.95
+    top_k: int = 0
+    share: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.share <= 1:
+            raise UserValueError(
+                f"The temperature must be above 0, `top_p` in (0, 1], `top_k` at least 0 and the share in [0, 1], got "
+                f"{self}."
+            )
+
+    @classmethod
+    def of_target(cls, config: GenerationConfig) -> "Sampling":
+        """Returns how a target samples by its own config: all answers, or a quarter if it is greedy there."""
+        if not config.do_sample:
+            return cls()
+        return cls(config.temperature or 1.0, config.top_p or 1.0, config.top_k or 0, share=1.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """
+    A text to continue.
+
+    Attributes:
+        prompt_ids: What the target reads.
+        max_new_tokens: Tokens to write, at most.
+        sampling: How they are sampled, `None` for the most probable ones.
+        seed: For sampling; of this request alone.
+        ends: Further tokens that end the text, and the words before which it ends if the engine knows no tokens.
+        stop: Words that begin what follows the text.
+    """
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    sampling: Sampling | None
+    seed: int
+    ends: frozenset[int] = frozenset()
+    stop: str = ""
+
+
+Completion = tuple[list[int], bool]  # what the target wrote, with its end, and whether it ended
+# Something to write in one or several requests, such as the answers of a conversation; it returns its row.
+Task = Generator[Request, Completion, dict[str, Any]]
+
+
+class Engine(Protocol):
+    """Runs a target. One that takes all tasks at once has no `batch_size`; the `fingerprint` tells targets apart."""
+
+    batch_size: int | None
+    fingerprint: str
+
+    def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+        """
+        Yields the number and the row of each task as it ends. A request that is refused raises `MalformedRowError`
+        in its task. If the engine `is_proven`, all tasks may be refused.
+        """
+        ...

@@ -1,0 +1,188 @@
+"""A target behind a server that speaks OpenAI's protocol: vLLM, SGLang, TGI, `transformers serve` and others."""
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from ...user_errors import UserOSError, UserValueError
+from ..data.conversations import MalformedRowError
+from ..data.rendering import Renderer
+from .requests import Completion, Request, Task
+
+
+_REFUSALS = (400, 413, 422)  # what concerns one request: it is too long, or filtered
+_NUM_REFUSALS = 32  # so many tasks in the beginning, all refused, say that something else is wrong
+# What may go wrong in reading an answer that is not one.
+_NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+
+
+class EndpointError(UserOSError, ConnectionError):
+    """A server that does not answer, refuses all requests, or returns only invalid responses."""
+
+
+class ServerEngine:
+    """
+    Writes with a target behind a server. Prompts are sent as token ids, and answers come as token ids
+    (`return_token_ids`). Servers without these are sent and send text.
+
+    Args:
+        urls: Addresses of servers of the same target up to before `/v1`, such as `http://localhost:8000`; they take
+            turns.
+        model: The servers' name for the target.
+        tokenizer: The target's.
+        concurrency: Requests at a time.
+        api_key: For servers that require one.
+        max_retries: Times that a request is sent again if a server is busy or does not answer, after growing waits.
+        timeout: Seconds until a request is sent again.
+
+    Raises:
+        ValueError: An address is none, or the concurrency is below 1.
+    """
+
+    batch_size = None
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        concurrency: int = 32,
+        api_key: str | None = None,
+        max_retries: int = 8,
+        timeout: float = 600.0,
+    ):
+        from openai import OpenAI
+
+        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
+        if concurrency < 1:
+            raise UserValueError(f"`concurrency` must be at least 1, got {concurrency}.")
+        self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
+        self.fingerprint = model
+        clients = [
+            OpenAI(
+                base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1",
+                api_key=api_key or "none",  # never the user's token for the Hub, or for OpenAI
+                max_retries=max_retries,
+                timeout=timeout,
+            )
+            for url in self.urls
+        ]
+        self._clients, self._renderer, self._lock = itertools.cycle(clients), Renderer(tokenizer), threading.Lock()
+        self._knows_ids: bool | None = None
+
+    def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+        """
+        Yields the rows of tasks as these end. The arguments are those of [`Engine.run`].
+
+        Raises:
+            EndpointError: The server does not answer, or answers none of the first tasks, of which none is yielded.
+        """
+        if self._knows_ids is None:
+            self._knows_ids = self._ask_for_ids()
+        held: list[tuple[int, dict[str, Any]]] = []
+        with ThreadPool(self.concurrency) as pool:
+            for number, row, refusal in pool.imap_unordered(self._drive, tasks):
+                held.append((number, row))
+                is_proven = is_proven or refusal is None
+                if is_proven:
+                    yield from held
+                    held = []
+                elif len(held) == _NUM_REFUSALS:
+                    break
+        if held:
+            raise EndpointError(f"{', '.join(self.urls)}: {refusal}. So it was with all {len(held)} requests.")
+
+    def _drive(self, numbered: tuple[int, Task]) -> tuple[int, dict[str, Any], str | None]:
+        """Returns the number and the row of a task, and why the server refused its first request, if so."""
+        number, task = numbered
+        refusal: MalformedRowError | None = None
+        completion: Completion | None = None
+        is_answered = False
+        while True:
+            try:
+                with self._lock:  # tokenizers do not like threads
+                    request = task.send(completion) if refusal is None else task.throw(refusal)  # type: ignore[arg-type]
+            except StopIteration as end:
+                return number, end.value, None if is_answered or refusal is None else str(refusal)
+            try:
+                completion, refusal, is_answered = self.complete(request), None, True
+            except MalformedRowError as error:
+                refusal = error
+
+    def complete(self, request: Request) -> Completion:
+        """
+        Answers a request.
+
+        Raises:
+            MalformedRowError: The server refuses it, or sends no answer that can be read.
+            EndpointError: The server does not answer, or refuses for another reason.
+        """
+        try:
+            return self._by_ids(request) if self._knows_ids else self._by_text(request)
+        except _NO_ANSWER as error:
+            if isinstance(error, MalformedRowError):
+                raise
+            raise MalformedRowError("the server's response is invalid") from error
+
+    def _ask_for_ids(self) -> bool:
+        try:
+            self._by_ids(Request(self.tokenizer("a")["input_ids"], 1, None, 0))
+        except _NO_ANSWER:
+            text = "sends no token ids: its texts are encoded again, and those that do not encode back are left out"
+            tqdm.write(f"{self.urls[0]} {text}.")
+            return False
+        return True
+
+    def _by_ids(self, request: Request) -> Completion:
+        further: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": sorted(request.ends)}
+        if request.sampling is not None:
+            further["top_k"] = request.sampling.top_k or -1
+        choice = self._send(request, prompt=request.prompt_ids, extra_body=further)
+        return list(map(int, choice.token_ids)), choice.finish_reason == "stop"
+
+    def _by_text(self, request: Request) -> Completion:
+        prompt = self._renderer.decode(request.prompt_ids)
+        bos = self.tokenizer.bos_token
+        if bos and self.tokenizer("a")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
+            prompt = prompt.removeprefix(bos)  # the server's tokenizer puts it before every text itself
+        choice = self._send(request, prompt=prompt, **({"stop": [request.stop]} if request.stop else {}))
+        with self._lock:
+            ids = list(self.tokenizer(choice.text, add_special_tokens=False)["input_ids"])
+            if self._renderer.decode(ids) != choice.text:
+                raise MalformedRowError("the server's text does not encode back to its tokens")
+        is_ended = choice.finish_reason == "stop"
+        return ids + [self._renderer.end_of_answer] * is_ended, is_ended
+
+    def _send(self, request: Request, **settings: Any) -> Any:
+        import openai
+
+        sampling = request.sampling
+        how = {"temperature": 0.0} if sampling is None else {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed,
+        }  # fmt: skip
+        try:
+            with self._lock:
+                client = next(self._clients)
+            response = client.completions.create(
+                model=self.model, max_tokens=request.max_new_tokens, **how, **settings
+            )
+            return response.choices[0]
+        except openai.APIStatusError as error:
+            said = f"({error.status_code}): {error.response.text[:200]}"
+            if error.status_code in _REFUSALS:
+                raise MalformedRowError(f"the server refuses it {said}") from error
+            raise EndpointError(f"{error.request.url} refuses {said}. What was written before stays.") from error
+        except openai.APIConnectionError as error:
+            raise EndpointError(
+                f"{error.request.url} does not answer: {error.__cause__ or error}. What was written before stays. "
+                f"Check that the server runs, and run this again to continue."
+            ) from error

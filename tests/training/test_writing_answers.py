@@ -1,0 +1,430 @@
+"""A dataset in which the target answers itself."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from chat_target import make_chat_target, make_chat_tokenizer
+from datasets import Dataset
+from full_disk import disk_of
+from targets import make_target
+from training_data import (
+    CHATML,
+    DEMO_TARGET,
+    FORGETFUL,
+    MARKED,
+    MESSAGES,
+    OPENING,
+    make_tokenizer,
+    write_jsonl,
+)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+
+from transformers_gumiho.resumable_file import check_begun_with
+from transformers_gumiho.training import (
+    LocalEngine,
+    Sampling,
+    WritingSettings,
+    load_conversations,
+    prepare_dataset,
+    regenerate_dataset,
+)
+from transformers_gumiho.training.writing import answer_file, local
+from transformers_gumiho.training.writing.answers import loops
+from transformers_gumiho.training.writing.requests import Request
+
+
+GREEDY = Sampling(share=0.0)
+ALL_SAMPLED = Sampling(top_p=1.0, share=1.0)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32).eval()
+
+
+def regenerate(
+    rows: list[dict[str, Any]], target: PreTrainedModel, path: Path, template: str | None = CHATML, **settings: Any
+) -> list[dict[str, Any]]:
+    batch_size, tokenizer = settings.pop("batch_size", 2), settings.pop("tokenizer", make_tokenizer(template))
+    kwargs = settings.pop("chat_template_kwargs", None)
+    written = WritingSettings(**{"max_length": 64, "sampling": GREEDY} | settings)
+    engine, columns = LocalEngine(target, batch_size), {name: None for row in rows for name in row}
+    dataset = Dataset.from_list([columns | row for row in rows])
+    regenerate_dataset(dataset, engine, tokenizer, path, written, chat_template_kwargs=kwargs)
+    return read(path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def answer(target: PreTrainedModel, prompt: str, num_tokens: int) -> str:
+    """What the target says to a prompt by itself."""
+    ids = make_tokenizer()(prompt, return_tensors="pt")["input_ids"]
+    output = target.generate(ids, do_sample=False, max_new_tokens=num_tokens)
+    return make_tokenizer().decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_each_answer_is_the_targets_after_its_own_earlier_ones(target: PreTrainedModel, tmp_path: Path) -> None:
+    sources = [MESSAGES[1:3], MESSAGES, MESSAGES[:2]]  # the last one is a question
+    rows = [{"messages": sources[0]}, {"messages": sources[1]}, {"prompt": sources[2]}]
+    found = regenerate(rows, target, tmp_path / "out.jsonl", max_new_tokens=8, max_length=200)
+    tokenizer = make_tokenizer()
+    for number, (row, source) in enumerate(zip(found, sources, strict=True)):
+        messages, turns = row["messages"], iter(row["generations"])
+        assert row["row"] == number
+        assert [m["role"] for m in messages[: len(source)]] == [m["role"] for m in source]
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                assert message == source[index]
+                continue
+            prompt = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
+            assert message["content"] == answer(target, prompt, 8)
+            turn = next(turns)
+            assert tokenizer.decode(turn["prompt_ids"]) == prompt
+            assert tokenizer.decode(turn["answer_ids"]) == message["content"]
+
+
+def test_texts_are_continued(target: PreTrainedModel, tmp_path: Path) -> None:
+    text = "def __init__(self, name):\n        self.name = name\n"
+    rows = [{"prompt": "class A:", "completion": "x"}, {"text": text, "prompt": None}, {"prompt": "class"}]
+    rows = regenerate(rows, target, tmp_path / "out.jsonl", None, num_prompt_tokens=6, max_new_tokens=10)
+    tokenizer = make_tokenizer()
+    prompt = tokenizer.decode(tokenizer(text)["input_ids"][:6])
+    assert (rows[0]["prompt"], rows[0]["completion"]) == ("class A:", answer(target, "class A:", 10))
+    assert rows[1]["text"] == prompt + answer(target, prompt, 10)
+    assert rows[2]["completion"] == answer(target, "class", 10)
+    assert {row["ended"] for row in rows} == {False}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL, OPENING, None])
+def test_training_reads_the_tokens_that_the_target_wrote(tmp_path: Path, template: str | None) -> None:
+    """Special ones, too, and those of texts that encode to other tokens, and no end where an answer was cut."""
+    target, tokenizer = make_chat_target(), make_chat_tokenizer(template)
+    rows: list[dict[str, Any]] = [{"messages": MESSAGES[index % 2 :]} for index in range(6)]
+    if template is None:
+        rows = [{"prompt": f"import {name}", "completion": "x"} for name in ("os", "re", "sys", "abc")]
+    lines = regenerate(
+        rows, target, tmp_path / "a.jsonl", tokenizer=tokenizer, max_new_tokens=12, max_length=400,
+        sampling=ALL_SAMPLED, batch_size=3,
+    )  # fmt: skip
+    wrote = [(turn["prompt_ids"], turn["answer_ids"]) for line in lines for turn in line.get("generations", [])]
+    dataset = load_conversations(str(tmp_path / "a.jsonl"))
+    prepared, _ = prepare_dataset(dataset, tokenizer, target.config, max_length=400, packing=False)
+    learned = [pair for row in prepared for pair in answers_of(row["input_ids"], row["loss_mask"])]
+    # The state of an answer of one token is not followed by one that could be learned.
+    assert sorted(learned) == sorted(pair for pair in wrote if len(pair[1]) > 1)
+    assert {new[-1] == tokenizer.eos_token_id for _, new in wrote} == {True, False}
+
+
+def answers_of(ids: list[int], mask: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields for each run of states that count what was read before, and the tokens."""
+    edges = [index for index in range(1, len(ids)) if mask[index] != mask[index - 1]]
+    for first, last in zip(edges[::2], edges[1::2], strict=True):
+        yield ids[:first], ids[first : last + 1]
+
+
+def test_the_row_gives_its_template_tools_and_arguments(target: PreTrainedModel, tmp_path: Path) -> None:
+    """Those of the row come before those of the command, and the history may lack marks that a template refuses."""
+    template = (
+        "{% if tools %}tools {{ tools | tojson }}\n{% endif %}{% if quick %}quick\n{% endif %}{% for m in messages %}"
+        "{% if m.role == 'assistant' and '<|endoftext|>' in m.content %}{{ raise_exception('a mark') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "list_paths"}}]
+    rows = [{"prompt": "os?", "tools": json.dumps(tools)}, {"prompt": "re?", "chat_template_kwargs": {"quick": False}}]
+    settings: dict[str, Any] = {"max_new_tokens": 4, "max_length": 100, "chat_template_kwargs": {"quick": True}}
+    found = regenerate(rows, target, tmp_path / "a.jsonl", template, **settings)
+    read_by_it = [make_tokenizer().decode(row["generations"][0]["prompt_ids"]) for row in found]
+    assert read_by_it == [f"tools {json.dumps(tools)}\nquick\nuser: os?\n", "user: re?\n"]
+    assert found[0]["tools"] == tools
+    assert found[1]["chat_template_kwargs"] == {"quick": False}
+    marked = make_chat_target()
+    marked.lm_head.weight.data[:] = 0  # it says the first token, a mark, again and again
+    (row,) = regenerate(
+        [{"messages": MESSAGES[1:]}], marked, tmp_path / "b.jsonl", template, max_new_tokens=3, max_length=100
+    )
+    assert [turn["answer_ids"] for turn in row["generations"]] == [[0, 0, 0]] * 2
+
+
+# In float64, eager attention makes NaN of padding's scores.
+@pytest.mark.parametrize("family", ["llama", "phi3_sliding", "qwen2_mixed", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("sampling", [None, Sampling(1.3, 0.9), Sampling(0.9, 1.0, 7)])
+def test_nothing_beside_a_row_changes_it(
+    family: str, sampling: Sampling | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not its tokens, greedy or sampled, and not its limit, also when other rows have left the batch."""
+    monkeypatch.setattr(local, "_NUM_TOKENS", 3)
+    engine = LocalEngine(make_target(family))
+    engine.ends = frozenset({6})
+    prompts, limits = [[3, 1, 4, 1, 5], [3, 1, 4, 2], [3] * 9, [1]], [20, 4, 20, 17]
+    requests = [Request(p, n, sampling, seed) for seed, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    requests[3] = Request([1], 17, None, 0)  # a greedy row among sampled ones
+    together = engine.complete(requests)
+    assert together == [engine.complete([request])[0] for request in requests]
+    for (new, ended), limit in zip(together, limits, strict=True):
+        assert len(new) == limit or ended
+        assert ended == (new[-1] == 6)
+        assert 6 not in new[:-1]
+    plain = engine.target.generate(torch.tensor([[1]]), do_sample=False, max_new_tokens=17, eos_token_id=6)
+    assert together[3][0] == plain[0, 1:].tolist()
+
+
+def test_rows_that_end_take_no_further_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, sizes = make_target(), []
+    plain = target.generate
+
+    def generate(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        sizes.append(len(ids))
+        return plain(ids, **kwargs)
+
+    monkeypatch.setattr(local, "_NUM_TOKENS", 2)
+    first = plain(torch.tensor([[3, 1, 4]]), do_sample=False, max_new_tokens=1, eos_token_id=None)[0, -1].item()
+    monkeypatch.setattr(target, "generate", generate)
+    engine = LocalEngine(target)
+    engine.ends = frozenset({first})
+    found = [new for new, _ in engine.complete([Request(p, 8, None, 0) for p in ([3, 1, 4], [2, 7, 1], [5, 5, 6])])]
+    assert found[0] == [first]
+    left = [sum(len(new) > step for new in found) for step in (0, 2, 4, 6)]
+    assert sizes == [size for size in left if size]
+    assert sizes[1] < 3
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.5, 0.3), Sampling(1.0, 0.8), Sampling(2.0, 1.0), Sampling(1.0, 0.9, 5)]
+)
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_drawn_tokens_have_the_distribution_of_transformers_own_sampling(sampling: Sampling, spread: float) -> None:
+    """Also where the nucleus holds more tokens than are looked at first."""
+    logits = spread * torch.randn(1, 900, generator=torch.Generator().manual_seed(0))
+    expected = logits / sampling.temperature
+    if sampling.top_k:
+        expected = TopKLogitsWarper(sampling.top_k)(None, expected)
+    expected = TopPLogitsWarper(sampling.top_p)(None, expected).softmax(-1)[0].double()
+    number = 20_000
+    numbers = (torch.arange(number) + 0.5) / number  # evenly spread, so that shares are probabilities but for rounding
+    drawn = local.draw(logits.expand(number, -1), sampling, numbers)
+    shares = drawn.bincount(minlength=900).double() / number
+    assert (shares - expected).abs().max() < 2 / number + 1e-4
+
+
+def test_a_share_is_sampled_as_the_target_samples(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"prompt": f"def f{index}(self):\n    return"} for index in range(60)]
+    settings: dict[str, Any] = {"max_new_tokens": 6, "batch_size": 60}
+    found = regenerate(rows, target, tmp_path / "a.jsonl", None, sampling=Sampling(1.0, 0.95, share=0.3), **settings)
+    greedy = regenerate(rows, target, tmp_path / "b.jsonl", None, **settings)
+    same = [row["completion"] == other["completion"] for row, other in zip(found, greedy, strict=True)]
+    assert all(same[index] for index, row in enumerate(found) if not row["sampled"])
+    assert not all(same)
+    assert (
+        60 * 0.3 - 2 * math.sqrt(60 * 0.21)
+        < sum(row["sampled"] for row in found)
+        < 60 * 0.3 + 2 * math.sqrt(60 * 0.21)
+    )
+    thinking = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
+    assert Sampling.of_target(thinking) == Sampling(0.6, 0.95, 20, share=1.0)
+    assert Sampling.of_target(GenerationConfig()) == Sampling(1.0, 0.95, 0, share=0.25)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"return_dict_in_generate": True, "output_scores": True}, {"num_beams": 3},
+        {"num_return_sequences": 2, "do_sample": True}, {"do_sample": True, "temperature": 5.0, "top_k": 3},
+        {"min_new_tokens": 2, "max_time": 1e-9},
+    ],
+)  # fmt: skip
+def test_the_targets_own_config_does_not_break_writing(
+    config: dict[str, Any], target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "class A:"}, {"prompt": "import "}, {"prompt": "def f(self):"}]
+    expected = regenerate(rows, target, tmp_path / "a.jsonl", None, max_new_tokens=6)
+    monkeypatch.setattr(target, "generation_config", GenerationConfig(eos_token_id=0, **config))
+    assert regenerate(rows, target, tmp_path / "b.jsonl", None, max_new_tokens=6) == expected
+
+
+def test_an_offloaded_target_writes_what_it_writes_in_memory() -> None:
+    """Its first parameters are on no device, and neither the tokens nor the randomness can be there."""
+    requests = [Request(prompt, 10, Sampling(), 0) for prompt in ([1, 2, 3, 4], [1, 2, 5], [1, 3, 3, 3, 2])]
+    found = [LocalEngine(place(make_target().float())).complete(requests) for place in (lambda t: t, cpu_offload)]
+    assert found[0] == found[1]
+
+
+def test_rows_that_are_of_no_use_say_why(
+    target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"role": "user", "content": "x = 1\n" * 100}
+    rows = regenerate(
+        [{"messages": None}, {"messages": [long]}, {"messages": [*MESSAGES[1:4], long]}, {"messages": MESSAGES[:2]}],
+        target, tmp_path / "out.jsonl", max_length=100, max_new_tokens=5,
+    )  # fmt: skip
+    assert rows[0]["skipped"].startswith("has none of")
+    assert "no room for an answer" in rows[1]["skipped"]
+    assert [len(row["messages"]) for row in rows[2:]] == [2, 3]
+    assert "no room" in rows[2]["left_out"]
+    text = capsys.readouterr().out
+    assert "4 rows with 2 answers. Left out: 2 (there is no room for an answer within the maximum length), 1 (" in text
+    assert "100% of the answers were cut at a limit: raise `--max_new_tokens`" in text
+    with pytest.raises(
+        ValueError, match=r"No row could be answered: 1 rows with 0 answers. Left out: 1 \(there is no"
+    ):
+        regenerate([{"messages": [long]}], target, tmp_path / "none.jsonl")
+
+
+def test_answers_that_end_in_a_loop_are_left_out(tmp_path: Path) -> None:
+    assert loops([5, 6] + [1, 2, 3] * 50)
+    assert not loops([1, 2, 3] * 40)
+    assert not loops(list(range(200)))
+    same = make_chat_target()
+    same.lm_head.weight.data[:] = 0
+    with pytest.raises(ValueError, match=r"Left out: 2 \(the answer ends in a loop\)"):
+        regenerate([{"prompt": "a"}, {"prompt": "b"}], same, tmp_path / "a.jsonl", max_new_tokens=130, max_length=300)
+
+
+def test_a_target_that_overflows_writes_nothing(tmp_path: Path) -> None:
+    large = make_chat_target().half()
+    large.model.norm.weight.data.fill_(6e4)
+    with pytest.raises(
+        ValueError, match=r"not finite \(torch.float16\). It overflows in float16: load it in bfloat16"
+    ):
+        regenerate([{"messages": MESSAGES}], large, tmp_path / "out.jsonl", max_length=100)
+
+
+TEXTS = [{"text": f"def f{index}(self):\n    return"} for index in range(11)] + [{"text": None}]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 900, 10**6])
+def test_a_killed_run_goes_on_to_the_same_result(target: PreTrainedModel, tmp_path: Path, num_bytes: int) -> None:
+    """Also where lines that another process wrote are beside it."""
+    settings: dict[str, Any] = {"sampling": ALL_SAMPLED, "max_length": 32}
+    whole = regenerate(TEXTS, target, tmp_path / "whole.jsonl", None, **settings)
+    killed, data = tmp_path / "killed.jsonl", (tmp_path / "whole.jsonl").read_bytes()
+    killed.write_bytes(data[:num_bytes])
+    (tmp_path / "killed.jsonl.part3").write_bytes(b"".join(data.splitlines(keepends=True)[5:8]) + b'{"row": 9, "te')
+    assert regenerate(TEXTS, target, killed, None, **settings) == whole
+    assert len({row["text"] for row in whole if "text" in row}) == 11
+    assert not list(tmp_path.glob("*.part*"))
+
+
+RUN = """
+import sys
+from accelerate import PartialState
+from training_data import DEMO_TARGET
+from transformers_gumiho.training.writing import answer_file
+from transformers_gumiho.cli import main
+if len(sys.argv) > 2:  # killed after so many batches
+    calls, append_rows = [], answer_file.append_rows
+    def append(*arguments):
+        calls.append(1)
+        if len(calls) > int(sys.argv[2]) and PartialState().process_index:
+            import os; os._exit(9)
+        append_rows(*arguments)
+    answer_file.append_rows = append
+folder, sys.argv = sys.argv[1], ["gumiho", "data", "--target", str(DEMO_TARGET), "--data", sys.argv[1] + "/q.jsonl",
+    "--output_file", sys.argv[1] + "/a.jsonl", "--max_new_tokens", "6", "--writing_batch_size", "2",
+    "--target_dtype", "float32", "--sampled_share", "0.5"]
+main()
+"""
+
+
+def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
+    """Also when one of them is killed, and another number of processes goes on."""
+    files = {}
+    (tmp_path / "run.py").write_text(RUN)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    for name, starts in {"one": [(1,)], "two": [(2,)], "killed": [(2, 2), (3,)]}.items():
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "q.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(17)])
+        for number, *kill in starts:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", number]
+            command = [sys.executable, *(launch if number > 1 else []), tmp_path / "run.py", tmp_path / name, *kill]
+            process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, timeout=500)
+            assert (process.returncode == 0) == (not kill), process.stderr.decode()[-3000:]
+        files[name] = (tmp_path / name / "a.jsonl").read_bytes()
+    assert len(files["one"].splitlines()) == 17
+    assert files["two"] == files["one"]
+    assert files["killed"] == files["one"]
+
+
+def test_a_second_run_into_a_file_is_refused(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, refused = tmp_path / "a.jsonl", answer_file.append_rows, []
+
+    def append_and_start_again(*arguments: Any) -> None:
+        real(*arguments)
+        with pytest.raises(OSError, match=r"Another run is writing there.*a.jsonl") as error:
+            regenerate(TEXTS[:4], target, path, None)
+        refused.append(error)
+
+    monkeypatch.setattr(answer_file, "append_rows", append_and_start_again)
+    assert len(regenerate(TEXTS[:4], target, path, None)) == 4
+    assert len(refused) == 2
+
+
+def test_a_full_disk_keeps_what_was_written(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "a.jsonl", regenerate(TEXTS[:4], target, tmp_path / "whole.jsonl", None)
+    num_bytes = (tmp_path / "whole.jsonl").stat().st_size - 20
+    monkeypatch.setattr(Path, "open", disk_of(num_bytes, Path.open, "a.jsonl"))
+    with pytest.raises(OSError, match=r"a.jsonl': No space left on device. What was written before stays. Make room"):
+        regenerate(TEXTS[:4], target, path, None)
+    assert path.stat().st_size == num_bytes
+    monkeypatch.undo()
+    assert regenerate(TEXTS[:4], target, path, None) == whole
+
+
+def _no_room(path: Path, *_: Any, **__: Any) -> None:
+    path.write_bytes(b"")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_before_the_first_row_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", _no_room)
+        with pytest.raises(OSError, match=r"Could not write '.*a.jsonl.settings.json': No space left on device"):
+            check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
+    check_begun_with(tmp_path / "a.jsonl", {"seed": 1})
+
+
+def test_damaged_settings_beside_a_file_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "a.jsonl.settings.json").write_text("")
+    with pytest.raises(ValueError, match=r"a.jsonl.settings.json' is damaged. .* Delete it to continue"):
+        check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
+
+
+def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    rows = [{"text": "import os"}]
+    regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=4)
+    with pytest.raises(
+        ValueError, match=r"was created with different settings: max_new_tokens \(.*\), seed \(.*\)\. Write"
+    ):
+        regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=5, seed=1)
+    with pytest.raises(ValueError, match="was created with different settings: template"):
+        regenerate(rows, target, tmp_path / "out.jsonl", max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sampling(share=1.5), r"the share in \[0, 1\], got Sampling\(.*share=1.5\)"),
+        (lambda: LocalEngine(make_target(), 0), "`batch_size` must be at least 1, got 0"),
+        (lambda: WritingSettings(max_new_tokens=0), "`max_new_tokens` must be at least 1, got 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

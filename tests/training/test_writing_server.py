@@ -1,0 +1,361 @@
+"""Training data from a target behind a server: one of our own that misbehaves, and `transformers serve`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_target import make_chat_target, make_chat_tokenizer
+from commands import gumiho, refuse
+from datasets import Dataset
+from training_data import MESSAGES, write_jsonl
+from transformers.utils.import_utils import is_serve_available
+
+from transformers_gumiho.training import (
+    EndpointError,
+    LocalEngine,
+    Sampling,
+    ServerEngine,
+    WritingSettings,
+    regenerate_dataset,
+)
+from transformers_gumiho.training.writing.requests import Request
+
+
+QUESTIONS = [{"prompt": f"What is {index}, please?"} for index in range(6)]
+Reply = tuple[int, Any]
+
+
+class Server:
+    """A server whose replies are those of a function of the path, the request and the number of requests before."""
+
+    def __init__(self, reply: Callable[[str, dict[str, Any], int], Reply], headers: dict[str, str] | None = None):
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.num_open = self.most_open = 0
+        server, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with lock:
+                    number = len(server.requests)
+                    server.requests.append(body)
+                    server.keys.append(self.headers["authorization"])
+                    server.num_open += 1
+                    server.most_open = max(server.most_open, server.num_open)
+                status, answer = reply(self.path, body, number)
+                data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+                with lock:
+                    server.num_open -= 1
+                self.send_response(status)
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("localhost", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://localhost:{self.http.server_port}"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*args: Any) -> Server:
+        servers.append(Server(*args))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def completion(text: str | None, reason: str = "stop", **fields: Any) -> Reply:
+    return 200, {"choices": [{"index": 0, "text": text, "finish_reason": reason} | fields], "usage": USAGE}
+
+
+USAGE = {"completion_tokens": 3, "prompt_tokens": 1, "total_tokens": 4}
+
+
+def by_ids(path: str, body: dict[str, Any], number: int) -> Reply:
+    """As vLLM answers: with the tokens that the target writes greedily in this process."""
+    assert path == "/v1/completions"
+    assert body["return_token_ids"] is True
+    request = Request(body["prompt"], body["max_tokens"], None, 0, frozenset(body["stop_token_ids"]))
+    ((ids, ended),) = LocalEngine(TARGET).complete([request])
+    return completion(TOKENIZER.decode(ids), "stop" if ended else "length", token_ids=ids)
+
+
+def by_text(path: str, body: dict[str, Any], number: int) -> Reply:
+    """As servers answer that know no more than OpenAI's protocol."""
+    unknown = {*body} - {"model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stop"}
+    if unknown or not isinstance(body["prompt"], str):
+        return 422, {"error": f"unexpected fields {unknown}"}
+    request = Request(TOKENIZER(body["prompt"])["input_ids"], body["max_tokens"], None, 0)
+    ((ids, ended),) = LocalEngine(TARGET).complete([request])
+    return completion(TOKENIZER.decode(ids, skip_special_tokens=True), "stop" if ended else "length")
+
+
+TARGET, TOKENIZER = make_chat_target(), make_chat_tokenizer()
+SETTINGS = WritingSettings(max_length=200, max_new_tokens=8, sampling=Sampling(share=0.0))
+TURNS = [{"messages": MESSAGES[:2] + MESSAGES[3:4]}, {"messages": MESSAGES}]
+
+
+def make_engine(url: str | list[str], **settings: Any) -> ServerEngine:
+    patience = {"max_retries": 2, "concurrency": 2, "timeout": 60.0}
+    return ServerEngine(url, "tiny", TOKENIZER, **patience | settings)
+
+
+def write(
+    engine: ServerEngine | LocalEngine, path: Path, rows: list[dict[str, Any]] = QUESTIONS, **settings: Any
+) -> list[dict[str, Any]]:
+    columns = {name: None for row in rows for name in row}
+    regenerate_dataset(
+        Dataset.from_list([columns | row for row in rows]), engine, TOKENIZER, path, replace(SETTINGS, **settings)
+    )
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_server_writes_what_the_target_writes_here(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """All turns, and texts, byte for byte; two addresses take turns."""
+    servers = [serve(by_ids), serve(by_ids)]
+    engines = {
+        "here": LocalEngine(TARGET),
+        "there": make_engine([servers[0].url + "/v1/", servers[1].url], api_key="k"),
+    }
+    for name, engine in engines.items():
+        write(engine, tmp_path / f"{name}.jsonl", [*TURNS, *QUESTIONS, {"text": "import os"}])
+    here, there = ((tmp_path / f"{name}.jsonl").read_bytes() for name in engines)
+    assert here == there
+    assert len(json.loads(there.splitlines()[1])["generations"]) == 2
+    assert all(server.requests for server in servers)
+    requests = [body for server in servers for body in server.requests]
+    assert {body["temperature"] for body in requests} == {0}
+    assert {body["model"] for body in requests} == {"tiny"}
+    assert {key for server in servers for key in server.keys} == {"Bearer k"}
+
+
+def test_a_server_without_token_ids_is_used_by_text(
+    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What does not encode back is left out with a count; the rest are the target's own tokens."""
+    rows = write(make_engine(serve(by_text).url), tmp_path / "a.jsonl", QUESTIONS * 3, max_new_tokens=20)
+    expected = write(LocalEngine(TARGET), tmp_path / "b.jsonl", QUESTIONS * 3, max_new_tokens=20)
+    kept = [(row, other) for row, other in zip(rows, expected, strict=True) if "generations" in row]
+    assert kept
+    for row, other in kept:
+        text = row["messages"][-1]["content"]
+        assert TOKENIZER(text)["input_ids"] == row["generations"][0]["answer_ids"][: -1 if row["ended"] else None]
+        assert row["generations"][0]["prompt_ids"] == other["generations"][0]["prompt_ids"]
+        assert row["ended"] == other["ended"]
+    out = capsys.readouterr().out
+    assert out.count("sends no token ids: its texts are encoded again") == 1
+
+
+def test_the_commands_tell_what_they_do(
+    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several requests are open at a time, and a run without any usable row fails with the reasons."""
+
+    def reply(path: str, body: dict[str, Any], number: int) -> Reply:
+        time.sleep(0.1)
+        return completion("", token_ids=TOKENIZER(f" {number} things, what are they?")["input_ids"])
+
+    server = serve(reply)
+    TARGET.save_pretrained(tmp_path / "tiny")
+    TOKENIZER.save_pretrained(tmp_path / "tiny")
+    questions = write_jsonl(tmp_path / "questions.jsonl", [*QUESTIONS, *QUESTIONS[:2], {"answer": 1}])
+    command = [
+        "data", "--target", tmp_path / "tiny", "--max_prompt_tokens", 30, "--max_new_tokens", 8,
+        "--endpoint", server.url, "--concurrency", 3,
+    ]  # fmt: skip
+    gumiho(*command, "--output_file", tmp_path / "a.jsonl", "--data", "none", "--num_prompts", 5)
+    gumiho(*command, "--output_file", tmp_path / "b.jsonl", "--data", questions)
+    assert server.most_open == 3
+    printed = capsys.readouterr()
+    assert "5 prompts. Dropped: none." in printed.out
+    assert "6 of 9 rows can be used, with 6 answers to write after" in printed.out
+    assert "left out 2 (the first is row 6): is a duplicate" in printed.out
+    assert "6 rows with 6 answers. Left out: none." in printed.out
+    assert "target asks: 100%" in printed.err
+    assert "target answers: 100%" in printed.err
+    unusable = write_jsonl(tmp_path / "unusable.jsonl", [{"answer": 1}] * 3)
+    refuse("No row of the dataset can be used", *command, "--output_file", tmp_path / "c", "--data", unusable)
+
+
+def test_the_users_own_tokens_are_not_sent(
+    serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_user")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk_of_the_user")
+    server = serve(by_ids)
+    write(make_engine(server.url), tmp_path / "a.jsonl")
+    assert set(server.keys) == {"Bearer none"}
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_server_is_asked_again(serve: Callable[..., Server], tmp_path: Path, status: int) -> None:
+    server = serve(
+        lambda path, body, n: by_ids(path, body, n) if n % 3 else (status, {"error": "busy"}), {"retry-after-ms": "10"}
+    )
+    rows = write(make_engine(server.url, max_retries=8), tmp_path / "a.jsonl")
+    assert all("messages" in row for row in rows)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_refused_row_is_skipped_with_the_servers_words(
+    serve: Callable[..., Server], tmp_path: Path, status: int
+) -> None:
+    """The others are written, and it is not asked again; where all are refused, the run stops."""
+    refused, path = QUESTIONS[1]["prompt"], tmp_path / "a.jsonl"
+
+    def reply(path: str, body: dict[str, Any], number: int) -> Reply:
+        is_long = refused in TOKENIZER.decode(body["prompt"])
+        return (status, {"message": "the context is full"}) if is_long else by_ids(path, body, number)
+
+    server = serve(reply)
+    rows = write(make_engine(server.url), path)
+    assert [n for n, row in enumerate(rows) if "skipped" in row] == [1]
+    assert rows[1]["skipped"].startswith(f"the server refuses it ({status})")
+    assert "the context is full" in rows[1]["skipped"]
+    num_requests = len(server.requests)
+    assert write(make_engine(server.url), path) == rows
+    assert len(server.requests) <= num_requests + 1
+    with pytest.raises(EndpointError, match=rf"refuses it \({status}\).*So it was with all 1 requests"):
+        write(make_engine(server.url), tmp_path / "b.jsonl", QUESTIONS[1:2])
+
+
+def test_a_server_that_refuses_everything_is_not_asked_again(serve: Callable[..., Server], tmp_path: Path) -> None:
+    server = serve(lambda *_: (404, {"error": "there is no model 'tiny'"}))
+    with pytest.raises(EndpointError, match=r"refuses \(404\).*there is no model"):
+        write(make_engine(server.url), tmp_path / "a.jsonl")
+    assert len(server.requests) == 1
+
+
+NO_ANSWER = completion(None)[1]
+
+
+@pytest.mark.parametrize("nonsense", ["<html>", {"choices": []}, {"answer": 42}, [], NO_ANSWER])
+@pytest.mark.parametrize("server_knows", [by_ids, by_text])
+def test_nonsense_costs_its_row_alone(
+    serve: Callable[..., Server], tmp_path: Path, nonsense: Any, server_knows: Any
+) -> None:
+    server = serve(lambda path, body, n: server_knows(path, body, n) if n != 2 else (200, nonsense))
+    rows = write(make_engine(server.url, concurrency=1), tmp_path / "a.jsonl")
+    skipped = [row["skipped"] for row in rows if "skipped" in row]
+    assert skipped[0] == "the server's response is invalid"
+    assert len(rows) > len(skipped)
+    server = serve(lambda *_: (200, nonsense))
+    with pytest.raises(EndpointError, match=r"response is invalid\. So it was with all 6 requests"):
+        write(make_engine(server.url), tmp_path / "b.jsonl")
+    assert not (tmp_path / "b.jsonl").read_bytes(), "it is asked again when the server is well"
+
+
+def test_no_server_is_told_and_the_run_goes_on_with_one(serve: Callable[..., Server], tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        nowhere = f"http://localhost:{free.getsockname()[1]}"
+    with pytest.raises(EndpointError, match=r"does not answer: .*refused.*run this again"):
+        write(make_engine(nowhere, max_retries=1), tmp_path / "a.jsonl")
+    assert len(write(make_engine(serve(by_ids).url), tmp_path / "a.jsonl")) == len(QUESTIONS)
+
+
+def test_settings_of_an_endpoint_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="an address such as http://localhost:8000, got 'localhost:8000'"):
+        make_engine("localhost:8000")
+    with pytest.raises(ValueError, match="`concurrency` must be at least 1, got 0"):
+        make_engine("http://localhost:8000", concurrency=0)
+
+
+class TransformersServe:
+    """A process of `transformers serve`."""
+
+    def __init__(self, model: Path, log: Path):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        self.url, self.log = f"http://localhost:{port}", log
+        command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--port", str(port)]
+        self.process = subprocess.Popen(
+            [*command, "--device", "cpu", "--dtype", "float32"],
+            stdout=log.open("a"), stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=5).close()
+                return
+            except OSError:
+                time.sleep(0.3)
+        raise RuntimeError(f"`transformers serve` did not start:\n{self.log.read_text()}")
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start_transformers(tmp_path: Path) -> Iterator[Callable[[], TransformersServe]]:
+    if not is_serve_available():
+        pytest.skip("`transformers serve` needs fastapi, uvicorn and openai (the extra `test` has them)")
+    model, servers = tmp_path / "tiny", []
+    make_chat_target().save_pretrained(model)
+    make_chat_tokenizer().save_pretrained(model)
+
+    def start() -> TransformersServe:
+        servers.append(TransformersServe(model, tmp_path / "serve.log"))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+def test_transformers_serve_dies_in_the_middle(
+    start_transformers: Callable[[], TransformersServe], tmp_path: Path
+) -> None:
+    """It is killed when the first answers are written; what is there then stays, and another one writes the rest."""
+    path, model = tmp_path / "a.jsonl", str(tmp_path / "tiny")
+    server = start_transformers()
+
+    def kill_after_the_first_rows() -> None:
+        while not path.exists() or not path.stat().st_size:
+            time.sleep(0.005)
+        server.kill()
+
+    killer = threading.Thread(target=kill_after_the_first_rows, daemon=True)
+    killer.start()
+    questions = [{"prompt": f"What is {index}, please?"} for index in range(30)]
+    with pytest.raises(EndpointError, match=r"(does not answer|refuses).*What was written before stays"):
+        write(ServerEngine(server.url, model, TOKENIZER, max_retries=1, concurrency=2), path, questions)
+    killer.join(timeout=60)
+    assert not killer.is_alive()
+    before = path.read_text(encoding="utf-8").splitlines()
+    assert 0 < len(before) < 30
+    rows = write(ServerEngine(start_transformers().url, model, TOKENIZER), path, questions)
+    assert [row["row"] for row in rows] == [*range(30)]
+    assert {*before} <= {*path.read_text(encoding="utf-8").splitlines()}
+    assert any(row.get("messages") for row in rows)
