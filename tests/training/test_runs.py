@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     make_chat_target().save_pretrained(folder / "target")
     make_chat_tokenizer().save_pretrained(folder / "target")
-    write_jsonl(folder / "questions.jsonl", [{"prompt": f"import {'os ' * (n % 5)}what?"} for n in range(40)])
+    write_jsonl(folder / "questions.jsonl", [{"prompt": f"import {'os ' * (n % 5)}what, {n}?"} for n in range(40)])
     return folder
 
 
