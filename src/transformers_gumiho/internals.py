@@ -73,6 +73,7 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
         "_get_eval_sampler",
         "_get_num_items_in_batch",
         "_get_train_sampler",
+        "_prepare_inputs",
         "_save_checkpoint",
     ),
 }

@@ -58,6 +58,7 @@ SIGNATURES = {
     "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "transformers.Trainer._get_eval_sampler": "self, eval_dataset",
     "transformers.Trainer._get_train_sampler": "self, train_dataset",
+    "transformers.Trainer._prepare_inputs": "self, inputs",
     "transformers.Trainer._save_checkpoint": "self, model, trial",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
         "model_type_or_class_name, mapping, overwrite"
