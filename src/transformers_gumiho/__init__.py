@@ -17,6 +17,7 @@ from .model.checkpoint_conversion import register_released_names
 from .model.configuration_gumiho import GumihoConfig
 from .model.modeling_gumiho import GumihoModel
 from .model.outputs import GumihoOutput
+from .verification.cycle_shapes import free_memory
 
 
 __version__ = "0.1.0"
@@ -42,4 +43,5 @@ __all__ = [
     "attach",
     "attached",
     "detach",
+    "free_memory",
 ]

@@ -25,8 +25,18 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import WeightRenaming as WeightRenaming
 from transformers.generation import GenerationMixin
 from transformers.integrations import sdpa_attention as _sdpa
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    eager_mask,
+    flash_attention_mask,
+    flex_attention_mask,
+    sdpa_mask,
+)
+from transformers.modeling_utils import AttentionInterface
 from transformers.utils import is_torch_greater_or_equal
 from transformers.utils.output_capturing import capture_outputs as capture_outputs
 
@@ -49,6 +59,22 @@ CACHE_NAME = (
 _COMPILED_FROM = "_torchdynamo_orig_callable"
 
 _CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
+
+# transformers' own function for `sdpa`.
+SDPA_ATTENTION: Callable[..., Any] = sdpa_attention_forward
+# transformers' own function for experts in `grouped_mm`.
+GROUPED_EXPERTS: Callable[..., Any] = grouped_mm_experts_forward
+# transformers' own attention functions that take no dense mask. They compute what its `sdpa` function computes.
+UNMASKED_ATTENTION: tuple[Callable[..., Any], ...] = (flash_attention_forward, flex_attention_forward)
+# Implementations that transformers itself registers such functions for, by the start of their names.
+_UNMASKED_IMPLEMENTATIONS = ("flash_attention_", "flex_attention")
+# What transformers' own mask functions make for attention.
+_KINDS_OF_MASKS = {
+    sdpa_mask: "boolean",
+    eager_mask: "added",
+    flash_attention_mask: "padding",
+    flex_attention_mask: "padding",
+}
 
 # Private names that subclasses in this package override, by the class that defines them.
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
@@ -198,6 +224,13 @@ def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
     return bool(target._supports_default_dynamic_cache())
 
 
+def weights_version(target: PreTrainedModel) -> list[tuple[int, int | None]]:
+    """Returns what changes when the weights of a target are replaced or written in place."""
+    # Of a parameter that is split over processes, this process's part has an address.
+    parts = (getattr(parameter, "_local_tensor", parameter) for parameter in target.parameters())
+    return [(part.data_ptr(), version_of(part)) for part in parts]
+
+
 def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
     """
     Returns the parameters of the target's `forward` by name. If it has `**kwargs`, also those of the `forward` that it
@@ -244,14 +277,15 @@ def supports_sdpa(target: PreTrainedModel) -> bool:
     return bool(target._supports_sdpa)
 
 
-def attention_function(implementation: str) -> Callable[..., Any]:
-    """Returns the attention function of this implementation."""
-    return ALL_ATTENTION_FUNCTIONS[implementation]
-
-
 def replace_attention_function(implementation: str, function: Callable[..., Any]) -> None:
     """Replaces the attention function of this implementation."""
     AttentionInterface.register(implementation, function)
+
+
+def registered_attention(implementation: str) -> Callable[..., Any] | None:
+    """Returns the attention function that is registered for all models, if any."""
+    function: Callable[..., Any] | None = AttentionInterface._global_mapping.get(implementation)
+    return function
 
 
 def attention_file(kind: type) -> Any:
@@ -262,9 +296,28 @@ def attention_file(kind: type) -> Any:
     return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)
 
 
-def finds_registered_attention(kind: type, implementation: str) -> bool:
-    """Whether layers of a class use the function registered for all models, and not one of their own module."""
-    return attention_file(kind).ALL_ATTENTION_FUNCTIONS[implementation] is ALL_ATTENTION_FUNCTIONS[implementation]
+def attention_of_layers(kind: type, implementation: str) -> Callable[..., Any] | None:
+    """
+    Returns the function that layers of a class look up for this implementation; `None` for `eager` where nobody has
+    registered one. An entry of the object that they ask goes before a registered function.
+    """
+    function: Callable[..., Any] | None = attention_file(kind).ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return function
+
+
+def is_unmasked_implementation(implementation: str) -> bool:
+    """Whether transformers itself registers a function that takes no dense mask under this name."""
+    return implementation.startswith(_UNMASKED_IMPLEMENTATIONS)
+
+
+def masks_for_attention(implementation: str) -> str | None:
+    """
+    Returns what transformers makes for attention of this name: "boolean" masks, masks that are "added" to the scores,
+    the "padding" alone, or masks of a function of the user's ("other"). `None` if it makes none.
+    """
+    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+        return None
+    return _KINDS_OF_MASKS.get(ALL_MASK_ATTENTION_FUNCTIONS[implementation], "other")
 
 
 def eager_attention(kind: type) -> Any:
@@ -272,9 +325,15 @@ def eager_attention(kind: type) -> Any:
     return getattr(attention_file(kind), "eager_attention_forward", None)
 
 
-def is_own_sdpa_attention(function: Callable[..., Any]) -> bool:
-    """Whether this is transformers' own function for `sdpa`."""
-    return function is sdpa_attention_forward
+def experts_function(implementation: str) -> Callable[..., Any]:
+    """Returns the function that experts with this implementation run."""
+    function: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS[implementation]
+    return function
+
+
+def replace_experts_function(implementation: str, function: Callable[..., Any]) -> None:
+    """Replaces the function that experts with this implementation run."""
+    ExpertsInterface.register(implementation, function)
 
 
 def attention_reads_groups(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -357,6 +416,21 @@ def has_own_forward(module: nn.Module) -> bool:
 def has_placement_hook(module: nn.Module) -> bool:
     """Whether accelerate moves the module's inputs or weights when it runs."""
     return getattr(module, "_hf_hook", None) is not None
+
+
+def execution_device(target: nn.Module) -> torch.device | None:
+    """Returns the device that accelerate moves weights to before they compute; `None` if it moves none."""
+    for module in target.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            if (place := getattr(part, "execution_device", None)) is not None:
+                return torch.device(place)
+    return None
+
+
+def is_pipeline_stage(target: PreTrainedModel) -> bool:
+    """Whether this process holds only some of the target's layers, and placeholders for the others."""
+    return getattr(target, "_pp_stage", None) is not None
 
 
 def mark_static_address(tensor: torch.Tensor) -> None:

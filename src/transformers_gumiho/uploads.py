@@ -17,7 +17,7 @@ def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None)
         device: Device of the tensor.
         dtype: Dtype of the tensor. By default `torch.tensor` chooses it.
     """
-    tensor = torch.tensor(numbers, dtype=dtype)
+    tensor = torch.tensor(numbers, dtype=dtype, device="cpu")
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

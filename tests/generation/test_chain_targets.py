@@ -16,6 +16,7 @@ from chains import (
     minimax_config,
     partly_right_drafts,
 )
+from pretend_device import pretending
 from targets import make_prompts, passes_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -33,8 +34,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from transformers_gumiho.internals import CACHE_NAME, cache_argument
-from transformers_gumiho.verification import continuation
-from transformers_gumiho.verification.chains import PENDING_PER_DRAFT
+from transformers_gumiho.verification import continuation, trial
+from transformers_gumiho.verification.chains import PENDING_PER_DRAFT, ChainSession
 from transformers_gumiho.verification.traits import TargetTraits
 
 
@@ -302,29 +303,51 @@ def test_rejected_drafts_do_not_pile_up() -> None:
     assert most < max(lengths) <= most + 8
 
 
-def test_an_interrupted_generation_leaves_a_cache_to_go_on_from() -> None:
+@pytest.mark.parametrize(
+    ("family", "catches_up"),
+    [("qwen3_5", False), ("qwen3_5", True), ("llama4", False), ("minimax", True), ("minimax_m3", False)],
+)
+def test_an_interrupted_generation_leaves_a_cache_to_go_on_from(
+    family: str, catches_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between two cycles, or in the middle of a pass over accepted tokens alone."""
+
     class Breaks(_Notes):
         def put(self, value: torch.Tensor) -> None:
             super().put(value)
             if sum(map(len, self.tokens[1:])) > 12:
                 raise InterruptedError
 
-    for family in ("qwen3_5", "llama4", "minimax", "minimax_m3"):
-        target = make_chain_target(family)
-        prompt = make_prompts([5])
-        plain = target.generate(**prompt, max_new_tokens=40)
-        cache = TargetTraits.of(target).make_cache()
-        with partly_right_drafts(plain, 5), pytest.raises(InterruptedError):
-            target.generate(
-                **prompt,
-                max_new_tokens=40,
-                **{CACHE_NAME: cache},
-                streamer=Breaks(),
-                assistant_model=make_chain_drafter(target),
-            )
-        assert 5 <= cache.get_seq_length() < 5 + 14
-        longer = {"input_ids": plain[:, :25], "attention_mask": torch.ones(1, 25, dtype=torch.long)}
-        assert torch.equal(target.generate(**longer, **{CACHE_NAME: cache}, max_new_tokens=20), plain)
+    target = make_chain_target(family)
+    prompt = make_prompts([5])
+    plain = target.generate(**prompt, max_new_tokens=40)
+    cache = TargetTraits.of(target).make_cache()
+    catch_up, in_between = ChainSession._catch_up, []  # noqa: SLF001
+
+    def interrupt(*_: Any) -> None:
+        if in_between:
+            raise InterruptedError
+
+    def catch_up_in_part(session: ChainSession, tokens: torch.Tensor) -> None:
+        in_between.append(session.cache.num_pending)
+        catch_up(session, tokens)
+
+    if catches_up:
+        monkeypatch.setattr(ChainSession, "_catch_up", catch_up_in_part)
+        target.get_decoder().layers[-1].register_forward_pre_hook(interrupt)
+    with partly_right_drafts(plain, 5), pytest.raises(InterruptedError):
+        target.generate(
+            **prompt,
+            max_new_tokens=14 if catches_up else 40,
+            **{CACHE_NAME: cache},
+            streamer=None if catches_up else Breaks(),
+            assistant_model=make_chain_drafter(target),
+        )
+    monkeypatch.undo()
+    in_between.clear()
+    assert 5 <= cache.get_seq_length() < 5 + 14
+    longer = {"input_ids": plain[:, :25], "attention_mask": torch.ones(1, 25, dtype=torch.long)}
+    assert torch.equal(target.generate(**longer, **{CACHE_NAME: cache}, max_new_tokens=20), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -348,7 +371,6 @@ def test_kernels_that_take_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         if args[0].dtype != torch.bfloat16:
             raise RuntimeError("This kernel takes bfloat16.")
 
-    monkeypatch.setattr(continuation, "_measured", {})
     for family, is_exact in (("qwen3_5", True), ("jamba", False)):
         target = make_chain_target(family).bfloat16()
         target.lm_head.register_forward_pre_hook(refuse_float32)
@@ -356,28 +378,49 @@ def test_kernels_that_take_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> Non
             target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
 
 
-def test_what_was_measured_is_kept_of_a_bounded_number_of_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[int] = []
-    known: dict[Any, Any] = {}
+def test_what_was_measured_holds_for_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict depends on the very target, its config, dtype and device, and where it failed on its weights."""
+    measured: list[tuple[Any, ...]] = []
+    run = trial._measure  # noqa: SLF001
 
-    def measure(target: PreTrainedModel, traits: TargetTraits, rows: str) -> tuple[float, float]:
-        measured.append(target.config.vocab_size)
-        return 0.0, 1.0
+    def measure(target: PreTrainedModel, *args: Any) -> tuple[float, float]:
+        measured.append((target.config.vocab_size, target.dtype, target.device.type))
+        return run(target, *args)
 
-    monkeypatch.setattr(continuation, "_measured", known)
-    monkeypatch.setattr(continuation, "MAX_MEASURED", 2)
-    monkeypatch.setattr(continuation, "_measure", measure)
-    target = make_chain_target("bloom")
-    for vocab_size in (10, 11, 12, 12, 11, 10):
-        target.config.vocab_size = vocab_size
+    monkeypatch.setattr(trial, "_measure", measure)
+    monkeypatch.setattr(trial, "MAX_MEASURED", 1)
+
+    def check(target: PreTrainedModel) -> int:
+        measured.clear()
         continuation.check_multi_token_decode(target, TargetTraits.of(target), None)
-    assert measured == [10, 11, 12, 10]
-    assert len(known) == 2
+        return len(measured)
+
+    target = make_chain_target("lfm2")
+    target.config.vocab_size = 20
+    assert (check(target), check(target)) == (1, 0)
+    target.config.vocab_size = 21
+    assert (check(target), check(target)) == (1, 0)
+    assert check(target.float()) == 1
+    assert check(target.double()) == 1, "only so many are kept"
+    with pretending():
+        assert check(target.to("cuda")) == 1, "another device may run other kernels"
+    target.to("cpu")
+    weights = target.get_output_embeddings().weight
+    target.config.vocab_size, healthy = 22, weights.data.clone()
+    weights.data.fill_(torch.nan)
+    for num_trials in (1, 0):
+        measured.clear()
+        with pytest.raises(ValueError, match="relative error nan"):
+            check(target)
+        assert len(measured) == num_trials
+    with torch.no_grad():
+        weights.copy_(healthy)
+    assert (check(target), check(target)) == (1, 0)
+    assert check(make_chain_target("lfm2")) == 1, "another target of the same class"
 
 
 def test_what_fails_when_it_is_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_chain_target("bloom")
-    monkeypatch.setattr(continuation, "_measured", {})
 
     def take_one_token(module: Any, args: Any, kwargs: Any) -> None:
         if kwargs["input_ids"].shape[1] > 1 and kwargs[CACHE_NAME].get_seq_length() > 0:

@@ -1,6 +1,8 @@
 """Generation and training on pretend accelerators: no devices are mixed, and the host waits no more than it has to."""
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +12,24 @@ from accelerate import PartialState, dispatch_model
 from chains import make_chain_drafter, make_chain_target
 from pretend_device import MixedDevices, PretendMachine, pretending
 from targets import make_drafter, make_prompts, make_target
+from torch import nn
 from trainers import losses_of, make_args, make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+from transformers.integrations.moe import ExpertsInterface
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding import token_choice
 from transformers_gumiho.decoding.attach import load_drafter
 from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.internals import experts_function
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
 from transformers_gumiho.tree.draft_tree import DraftTree
 from transformers_gumiho.tree.walk import AcceptedPath
-from transformers_gumiho.verification.continuation import _measured
+from transformers_gumiho.verification import experts
+from transformers_gumiho.verification.experts import experts_of_decoding
 from transformers_gumiho.verification.placement import accelerators_of, drafter_device, input_device
+from transformers_gumiho.verification.trial import _measured
 
 
 GREEDY = {"do_sample": False}
@@ -270,3 +277,87 @@ def test_planted_faults_are_found() -> None:
         assert waits == without + num_passes
     with pytest.raises(MixedDevices, match="add"):
         count(lambda logits: logits + torch.zeros(8))
+
+
+@pytest.fixture
+def experts_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """For each run of experts, their implementation and the number of tokens."""
+    runs: list[tuple[str, int]] = []
+    batched = experts_function("batched_mm")
+
+    def noting(name: str) -> Any:
+        # The grouped one asks a real GPU's kernels.
+        run = experts_function(name) if torch.cuda.is_available() else batched
+
+        def note(module: nn.Module, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:
+            runs.append((name, len(hidden_states)))
+            return run(module, hidden_states, *args)
+
+        monkeypatch.setitem(ExpertsInterface._global_mapping, name, note)  # noqa: SLF001
+        return note
+
+    noting("batched_mm")
+    monkeypatch.setattr(experts, "GROUPED_EXPERTS", noting("grouped_mm"))
+    return runs
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        "cuda:0",
+        pytest.param(
+            "a GPU",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+        ),
+    ],
+)
+def test_single_tokens_run_the_experts_of_plain_decoding(device: str, experts_run: list[tuple[str, int]]) -> None:
+    """On accelerators these are others than those of longer passes."""
+    target = make_target("mixtral").to(torch.bfloat16 if device == "a GPU" else torch.float32)
+    target.set_experts_implementation("grouped_mm")
+    drafter, prompt = make_drafter(target, break_even=50.0), make_prompts([6])["input_ids"]
+    single = "grouped_mm" if device == "cpu" else "batched_mm"
+    with nullcontext() if device == "a GPU" else pretending():
+        place = torch.device("cuda" if device == "a GPU" else device)
+        target.to(place)
+        drafter.to(place)
+        prompt = prompt.to(place)
+        call = {"max_new_tokens": 40, "do_sample": False}
+        plain = target.generate(prompt, **call)
+        assert set(experts_run) == {("grouped_mm", 6), (single, 1)}
+        experts_run.clear()
+        output = target.generate(prompt, **call, assistant_model=drafter, return_dict_in_generate=True)
+        assert {0, 63} <= set(output.tree_sizes), "some cycles draft, and some are paused"
+        assert set(experts_run) == {("grouped_mm", 6), ("grouped_mm", 64), (single, 1)}
+        if device != "a GPU":  # in 16 bits, kernels round differently
+            assert torch.equal(output.sequences, plain)
+        assert set(target.get_experts_implementation().values()) == {"grouped_mm"}, "nothing is written to the config"
+
+        # An error in the middle of such a pass leaves nothing behind.
+        def fail(*_: Any) -> None:
+            if experts_run[-1:] == [(single, 1)]:
+                raise InterruptedError
+
+        experts_run.clear()
+        handle = target.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(InterruptedError):
+            target.generate(prompt, **call, assistant_model=drafter)
+        handle.remove()
+        experts_run.clear()
+        target(prompt[:, :1])
+        assert set(experts_run) == {("grouped_mm", 1)}
+
+
+def test_other_threads_keep_their_experts(experts_run: list[tuple[str, int]]) -> None:
+    target = make_target("mixtral").float()
+    target.set_experts_implementation("grouped_mm")
+    states = torch.zeros(1, 1, target.config.hidden_size)
+    with pretending(), torch.no_grad():
+        with experts_of_decoding(target.to("cuda"), num_tokens=1):
+            thread = threading.Thread(target=lambda: target.model.layers[0].mlp(states))
+            thread.start()
+            thread.join()
+            target.model.layers[0].mlp(states.to("cuda"))
+        target.to("cpu")
+    assert experts_run == [("grouped_mm", 1), ("batched_mm", 1)]

@@ -22,7 +22,7 @@ from transformers_gumiho.internals import (
     attention_implementation,
 )
 from transformers_gumiho.verification import attention
-from transformers_gumiho.verification.attention import attend_folded, groups_in_place, install
+from transformers_gumiho.verification.attention import attend_folded, groups_in_place
 
 
 class Layer(nn.Module):
@@ -63,7 +63,8 @@ def make_inputs(
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_attention_in_place_is_bit_identical(num_groups: int, dtype: torch.dtype) -> None:
-    attend, layer = ALL_ATTENTION_FUNCTIONS["sdpa"], Layer(num_groups)
+    with groups_in_place():
+        attend, layer = ALL_ATTENTION_FUNCTIONS["sdpa"], Layer(num_groups)
     torch.manual_seed(0)
     for sizes in ((1, 1, 2, 9), (1, 2, 17, 130), (3, 1, 33, 77), (3, 3, 5, 600), (2, 2, 65, 66), (2, 2, 1, 50)):
         query, key, value, mask = make_inputs(sizes[0], num_groups, *sizes[1:], dtype)
@@ -173,9 +174,10 @@ def test_nobody_else_is_affected(copies: list[int]) -> None:
 
 
 def test_a_function_that_somebody_registered_stays() -> None:
-    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    install()
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is ours, "nothing is put on top of it"
+    with groups_in_place():
+        ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with groups_in_place():
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is ours, "nothing is put on top of it"
     assert ours.__wrapped__ is sdpa_attention_forward
     calls: list[int] = []
 
@@ -185,8 +187,6 @@ def test_a_function_that_somebody_registered_stays() -> None:
 
     AttentionInterface.register("sdpa", theirs)
     try:
-        install()
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
         target = make_target("llama", "sdpa")
         prompts = make_prompts([5])
         plain = target.generate(**prompts, max_new_tokens=12, do_sample=False)
@@ -195,6 +195,7 @@ def test_a_function_that_somebody_registered_stays() -> None:
             **prompts, max_new_tokens=12, do_sample=False, assistant_model=make_drafter(target, num_assistant_tokens=7)
         )
         assert torch.equal(drafted, plain)
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
     finally:
         AttentionInterface.register("sdpa", ours)
 

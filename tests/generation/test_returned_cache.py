@@ -1,6 +1,7 @@
 """The cache that a batch of ragged rows returns is the one that plain decoding returns: any turn goes on from it."""
 
 import itertools
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from transformers_gumiho import GumihoModel, attached
 from transformers_gumiho.internals import CACHE_NAME
+from transformers_gumiho.verification import tree_cache
+from transformers_gumiho.verification.tree_cache import TreeCache
 
 
 EOS = 3
@@ -199,3 +202,38 @@ def test_cache_that_records_the_past(family: str) -> None:
             assert shapes == expected[1]
             for ours, plain in zip(keys, expected[2], strict=True):
                 torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("num_allocated", [0, 1, 2])
+def test_out_of_memory_while_a_cache_is_taken_over_leaves_it_whole(
+    num_allocated: int, target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As plain decoding does after an error, the caller goes on from the same cache."""
+    prompts, cache = make_prompts([9, 4]), DynamicCache(config=target.config)
+    plain = target.generate(**prompts, max_new_tokens=20, do_sample=False)
+    allocate, allocated = TreeCache.add_group, []
+
+    def run_out(self: TreeCache, *args: Any) -> None:
+        if len(allocated) == num_allocated:
+            raise torch.OutOfMemoryError("no room")
+        allocated.append(1)
+        allocate(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tree_cache, "MOVED_BYTES", 1)
+        patch.setattr(tree_cache, "MOVED_SHARE", 1e-9)  # one layer at a time, as in a large cache
+        patch.setattr(TreeCache, "add_group", run_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            target.generate(**prompts, max_new_tokens=20, assistant_model=drafter, **{CACHE_NAME: cache})
+    assert cache.get_seq_length() == 9
+    held = target.generate(**prompts, max_new_tokens=1, return_dict_in_generate=True)[CACHE_NAME]
+    for layer, expected in zip(cache.layers, held.layers, strict=True):
+        assert torch.equal(layer.keys, expected.keys)
+        assert torch.equal(layer.values, expected.values)
+    longer = {
+        "input_ids": plain[:, :10],
+        "attention_mask": torch.nn.functional.pad(prompts["attention_mask"], (0, 1), value=1),
+    }
+    for turn in ({"assistant_model": drafter}, {}):
+        text = target.generate(**longer, **turn, max_new_tokens=19, do_sample=False, **{CACHE_NAME: deepcopy(cache)})
+        assert torch.equal(text, plain)

@@ -5,35 +5,86 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from pretend_device import pretending
 from targets import make_drafter, make_prompts, make_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from transformers_gumiho.verification.placement import drafter_device
+from transformers_gumiho import GumihoModel, attached
+from transformers_gumiho.verification.placement import drafter_device, input_device
 
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "split_generation.py"
 
 
-def test_tensor_parallel_target(tmp_path: Path) -> None:
+def run_two_processes(folder: Path, way: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Returns the whole target, and what both processes of a split one got."""
     target = make_target()
-    target.save_pretrained(tmp_path / "target")
+    target.save_pretrained(folder / "target")
+    make_drafter(target).save_pretrained(folder / "own")
+    make_drafter(target).save_pretrained(folder / "lent", save_embedding=False)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     process = subprocess.run(
-        [*command, str(tmp_path)], env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=300,
+        [*command, str(folder), way], env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    first, second = (json.loads((tmp_path / f"process_{rank}.json").read_text()) for rank in range(2))
+    first, second = (json.loads((folder / f"process_{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    assert first.pop("rows_of_a_process") == target.config.hidden_size // 2
-    for result in first.values():
+    return target, first
+
+
+def test_tensor_parallel_target(tmp_path: Path) -> None:
+    target, results = run_two_processes(tmp_path, "tensors")
+    assert results.pop("rows_of_a_process") == target.config.hidden_size // 2
+    assert results.pop("shares") == [False, False], "what a process lacks a part of cannot be shared"
+    assert results.pop("made") == target.get_input_embeddings().weight.tolist(), "the whole embedding"
+    for result in results.values():
         assert result["drafted"] == result["plain"]
         assert result["tau"] > 1
     whole = target.generate(**make_prompts([6]), max_new_tokens=40, do_sample=False)
-    assert first["greedy"]["plain"] == whole.tolist()
+    assert results["greedy"]["plain"] == whole.tolist()
+
+
+def test_pipeline_stages(tmp_path: Path) -> None:
+    """Each process says so before any pass, and with an attached drafter it decodes plainly."""
+    target, results = run_two_processes(tmp_path, "stages")
+    plain = target.generate(**make_prompts([6]), max_new_tokens=8, do_sample=False).tolist()
+    assert plain == results["plain"] == results["own attached"] == results["lent attached"]
+    assert results["own"] == results["lent"]
+    assert "split into pipeline stages" in results["own"]
+    assert results["passes"] == 0
+
+
+def test_an_offloaded_target(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """It gets the trees of the device that computes; a drafter that cannot read its embedding is left out."""
+    whole = make_target()
+    drafter = make_drafter(whole, num_assistant_tokens=None, branching_factor=None, break_even=None)
+    drafter.save_pretrained(tmp_path, save_embedding=False)
+    lent = GumihoModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    offloaded = cpu_offload(make_target(), execution_device=torch.device("cpu"))
+    call = {**make_prompts([6]), "max_new_tokens": 30, "do_sample": False}
+    for target in (whole, offloaded):
+        output = target.generate(**call, assistant_model=drafter, return_dict_in_generate=True)
+        assert max(output.tree_sizes) == 12
+    with pytest.raises(ValueError, match="token embedding is offloaded"):
+        offloaded.generate(**call, assistant_model=lent)
+    plain = whole.generate(**call)
+    with attached(offloaded, lent):
+        for _ in range(2):
+            assert torch.equal(offloaded.generate(**call), plain)
+    assert caplog.text.count("Decoding without the attached Gumiho drafter") == 1
+    with pretending():
+        there = make_target()
+        add_hook_to_module(there.model, AlignDevicesHook(execution_device="cuda:1"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(there), "device", torch.device("meta"))
+            assert input_device(there) == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize(("embedding", "head"), [("cpu", "cpu"), ("cpu", "disk"), ("disk", "cpu")])

@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from transformers_gumiho.internals import adopt_attention_implementation
+from transformers_gumiho.verification import attention, attention_kind
 
 
 class FlashAttention:
@@ -66,6 +67,8 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], FlashAttention]
     def put(name: str) -> FlashAttention:
         flash = FlashAttention()
         monkeypatch.setitem(AttentionInterface._global_mapping, name, flash)  # noqa: SLF001
+        for module in (attention, attention_kind):
+            monkeypatch.setattr(module, "UNMASKED_ATTENTION", (flash,))  # as one of transformers' own
         # The masks that the prompt's pass is given: padding alone.
         masks = AttentionMaskInterface._global_mapping  # noqa: SLF001
         monkeypatch.setitem(masks, name, masks["flash_attention_2"])
@@ -188,4 +191,4 @@ def test_refusals(register: Callable[[str], FlashAttention], monkeypatch: pytest
         own = AttentionInterface()
         own["flash_attention_2"] = lambda *args, **kwargs: None
         patch.setattr("transformers.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS", own)
-        refuses(make_target(), "a function of its own by that name")
+        refuses(make_target(), "another program has put a function of its own in its place")

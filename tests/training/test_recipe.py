@@ -125,7 +125,7 @@ def test_a_stopped_run_continues_to_the_same_drafter(
 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, run)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(SystemExit, match="130"):
                 gumiho(*command("stopped"))
 
     stop_after(answer_file, "append_rows", 1)

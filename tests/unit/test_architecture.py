@@ -70,7 +70,7 @@ ROOMS: dict[str, set[str]] = {
     "vllm": {"model"},
     "custom_generation": {"internals", "model", "decoding"},
     "serving_folder": {"decoding", "options"},
-    "__init__": {"internals", "model", "drafting", "decoding"},
+    "__init__": {"internals", "model", "verification", "drafting", "decoding"},
     "open_text": set(),
     "options": set(),
     "text_files": set(),

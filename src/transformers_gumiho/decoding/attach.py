@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
@@ -289,6 +290,7 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoMod
     return load_drafter(target, name) if is_known or is_drafter(name) else None
 
 
+@torch.inference_mode(False)  # or calls outside of inference mode could not use the drafter
 def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: Any) -> GumihoModel:
     """
     Returns the drafter of a folder or a name on the Hub, on the device of the target's output head and in the target's
@@ -304,7 +306,8 @@ def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: An
     known = named.get(source)
     if known is None or (known.files, known.drafter.device, known.drafter.dtype) != (files, device, target.dtype):
         drafter = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=device, **loading)
-        drafter.share_embedding(target)
+        if drafter.config.has_embedding:  # others read the target's in the first call
+            drafter.share_embedding(target)
         named[source] = known = _NamedDrafter(drafter, files)
     return known.drafter
 

@@ -20,7 +20,6 @@ from ..internals import (
 )
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter
-from ..verification import attention
 from ..verification.cycle_shapes import with_eager_decoder
 from ..verification.requirements import Unsupported, check_request, reason_against
 from ..verification.traits import TargetTraits
@@ -131,7 +130,6 @@ def install() -> None:
         plain = generation_step(name)
         if not hasattr(plain, _MARK):
             replace_generation_step(name, _hooked(plain, hook))
-    attention.install()
 
 
 def _hooked(plain: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from ..tree.draft_tree import DraftTree, bare_root
 from ..tree.walk import AcceptedPath
 from ..verification.continuation import check_multi_token_decode
 from ..verification.cycle_shapes import CycleShapes, cycle_shapes
+from ..verification.placement import input_device
 from ..verification.prompt import outlives_call, prompt_positions, read_prompt
 from ..verification.requirements import check_cache, check_padding, check_positions, check_text_is_kept
 from ..verification.traits import TargetTraits
@@ -209,7 +210,7 @@ def _drafting_settings(
     """Returns the settings of this call, and warns if the target takes no trees."""
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
     settings = DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, temperature, num_rows, target.device.type
+        drafter.generation_config, drafter.config, temperature, num_rows, input_device(target).type
     ).with_prompt_lookup(generation_config)
     if not traits.is_chain:
         return settings

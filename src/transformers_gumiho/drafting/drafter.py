@@ -13,6 +13,7 @@ from ..model.transition import NUM_CANDIDATES
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..uploads import upload
 from ..verification.attention import groups_in_place
+from ..verification.attention_kind import attention_kind
 from ..verification.cycle_shapes import CycleShapes
 from ..verification.session import CommittedTokens
 from ..verification.tree_cache import TreeCache
@@ -62,6 +63,7 @@ class GumihoDrafter:
         self._num_serial = min(model.config.num_serial_tokens, settings.tree_depth)
         self._num_heads = settings.tree_depth - self._num_serial
         self._head_weights = model.mlp.batched_weights()
+        self._attention = attention_kind(model, model.config.get_text_config())
         self._transitions = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
@@ -307,7 +309,7 @@ class GumihoDrafter:
         self, fused: torch.Tensor, visible: torch.Tensor, depths: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
-        mask = self.cache.attention_mask(visible, depths, fused.dtype)
+        mask = self.cache.attention_mask(visible, depths, self._attention.mask_dtype(fused.dtype))
         return self._run_serial_head(fused, mask, position_ids)
 
     def _run_heads(self, inputs: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..model.modeling_gumiho import GumihoModel
 from ..verification.feature_reader import find_decoder
+from ..verification.placement import input_device
 from .settings import DraftingSettings
 
 
@@ -90,7 +91,7 @@ def estimate_break_even(
         num_rows: Rows of the batch.
     """
     estimate = 1 + _drafter_parameters(drafter, settings) / _target_parameters(target, drafter)
-    if target.device.type == "cpu":
+    if input_device(target).type == "cpu":
         estimate += num_rows * settings.num_assistant_tokens / NODES_PER_STEP_ON_CPU
     return estimate
 

@@ -6,7 +6,7 @@ import torch
 
 
 # Close enough for the parabola through three of them to be the curve: the loss is smooth in the log of T.
-LOG_TEMPERATURES = torch.linspace(math.log(0.1), math.log(3.0), 25, dtype=torch.float64)
+LOG_TEMPERATURES = torch.linspace(math.log(0.1), math.log(3.0), 25, dtype=torch.float64, device="cpu")
 _TEMPERATURES = LOG_TEMPERATURES.exp().tolist()
 
 

@@ -241,7 +241,7 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
         )
     values = values.long()
     if plain_name(key) == _OFFSETS:
-        values = values + torch.arange(len(values))
+        values = values + torch.arange(len(values), device=values.device)
     token_ids = values.tolist()
     if fault := vocabulary_fault(token_ids, vocab_size):
         raise UserValueError(

@@ -32,7 +32,7 @@ from .layer_fusion import GumihoLayerFusion
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
-from .token_embedding import BorrowedEmbedding, fitting_rows
+from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, is_split
 from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unroll_serial_head
 from .weight_files import damaged_weights_named
@@ -123,11 +123,11 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             ValueError: The target's embedding is offloaded.
         """
-        return cls.from_embedding(target.config, target.get_input_embeddings().weight, **overrides)
+        return cls.from_embedding(target.config, embedding_of(target), **overrides)
 
     @classmethod
     def from_embedding(
-        cls, target_config: PreTrainedConfig, embedding: torch.Tensor, **overrides: Any
+        cls, target_config: PreTrainedConfig, embedding: torch.Tensor | None, **overrides: Any
     ) -> "GumihoModel":
         """
         Makes an untrained drafter for a target of which only the config and the token embedding are at hand.
@@ -142,15 +142,19 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         config = GumihoConfig.from_target(target_config, **overrides)
         rows = fitting_rows(embedding, config.get_text_config().vocab_size, config.embedding_width)
-        model = cls(config).to(device=embedding.device, dtype=embedding.dtype)
-        model.adopt_embedding(rows.clone() if config.has_embedding else rows)
+        model = cls(config).to(device=rows.device, dtype=rows.dtype)
+        if config.has_embedding:
+            model.adopt_embedding(rows.detach().clone())
+        else:
+            model.adopt_embedding(embedding)
         return model
 
     def share_embedding(self, target: PreTrainedModel) -> bool:
         """
         Makes the drafter read the target's token embedding, so that memory holds it once. A drafter that was saved
         without an embedding needs this before its `forward`; `generate()` does it. Another drafter replaces its own
-        embedding if the target's is equal, on the same device and in the same dtype.
+        embedding if the target's is equal, on the same device and in the same dtype. If the target's is split over
+        processes (`tp_plan`), a drafter without one gets a whole copy; all processes must call this.
 
         Args:
             target (`PreTrainedModel`): The target that the drafter was made for.
@@ -161,11 +165,13 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             ValueError: The drafter has no embedding, and the target's is offloaded or of another shape.
         """
-        embedding = target.get_input_embeddings().weight.detach()
+        embedding = embedding_of(target)
         if not self.config.has_embedding:
             self.adopt_embedding(embedding)
-            return bool(self.embed_tokens.weight.data_ptr() == embedding.data_ptr())
+            return bool(address_of(self.embed_tokens.weight) == address_of(embedding))
         own = self.embed_tokens.weight
+        if embedding is None or is_split(embedding):
+            return False
         rows = embedding[: own.shape[0]]
         alike = (rows.shape, rows.dtype, rows.device) == (own.shape, own.dtype, own.device)
         if not alike or own.device.type == "meta" or not torch.equal(rows, own):
@@ -173,18 +179,18 @@ class GumihoModel(GumihoPreTrainedModel):
         own.data = rows
         return True
 
-    def adopt_embedding(self, embedding: torch.Tensor) -> None:
+    def adopt_embedding(self, embedding: torch.Tensor | None) -> None:
         """
         Makes `embedding` `(V or more, E)` the drafter's, without a copy where device and dtype are the drafter's.
 
         Raises:
             ValueError: It is offloaded, or of another shape.
         """
-        rows = fitting_rows(embedding, self.config.get_text_config().vocab_size, self.config.embedding_width)
+        size = self.config.get_text_config().vocab_size, self.config.embedding_width
         if not self.config.has_embedding:
-            self.embed_tokens.lend(rows, self.device, self.dtype)
+            self.embed_tokens.lend(embedding, *size, like=self.fc.weight)
         else:
-            self.embed_tokens.weight.data = rows.to(self.embed_tokens.weight)
+            self.embed_tokens.weight.data = fitting_rows(embedding, *size).to(self.embed_tokens.weight)
 
     @classmethod
     def from_pretrained(

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..user_errors import UserValueError
 
@@ -23,13 +24,23 @@ class BorrowedEmbedding(nn.Module):
         # The tensor that was lent, of which `weight` may be a copy on another device or in another precision.
         self._source: torch.Tensor | None = None
 
-    def lend(self, weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
-        """Takes `weight` `(V, E)` over: itself where device and dtype are as asked for, else a copy."""
-        is_known = self._source is not None and self._source.data_ptr() == weight.data_ptr()
-        if is_known and self.weight is not None and (self.weight.device, self.weight.dtype) == (device, dtype):
-            return
-        self._source = weight.detach()
-        self.weight = self._source.to(device=device, dtype=dtype)
+    @torch.inference_mode(False)  # or a later training could not read it
+    def lend(self, embedding: torch.Tensor | None, vocab_size: int, embedding_size: int, like: torch.Tensor) -> None:
+        """
+        Takes the rows `(V, E)` of a target's embedding over: themselves where their device and dtype are those of
+        `like`, else a copy. Does nothing if it has them.
+
+        Raises:
+            ValueError: See [`fitting_rows`].
+        """
+        if self.weight is not None and self._source is not None and embedding is not None:
+            is_known = address_of(self._source) == address_of(embedding)
+            if is_known and (self.weight.device, self.weight.dtype) == (like.device, like.dtype):
+                return
+        rows = fitting_rows(embedding, vocab_size, embedding_size).detach()
+        # Detached, as a parameter would become one of this module.
+        self._source = None if embedding is None else embedding.detach()
+        self.weight = rows.to(device=like.device, dtype=like.dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings `(..., E)` of token ids `(...)`."""
@@ -51,13 +62,36 @@ class BorrowedEmbedding(nn.Module):
         return self.__dict__ | {"weight": None, "_source": None}
 
 
-def fitting_rows(embedding: torch.Tensor, vocab_size: int, embedding_size: int) -> torch.Tensor:
+def embedding_of(target: PreTrainedModel) -> torch.Tensor | None:
+    """Returns a target's embedding `(V or more, E)`; `None` where this process has a placeholder of it."""
+    weight = getattr(target.get_input_embeddings(), "weight", None)
+    return None if weight is None else weight.detach()
+
+
+def is_split(embedding: torch.Tensor) -> bool:
+    """Whether a process holds a part of a tensor (a `DTensor`), as with `tp_plan`."""
+    # Not by its class: not every build of PyTorch has it.
+    return hasattr(embedding, "full_tensor")
+
+
+def address_of(embedding: torch.Tensor) -> int:
+    """Returns the address of a tensor, or of this process's part."""
+    return (embedding.to_local() if is_split(embedding) else embedding).data_ptr()
+
+
+def fitting_rows(embedding: torch.Tensor | None, vocab_size: int, embedding_size: int) -> torch.Tensor:
     """
-    Returns the rows `(V, E)` of a target's embedding `(V or more, E)` that belong to a drafter's vocabulary.
+    Returns the rows `(V, E)` of a target's embedding `(V or more, E)` that belong to a drafter's vocabulary. One that
+    is split over processes is gathered, so all of them must call this.
 
     Raises:
-        ValueError: The embedding is offloaded, or has another shape.
+        ValueError: There is no embedding in this process, it is offloaded, or it has another shape.
     """
+    if embedding is None:
+        raise ValueError(
+            "The target's token embedding is not in this process, so a drafter cannot read it. Use a drafter that was "
+            "saved with an embedding, or load the target without pipeline stages."
+        )
     if embedding.device.type == "meta":
         raise UserValueError(
             "The target's token embedding is offloaded, so a drafter cannot read it. Load the target with a "
@@ -68,4 +102,5 @@ def fitting_rows(embedding: torch.Tensor, vocab_size: int, embedding_size: int) 
             f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
             f"{(vocab_size, embedding_size)}. Pass `vocab_size`, and `hidden_size` or `embedding_size`, as overrides."
         )
-    return embedding[:vocab_size]
+    whole: torch.Tensor = embedding.full_tensor() if is_split(embedding) else embedding  # type: ignore[operator]
+    return whole[:vocab_size]

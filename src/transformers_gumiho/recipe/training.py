@@ -222,7 +222,7 @@ def online_data(
     return {
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
-        "acceptance_prompts": [torch.tensor(ids) for ids in prompts if 0 < len(ids) <= args.max_length],
+        "acceptance_prompts": [torch.tensor(ids, device="cpu") for ids in prompts if 0 < len(ids) <= args.max_length],
         "processing_class": tokenizer,
     }
 

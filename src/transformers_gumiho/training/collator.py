@@ -52,18 +52,24 @@ class GumihoDataCollator:
                     raise UserValueError(
                         f"A row has {len(row['input_ids'])} tokens, but its `{name}` is for {len(row[name])}."
                     )
-        batch = {"input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows])}
+        batch = {
+            "input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long, device="cpu") for row in rows])
+        }
         self._check(batch["input_ids"])
         # Rows from several sources: packed ones next to others.
-        positions = [torch.as_tensor(row.get("position_ids", range(len(row["input_ids"])))).long() for row in rows]
+        positions = [
+            torch.as_tensor(row.get("position_ids", range(len(row["input_ids"]))), device="cpu").long() for row in rows
+        ]
         marked = [loss_mask_of(row, of_row) for row, of_row in zip(rows, positions, strict=True)]
         batch["loss_mask"] = self._pad(marked if self.assistant_only_loss else list(map(_counts_all, positions)))
         if any("position_ids" in row for row in rows):
             length = batch["input_ids"].shape[1]
-            batch["position_ids"] = torch.stack([torch.cat((p, torch.arange(length - len(p)))) for p in positions])
+            batch["position_ids"] = torch.stack(
+                [torch.cat((p, torch.arange(length - len(p), device="cpu"))) for p in positions]
+            )
         for name in _STATES:
             if name in rows[0]:
-                batch[name] = self._pad([torch.as_tensor(row[name]) for row in rows])
+                batch[name] = self._pad([torch.as_tensor(row[name], device="cpu") for row in rows])
         return batch
 
     def _pad(self, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -95,15 +101,15 @@ def loss_mask_of(row: Mapping[str, Any], position_ids: torch.Tensor | None = Non
     """
     marks = next((name for name in ("loss_mask", *OTHER_MARKS) if row.get(name) is not None), None)
     if marks is None:
-        return torch.ones(len(row["input_ids"]), dtype=torch.long)
-    values = torch.as_tensor(row[marks])
+        return torch.ones(len(row["input_ids"]), dtype=torch.long, device="cpu")
+    values = torch.as_tensor(row[marks], device="cpu")
     if marks == "loss_mask":
         if len(others := values[(values != 0) & (values != 1)]):
             raise UserValueError(
                 f"The `loss_mask` of a row holds {others[0].item():g}. Give 1 for states that count, 0 for all others."
             )
         return values.long()
-    positions = torch.arange(len(values)) if position_ids is None else position_ids
+    positions = torch.arange(len(values), device="cpu") if position_ids is None else position_ids
     is_assistants = values != OTHER_MARKS[marks]
     return _counts_all(positions) * (is_assistants & is_assistants.roll(-1))
 

@@ -151,7 +151,7 @@ def count_answer_tokens(
     Returns:
         `(V,)`: How often each token occurs.
     """
-    counts = torch.zeros(vocab_size, dtype=torch.long)
+    counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
     for row in rows_without_states(dataset, range(first, len(dataset), step)):
         batch = collate([row])
         names = [name for name in ("input_ids", "loss_mask", "position_ids") if name in batch]
@@ -181,6 +181,6 @@ def _predicted_tokens(
     input_ids: torch.Tensor, loss_mask: torch.Tensor, position_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns the tokens after the states of a row `(L,)` that count: those of the same text, but for its first."""
-    positions = torch.arange(len(input_ids)) if position_ids is None else position_ids
+    positions = torch.arange(len(input_ids), device="cpu") if position_ids is None else position_ids
     same_text = positions[1:] > positions[:-1]
     return input_ids[1:][loss_mask[:-1].bool() & (positions[:-1] > 0) & same_text]

@@ -215,7 +215,9 @@ class _StatesOfBatch:
                 _refuse(self._on_device[name], kept.dtype)
         found = {}
         for number, (index, row) in enumerate(self._chosen.items()):
-            tokens = {name: torch.tensor(row[name], dtype=torch.int32) for name in self._manifest.columns}
+            tokens = {
+                name: torch.tensor(row[name], dtype=torch.int32, device="cpu") for name in self._manifest.columns
+            }
             states = {name: kept[number, : self._manifest.lengths[index]] for name, kept in self._on_host.items()}
             found[index] = tokens | states
         return found

@@ -26,7 +26,7 @@ def damaged(path: Path, error: object) -> ValueError:
 
 def make_shard(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Returns the tensors of a shard of rows: the values of all in one piece, and where each begins."""
-    offsets = torch.tensor([0, *(len(row["input_ids"]) for row in rows)]).cumsum(0)
+    offsets = torch.tensor([0, *(len(row["input_ids"]) for row in rows)], device="cpu").cumsum(0)
     return {"offsets": offsets} | {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 

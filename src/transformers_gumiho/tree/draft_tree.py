@@ -267,13 +267,13 @@ def block_attention_mask(
         depths (`(B, n)`): Position of each of the newest slots relative to the first of them. The queries are the last
             `Q` of the slots.
         lengths: Committed slots of each row; the new slots of row b start at `lengths[b]`.
-        dtype: Dtype of the attention scores.
+        dtype: Dtype of the attention scores, or `torch.bool`.
         context_mask (`(B, max(lengths))`, bool, *optional*): False at committed slots that no query sees (padding).
         window (`int`, *optional*): A query sees slots less than this many positions before it. Unlimited by default.
 
     Returns:
-        `(B, 1, Q, max(lengths) + n)`: 0 where a query sees a slot, the dtype's minimum where it does not. Every
-        attention implementation adds a float mask; some misread a bool one.
+        `(B, 1, Q, max(lengths) + n)`: 0 where a query sees a slot, the dtype's minimum where it does not; or true and
+        false. `sdpa` and eager attention add a float mask, and eager attention misreads a bool one.
     """
     batch_size, num_queries, num_new = visible.shape
     device, longest = visible.device, max(lengths)
@@ -283,8 +283,8 @@ def block_attention_mask(
         starts = upload(lengths, device)[:, None]
         return slot_attention_mask(visible, depths, starts, longest + num_new, dtype, context_mask, window)
 
-    hidden = torch.finfo(dtype).min
-    mask = torch.zeros(batch_size, 1, num_queries, longest + num_new, dtype=dtype, device=device)
+    seen, hidden = _mask_values(dtype)
+    mask = torch.full((batch_size, 1, num_queries, longest + num_new), seen, dtype=dtype, device=device)
     if context_mask is not None:
         mask[:, 0, :, :longest].masked_fill_(~context_mask[:, None], hidden)
     if window is not None:
@@ -330,5 +330,11 @@ def slot_attention_mask(
         in_context = in_context & (slots > (starts + query_depths - window)[:, :, None])
     index = offsets.clamp(0, num_new - 1)[:, None].expand(-1, num_queries, -1)
     in_block = visible.gather(2, index) & ((offsets >= 0) & (offsets < num_new))[:, None]
-    mask = torch.zeros(in_block.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~(in_context | in_block), torch.finfo(dtype).min)[:, None]
+    seen, hidden = _mask_values(dtype)
+    mask = torch.full(in_block.shape, seen, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~(in_context | in_block), hidden)[:, None]
+
+
+def _mask_values(dtype: torch.dtype) -> tuple[float | bool, float | bool]:
+    """Returns a mask's values for slots that are seen and hidden."""
+    return (True, False) if dtype is torch.bool else (0.0, torch.finfo(dtype).min)

@@ -82,7 +82,7 @@ def find_settings(
 
 def _count(texts: Iterable[Sequence[int]], vocab_size: int) -> list[int]:
     """Returns the ids of the tokens that occur most often in texts, the most frequent first."""
-    tokens = torch.tensor([token for text in texts for token in text])
+    tokens = torch.tensor([token for text in texts for token in text], device="cpu")
     counts = torch.bincount(tokens, minlength=vocab_size)[:vocab_size]
     return counts.argsort(descending=True, stable=True)[: num_counted(vocab_size)].tolist()
 

@@ -5,15 +5,17 @@ Without copies: if several query heads share a head of keys and values and there
 function copies keys and values for each query head. These passes read the shared heads in place. Attention with other
 options (dropout, sinks, soft caps, a position bias, paged caches) uses transformers' function.
 
-With a tree mask: flash attention, flex attention and kernels from the Hub take no such mask. These passes run `sdpa`
-instead, or for options that `sdpa` lacks (soft caps, sinks), the eager function of the target's own code.
+With a tree mask: flash attention, also as a kernel from the Hub, and flex attention take no such mask. These passes
+run `sdpa` instead, or for options that `sdpa` lacks (soft caps, sinks), the eager function of the target's own code.
+
+The functions that do so are registered when a pass needs them first. Functions that users have registered stay.
 """
 
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,14 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from ..internals import (
-    attention_file,
-    attention_function,
+    SDPA_ATTENTION,
+    UNMASKED_ATTENTION,
     attention_reads_groups,
     cpu_attention_reads_groups,
     eager_attention,
-    finds_registered_attention,
-    is_own_sdpa_attention,
     packs_single_queries,
+    registered_attention,
     replace_attention_function,
     supports_sdpa,
 )
@@ -37,8 +38,6 @@ from ..internals import (
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-# Attention implementations that take any float mask.
-MASKED_IMPLEMENTATIONS = ("eager", "sdpa")
 
 # Options besides mask and scale that change the result.
 _OTHER_OPTIONS = ("dropout", "position_bias", "cache", "softcap", "s_aux", "output_attentions")
@@ -48,7 +47,9 @@ _KNOWN_OPTIONS = {"softcap", "s_aux"}
 _IN_THE_MASK = {"sliding_window"}
 # Kernels need the rows of a mask to begin at multiples of this many numbers. Other masks are copied in each layer.
 _ROW_ALIGNMENT = 16
-_MARK = "dispatches_passes_over_trees"
+# The functions that were registered, each with the one that it replaces. A mark on a function would not do: functions
+# that wrap it copy the mark.
+_installed: list[tuple[AttentionFunction, AttentionFunction]] = []
 
 # State of a pass over a tree: its folded masks, and the eager function of each class of layers.
 _passes = threading.local()
@@ -67,46 +68,36 @@ def _pass_state(**values: Any) -> Iterator[None]:
 @contextmanager
 def groups_in_place() -> Iterator[None]:
     """Returns a context in which this thread's passes read grouped keys and values in place."""
+    _install("sdpa", _choose_in_place)
     with _pass_state(folded_masks={}):
         yield
 
 
-def tree_attention(target: PreTrainedModel, implementation: str) -> Callable[[], AbstractContextManager[None]]:
+def masked_attention(
+    target: PreTrainedModel, implementation: str, kinds: Collection[type]
+) -> Callable[[], AbstractContextManager[None]]:
     """
     Returns a function that makes a context for each pass of `target` over a tree. In this context and thread, layers
-    use the tree's mask with any attention implementation.
+    of these `kinds` use the tree's mask, though the `implementation` takes none.
     """
-    if implementation in MASKED_IMPLEMENTATIONS:
-        return nullcontext
-    function = attention_function(implementation)
-    if not hasattr(function, _MARK):
-        replace_attention_function(implementation, _dispatching(function, _choose_masked))
-    eager = {kind: eager_attention(kind) for kind in _attention_kinds(target)}
+    _install(implementation, _choose_masked)
+    eager = {kind: eager_attention(kind) for kind in kinds}
     return functools.partial(_pass_state, eager=eager, has_sdpa=supports_sdpa(target))
 
 
-def tree_attention_obstacle(target: PreTrainedModel, implementation: str) -> str | None:
-    """Returns why a target with this attention cannot verify trees; `None` if it can."""
-    if implementation in MASKED_IMPLEMENTATIONS:
-        return None
-    kinds = _attention_kinds(target)
-    if not kinds:
-        return "its code does not look up attention functions by name"
-    if not all(finds_registered_attention(kind, implementation) for kind in kinds):
-        return "its code has a function of its own by that name"
-    if any(eager_attention(kind) is None for kind in kinds):
-        return "its code has no `eager_attention_forward` to fall back to"
-    return None
+def replaced_attention(function: Any) -> Any:
+    """Returns the function that one of this module replaces, or the function itself."""
+    return next((plain for installed, plain in _installed if installed is function), function)
 
 
-def install() -> None:
-    """
-    Replaces transformers' `sdpa` by a function that calls it, except within [`groups_in_place`]. Does nothing if
-    another function is registered already.
-    """
-    plain = attention_function("sdpa")
-    if is_own_sdpa_attention(plain):
-        replace_attention_function("sdpa", _dispatching(plain, _choose_in_place))
+def _install(implementation: str, choose: Callable[..., AttentionFunction]) -> None:
+    """Registers a function for an implementation, unless it is registered already or somebody else's stands there."""
+    plain = registered_attention(implementation)
+    if plain is not SDPA_ATTENTION and plain not in UNMASKED_ATTENTION:
+        return
+    attend = _dispatching(plain, choose)
+    _installed.append((attend, plain))
+    replace_attention_function(implementation, attend)
 
 
 def _dispatching(plain: AttentionFunction, choose: Callable[..., AttentionFunction]) -> AttentionFunction:
@@ -127,7 +118,6 @@ def _dispatching(plain: AttentionFunction, choose: Callable[..., AttentionFuncti
             function = choose(plain, module, query, key, value, attention_mask, args, kwargs)
         return function(module, query, key, value, attention_mask, *args, **kwargs)
 
-    setattr(attend, _MARK, True)
     return attend
 
 
@@ -135,20 +125,17 @@ def _choose_masked(plain: AttentionFunction, module: nn.Module, *args: Any) -> A
     eager = (getattr(_passes, "eager", None) or {}).get(type(module))
     if eager is None:
         return plain
-    is_enough = _passes.has_sdpa and all(args[-1].get(name) is None for name in _beyond_sdpa(eager))
-    return attention_function("sdpa") if is_enough else eager
+    if not (_passes.has_sdpa and all(args[-1].get(name) is None for name in _beyond_sdpa(eager))):
+        return eager
+    # Not what is registered as `sdpa`, which may be a function of the user's.
+    return _choose_in_place(SDPA_ATTENTION, module, *args)
 
 
 @functools.cache
 def _beyond_sdpa(eager: AttentionFunction) -> frozenset[str]:
     """Returns the options that an eager function honors, and `sdpa` does not."""
-    known = inspect.signature(attention_function("sdpa")).parameters
+    known = inspect.signature(SDPA_ATTENTION).parameters
     return frozenset(_KNOWN_OPTIONS | set(inspect.signature(eager).parameters) - set(known) - _IN_THE_MASK)
-
-
-def _attention_kinds(target: PreTrainedModel) -> set[type]:
-    """Returns the classes of the decoder's modules whose code may look up an attention function."""
-    return {type(module) for module in target.get_decoder().modules() if attention_file(type(module)) is not None}
 
 
 def _choose_in_place(

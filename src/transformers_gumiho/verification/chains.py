@@ -74,6 +74,7 @@ class ChainCache:
         self._pending: torch.Tensor | None = None
         self._tokens: torch.Tensor | None = None  # of the newest pass, until it is settled
         self._num_accepted = 0  # of these
+        self._has_run = False  # whether the newest pass has run in all layers
         # Sliding layers that keep their past until they are cropped after a pass. Others do so for the caller.
         self._recording: list[DynamicSlidingWindowLayer] = []
         for layer in _layers_of(cache) if self._is_croppable else []:
@@ -104,11 +105,17 @@ class ChainCache:
             self._snapshots = [StateSnapshot(owner) for owner in (*_layers_of(self._cache), self._cache)]
         self._starts = [num_entries(layer) for layer in _layers_of(self._cache)]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
+        self._has_run = False
         self._tokens = nodes if self._pending is None else torch.cat((self._pending, nodes), dim=1)
         return self._tokens
 
+    def end_pass(self) -> None:
+        """Notes that the newest pass has run in all layers. An interrupted one is undone in all of them."""
+        self._has_run = True
+
     def keep_path(self, path: AcceptedPath) -> None:
         """Keeps as many nodes of the newest pass, from the root on, as the longest of the accepted lengths."""
+        self.end_pass()
         self._num_accepted += max(path.accepted_lengths)
         self._length += max(path.accepted_lengths)
 
@@ -137,7 +144,7 @@ class ChainCache:
             for layer, start in zip(_layers_of(self._cache), self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
                     crop_to(layer, start + self._num_accepted, keeps_past=layer not in self._recording)
-        elif self._num_accepted == tokens.shape[1]:
+        elif self._has_run and self._num_accepted == tokens.shape[1]:
             self._snapshots, self._pending = [], None
         else:
             for snapshot in self._snapshots:
@@ -187,6 +194,7 @@ class ChainSession(TargetSession):
         """Runs pending tokens alone, which commits them."""
         if self.cache.num_pending:
             self._run(tokens[:, :0].to(self.device))
+            self.cache.end_pass()
 
     def _run(self, nodes: torch.Tensor) -> TargetOutput:
         start = self.cache.lengths[0] - self.prompt.length

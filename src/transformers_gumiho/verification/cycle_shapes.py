@@ -26,7 +26,9 @@ from ..internals import (
     would_compile,
 )
 from ..model.target_layers import TargetLayers
+from ..model.wrappers import unwrap_model
 from .feature_reader import find_decoder, find_layers
+from .kept import forget
 
 
 # Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.
@@ -149,6 +151,7 @@ class StaticMemory:
         kept = _kept.get(target.get_input_embeddings(), {}).pop((batch_size, capacity), None)
         return cls(batch_size, capacity) if kept is None else kept
 
+    @torch.inference_mode(False)  # or the next generation could not write to them outside of inference mode
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a tensor of zeros."""
         place, self._num_used = self._num_used, self._num_used + 1
@@ -162,6 +165,7 @@ class StaticMemory:
         self._tensors.append(tensor)
         return tensor
 
+    @torch.inference_mode(False)
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a tensor."""
         return self.zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
@@ -174,6 +178,23 @@ class StaticMemory:
         kept[self._kind] = self
         while len(kept) > MAX_KEPT:
             kept.pop(next(iter(kept)), None)
+
+
+def free_memory(target: nn.Module) -> None:
+    """
+    Frees the memory that calls keep for a target.
+
+    With `cache_implementation="static"` on an accelerator, captured graphs read caches at fixed addresses. The caches
+    of up to two kinds of calls (by rows and length) stay until the target is deleted: as much as two static caches.
+    A draft vocabulary's part of the output head and the tables of transitions stay, too. The next call makes anew what
+    it needs, and graphs are captured again.
+
+    Args:
+        target: The target, or a wrapper of it, as for [`attach`].
+    """
+    inner = unwrap_model(target)
+    _kept.pop(inner.get_input_embeddings(), None)
+    forget(inner)
 
 
 def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> Any:

@@ -61,6 +61,15 @@ def kept(
     return known.tensors
 
 
+def forget(target: nn.Module) -> None:
+    """Frees what was derived from weights of a target, alone or with those of a drafter."""
+    modules = set(target.modules())
+    for first, of_first in list(_kept.items()):
+        for second in list(of_first):
+            if first in modules or second in modules:
+                del of_first[second]
+
+
 def _is_same(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return len(key) == len(other) and all(
         a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(key, other, strict=True)

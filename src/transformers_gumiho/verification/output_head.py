@@ -28,7 +28,8 @@ def output_head(
     head = target.get_output_embeddings()
     if token_ids is not None:
         return scaled_head(cut_head(head, token_ids, memory), target.config)
-    return scaled_head(_by_rows(head) if is_plain_linear(head) else head, target.config)
+    read = _in_its_dtype(head)
+    return scaled_head(_by_rows(read) if is_plain_linear(head) else read, target.config)
 
 
 def cut_head(head: Any, token_ids: torch.Tensor, memory: StaticMemory | None = None) -> LogitsFunction:
@@ -40,7 +41,8 @@ def cut_head(head: Any, token_ids: torch.Tensor, memory: StaticMemory | None = N
     With `memory` captured graphs read the cut head.
     """
     if not is_plain_linear(head):
-        return lambda features: _select_last(head(features), token_ids)
+        read = _in_its_dtype(head)
+        return lambda features: _select_last(read(features), token_ids)
     whole = [parameter.detach() for parameter in (head.weight, head.bias) if parameter is not None]
     rows = token_ids.to(head.weight.device)
 
@@ -49,7 +51,7 @@ def cut_head(head: Any, token_ids: torch.Tensor, memory: StaticMemory | None = N
 
     weight, *biases = kept("cut head", (head, head), whole, (token_ids,), cut, memory is not None)
     bias = biases[0] if biases else None
-    return _by_rows(lambda features: nn.functional.linear(features, weight, bias))
+    return _by_rows(lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
 
 
 def head_for_drafting(
@@ -137,6 +139,17 @@ def _by_rows(head: LogitsFunction) -> LogitsFunction:
         return logits.view(*features.shape[:-1], logits.shape[-1])
 
     return logits_of
+
+
+def _in_its_dtype(head: Any) -> LogitsFunction:
+    """
+    Returns `head`, run on features in the dtype of its weight. A target may hand out states in float32, or keep its
+    head in float32, and converts in its `forward`. The dtype of eight bits and less is not the one to read.
+    """
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.element_size() == 1:
+        return head  # type: ignore[no-any-return]
+    return lambda features: head(features.to(head.weight.dtype))
 
 
 def is_plain_linear(head: nn.Module) -> bool:

@@ -3,16 +3,14 @@
 import torch
 from transformers import PreTrainedModel
 
+from ..internals import execution_device
+
 
 def input_device(target: PreTrainedModel) -> torch.device:
     """
-    Returns the device for a target's inputs: its own, or the first one that computes if its first parameters are
-    offloaded.
+    Returns the device for a target's inputs: its own, or the one that computes if its first parameters are offloaded.
     """
-    if target.device.type != "meta":
-        return target.device
-    places = getattr(target, "hf_device_map", None) or {}
-    return next((torch.device(place) for place in places.values() if place != "disk"), torch.device("cpu"))
+    return target.device if target.device.type != "meta" else execution_device(target) or torch.device("cpu")
 
 
 def drafter_device(target: PreTrainedModel) -> torch.device:

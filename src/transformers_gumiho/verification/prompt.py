@@ -7,10 +7,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
 from ..model.target_layers import TargetLayers
+from ..uploads import upload
 from ..user_errors import UserValueError
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, StaticMemory
 from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
+from .placement import input_device
 from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
 from .traits import TargetTraits
 from .tree_cache import TreeCache
@@ -97,14 +99,15 @@ def read_prompt(
     # 3. The session verifies drafts, with a cache that takes over the entries of the prompt: trees, or chains.
     capacity = length + prompt.num_reserved
     memory = StaticMemory.take(model, batch_size, capacity) if shapes.are_compiled else None
-    shared = (prompt, max_new_tokens, max_path, states.last.dtype, shapes, memory)
+    shared = (prompt, max_new_tokens, max_path, _dtype_of_scores(cache, states), shapes, memory)
     session: TargetSession
     if traits.is_chain:
         chain_cache = ChainCache(cache, length, batch_size)
         session = ChainSession(model, traits, model_kwargs, reader, chain_cache, *shared)
         session.pad_token_id = pad_token_id(generation_config) or 0
     else:
-        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory)
+        hidden = None if traits.attention.sees_padding else prompt.mask
+        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(model, traits, model_kwargs, reader, tree_cache, *shared)
@@ -115,6 +118,12 @@ def read_prompt(
         hidden_states=outputs.hidden_states,
     )
     return session, output
+
+
+def _dtype_of_scores(cache: Any, states: TargetStates) -> torch.dtype:
+    """Returns the dtype of the target's attention scores, which its last states may not have."""
+    keys = (getattr(layer, "keys", None) for layer in getattr(cache, "layers", ()))
+    return next((tensor.dtype for tensor in keys if tensor is not None), states.last.dtype)
 
 
 def _run_prompt(
@@ -129,7 +138,7 @@ def _run_prompt(
     if getattr(config, "num_kv_shared_layers", 0) and "logits_to_keep" in model_kwargs:
         # If this is a number, decoders whose last layers read the keys and values of earlier layers run these last
         # layers for the last token only. The drafter needs the states of the entire prompt.
-        model_kwargs["logits_to_keep"] = torch.tensor([-1])
+        model_kwargs["logits_to_keep"] = upload([-1], input_ids.device)
     with reader.listening():
         begin_capture()
         outputs = run_prompt(model, input_ids, generation_config, model_kwargs)
@@ -145,7 +154,7 @@ def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layers: Tar
         ValueError: The pass adds nothing to its cache.
         RuntimeError: The states that the drafter reads cannot be read.
     """
-    tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=target.device), traits.make_cache()
+    tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=input_device(target)), traits.make_cache()
     model_kwargs = {traits.cache_argument: cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
     model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
     _run_prompt(target, FeatureReader(target, layers), tokens, GenerationConfig(), model_kwargs)

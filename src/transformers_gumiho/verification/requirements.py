@@ -9,13 +9,14 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ..internals import attention_implementation
+from ..internals import attention_implementation, is_pipeline_stage
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_widths import state_width
 from ..user_errors import UserValueError
-from .attention import MASKED_IMPLEMENTATIONS, tree_attention_obstacle
+from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .feature_reader import find_layers
+from .placement import input_device
 from .traits import TargetTraits
 from .tree_cache import is_convertible
 
@@ -84,6 +85,11 @@ def check_request(
             f"`synced_gpus` (ZeRO-3 or FSDP over several processes) is not available with a Gumiho assistant. Gather "
             f"the parameters first, or {_WITHOUT_DRAFTER}"
         )
+    if is_pipeline_stage(target):
+        raise Unsupported(
+            f"{type(target).__name__} is split into pipeline stages, so no process has all the states that a Gumiho "
+            f"assistant reads. Load it with `tp_plan` or `device_map` instead, or {_WITHOUT_DRAFTER}"
+        )
     check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
     traits = check_target(target)
     if generation_config.cache_implementation == "static" and traits.is_chain:
@@ -92,6 +98,11 @@ def check_request(
             f"are verified against the target's own growing cache. Leave `cache_implementation` unset."
         )
     check_pair(target, drafter)
+    if not drafter.config.has_embedding:
+        try:
+            drafter.share_embedding(target)
+        except ValueError as error:
+            raise Unsupported(f"This drafter was saved without a token embedding. {error}") from error
 
 
 # For each tokenizer of an assistant the equal ones of targets.
@@ -124,10 +135,12 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
         raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
     _check_adapter(target)
     traits = TargetTraits.of(target)
-    # Any attention verifies chains.
-    if not traits.is_chain and (obstacle := tree_attention_obstacle(target, traits.attention)):
+    attention = traits.attention
+    # Chains need no masks for trees, but a function of the user's may cut windows in another way.
+    if attention.refusal and not (traits.is_chain and attention.registered is None):
         raise Unsupported(
-            f"{name} cannot verify draft trees with the attention {traits.attention!r}: {obstacle}. {_LOAD_WITH_SDPA}"
+            f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
+            f"{_LOAD_WITH_SDPA}"
         )
     if traits.cache_class is None:
         raise Unsupported(
@@ -262,9 +275,10 @@ def check_text_is_kept(
 
 def _reads_newest_alone(target: PreTrainedModel, cache_argument: str, limit: int) -> bool:
     """Returns whether the target gets neither a cache nor the text before, one token beyond the limit."""
-    cache, entry = DynamicCache(), torch.zeros(1, 1, 1, 1)
+    device = input_device(target)
+    cache, entry = DynamicCache(), torch.zeros(1, 1, 1, 1, device=device)
     cache.update(entry, entry, 0)
-    ids = torch.zeros(1, limit + 1, dtype=torch.long)
+    ids = torch.zeros(1, limit + 1, dtype=torch.long, device=device)
     inputs = target.prepare_inputs_for_generation(
         ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{cache_argument: cache}
     )

@@ -1,7 +1,7 @@
 """The target after the prefill: runs one draft tree per pass."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 from ..tree.draft_tree import DraftTree, bare_root
 from ..tree.walk import AcceptedPath, pick
 from ..uploads import upload
-from .attention import groups_in_place, tree_attention
+from .attention import groups_in_place, masked_attention
+from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes, StaticMemory
+from .experts import experts_of_decoding
 from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
@@ -153,7 +155,7 @@ class TargetSession:
         cache: The cache of the passes, which holds the prompt.
         max_new_tokens: The most tokens that may follow it.
         max_path: The most nodes of a path, root included.
-        dtype: Dtype of the target's states. (A quantized target computes in another dtype than it stores.)
+        dtype: Dtype of the attention scores. (A quantized target computes in another dtype than it stores.)
         shapes: The shapes of its passes.
         memory: Allocates the tensors that captured graphs read; `None` where nothing is compiled.
     """
@@ -206,9 +208,10 @@ class TargetSession:
         tree = tree.to(self.device)
         position_ids = self._position_ids(tree)
         tree_masks = self.shapes.stage(_tree_masks, tree.tokens.shape[1])
+        attention = self.traits.attention
+        dtype = attention.mask_dtype(self.dtype)
         # Attention is faster without a mask, where the implementation is known to do without one.
-        omits_masks = self.traits.attention == "sdpa"
-        masks = tree_masks(tree, self.cache, self.dtype, self.traits.windows, omits_masks)
+        masks = tree_masks(tree, self.cache, dtype, self.traits.windows, attention.omits_masks)
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
@@ -227,7 +230,10 @@ class TargetSession:
 
     @cached_property
     def _tree_attention(self) -> Callable[[], AbstractContextManager[None]]:
-        return tree_attention(self.model, self.traits.attention)
+        attention = self.traits.attention
+        if not attention.is_replaced:
+            return nullcontext
+        return masked_attention(self.model, attention.name, attention_classes(self.model))
 
     def keep(self, path: AcceptedPath, output: TargetOutput) -> CommittedTokens:
         """
@@ -295,8 +301,8 @@ class TargetSession:
 
     def _run_target(self, model_inputs: dict[str, Any], num_tokens: int) -> tuple[Any, tuple[CapturedPass, ...]]:
         """Returns the output for `num_tokens` tokens in each row, and the states that were captured."""
-        with groups_in_place():
-            return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs)
+        with groups_in_place(), experts_of_decoding(self.model, num_tokens):
+            return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:
         return self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)

@@ -1,7 +1,7 @@
 """The properties of a target that decide how it verifies drafts."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -9,17 +9,20 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..internals import (
-    attention_implementation,
     cache_argument,
     forward_parameters,
     is_stateful,
     keeps_dynamic_cache,
 )
+from .attention_kind import AttentionKind, attention_kind
 from .feature_reader import find_decoder
+from .trial import follows_tree_masks
 
 
 # Kinds of attention whose mask can hold a tree.
 TREE_ATTENTION = {"full_attention", "sliding_attention"}
+# With them come losses of a mixture of experts.
+_UNUSED_OUTPUTS = ("output_router_logits",)
 
 
 @dataclass(frozen=True)
@@ -30,22 +33,25 @@ class TargetTraits:
     Attributes:
         name: Name of its class.
         config: Config of its text decoder.
-        attention: Name of its attention implementation.
+        attention: The attention of its layers.
         windows: For each kind of attention layer, as in `layer_types`, the number of tokens that a token attends to;
             `None` for all.
         cache_argument: Name of the argument of `forward` that takes the cache.
         cache_class: Class of its cache: `DynamicCache` or a subclass. Targets that keep only states have a class of
             their own, or `list`. `None` for a target without a cache.
+        unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
+            them, and they may be computed from a mask of padding, which passes over trees have not.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
             `None` if it can.
     """
 
     name: str
     config: PreTrainedConfig
-    attention: str
+    attention: AttentionKind
     windows: dict[str, int | None]
     cache_argument: str
     cache_class: type | None
+    unused_outputs: dict[str, bool]
     tree_obstacle: str | None
 
     @classmethod
@@ -55,15 +61,21 @@ class TargetTraits:
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
         windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
-        return cls(
+        attention = attention_kind(target, config, has_windows=any(windows.values()))
+        traits = cls(
             name=type(target).__name__,
             config=config,
-            attention=attention_implementation(config),
+            attention=attention,
             windows=windows,
             cache_argument=cache_argument(target),
             cache_class=_cache_class(target),
-            tree_obstacle=_tree_obstacle(target, config, set(windows)),
+            unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in forward_parameters(target)},
+            tree_obstacle=_tree_obstacle(target, config, set(windows)) or attention.tree_obstacle,
         )
+        if attention.registered is None or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):
+            return traits
+        obstacle = f"has the attention {attention.name!r}, which a user registered and which follows no tree mask"
+        return replace(traits, tree_obstacle=obstacle)
 
     @property
     def is_chain(self) -> bool:

@@ -96,7 +96,8 @@ class TreeCache(Cache):
     ) -> "TreeCache":
         """
         Moves the entries of a cache that [`is_convertible`] accepts here, a few layers at a time; [`restore`] moves
-        them back. A sliding layer has dropped the entries before its window: their slots stay empty.
+        them back, also if an error ends the move. A sliding layer has dropped the entries before its window: their
+        slots stay empty.
 
         Args:
             cache: A cache that the target has written.
@@ -113,15 +114,20 @@ class TreeCache(Cache):
         num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in filled)
         num_bytes = num_bytes * tree_cache.capacity // max(length, 1)  # outgrown buffers are copied with free slots
         at_once = max(int(len(filled) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
-        for first in range(0, len(filled), at_once):
-            moved = filled[first : first + at_once]
-            tree_cache.allocate([(new, old.keys, old.values) for new, old in moved])
-            for new, old in moved:
-                new.first_slot = length - old.keys.shape[2]
-                new.keys[:, :, new.first_slot : length] = old.keys
-                new.values[:, :, new.first_slot : length] = old.values
-                old.keys = old.values = None
         tree_cache.commit([length] * len(tree_cache.lengths))
+        try:
+            for first in range(0, len(filled), at_once):
+                moved = filled[first : first + at_once]
+                tree_cache.allocate([(new, old.keys, old.values) for new, old in moved])
+                for new, old in moved:
+                    new.first_slot = length - old.keys.shape[2]
+                    new.keys[:, :, new.first_slot : length] = old.keys
+                    new.values[:, :, new.first_slot : length] = old.values
+                    old.keys = old.values = None
+        except BaseException:
+            # Above all out of memory, as the cache exists twice in part.
+            tree_cache.restore(cache)
+            raise
         tree_cache.hide(context_mask)
         return tree_cache
 
@@ -226,21 +232,25 @@ class TreeCache(Cache):
         for group, _ in self._groups:
             for row, end in enumerate(self.lengths):
                 group[:, row, :, end:length] = 0
+        restored = []
         for old, new in zip(cache.layers, self.layers, strict=True):
-            if not new.is_initialized:
-                continue
+            if new.keys is None or old.keys is not None:
+                continue  # never moved here
             start = new.first_slot
             if isinstance(old, DynamicSlidingWindowLayer):
                 old.cumulative_length = length
                 if not old.record_past:
                     start = max(length - old.sliding_window + 1, start)
             old.keys, old.values = new.keys[:, :, start:length], new.values[:, :, start:length]
-            # A view keeps all of the buffer alive; where most of it is unused, a copy costs less. Static memory is for
-            # the next generation.
-            if self.memory is not None or self.capacity > 1.25 * (length - start):
-                old.keys, old.values = old.keys.clone(), old.values.clone()
+            restored.append(old)
+        # All layers are whole from here on, also if there is no memory for copies.
         self.layers.clear()
         self._groups.clear()
+        for old in restored:
+            # A view keeps all of the buffer alive; where most of it is unused, a copy costs less. Static memory is for
+            # the next generation.
+            if self.memory is not None or self.capacity > 1.25 * old.keys.shape[2]:
+                old.keys, old.values = old.keys.clone(), old.values.clone()
 
     @property
     def _is_uniform(self) -> bool:

@@ -92,7 +92,8 @@ class LocalEngine:
             for row, new in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
                 found[row] += new[: next((index + 1 for index, token in enumerate(new) if token in ends), len(new))]
             is_open = [found[r][-1] not in ends and len(found[r]) < requests[r].max_new_tokens for r in rows]
-            kept = torch.tensor(is_open).nonzero()[:, 0]  # in the computer's memory: it indexes layers on any device
+            # In the computer's memory: it indexes layers on any device.
+            kept = torch.tensor(is_open, device="cpu").nonzero()[:, 0]
             if len(kept):
                 if rows_leave:
                     cache.batch_select_indices(kept)
@@ -114,7 +115,9 @@ class _Choice(LogitsProcessor):
         self.sampling = sampled[0][1].sampling if sampled else None
         self.rows = torch.tensor([row for row, _ in sampled], device=device, dtype=torch.long)
         numbers = [
-            torch.rand(request.max_new_tokens, generator=torch.Generator().manual_seed(request.seed))
+            torch.rand(
+                request.max_new_tokens, generator=torch.Generator("cpu").manual_seed(request.seed), device="cpu"
+            )
             for _, request in sampled
         ]
         self.numbers = pad_sequence(numbers, batch_first=True).to(device) if numbers else None
