@@ -42,7 +42,7 @@ def target_contents(args: RecipeArguments, tokenizer: Any) -> dict[str, Any]:
 def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int) -> dict[str, Any]:
     """Returns what answers are made from: the target, of one behind a server its name, options, and questions."""
     options = {item.name: getattr(args, item.name) for item in fields(WritingArguments) if item.name not in _CONTENTS}
-    contents = {} if args.endpoint is None else {"target": str(args.endpoint_model or args.target)}
+    contents: dict[str, Any] = {} if args.endpoint is None else {"target": str(args.endpoint_model or args.target)}
     contents |= {
         "data": None if rows is None else conversations_fingerprint(rows),
         "openings": None if args.openings is None else file_fingerprint(args.openings),
@@ -59,7 +59,7 @@ def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) ->
     }  # fmt: skip
 
 
-def cached_contents(folders: Sequence[str], num_eval_rows: int) -> dict[str, Any]:
+def cached_contents(folders: Sequence[str], num_eval_rows: float) -> dict[str, Any]:
     """Returns what feature caches that a user names were made from."""
     caches = [FeatureDataset(folder).made_from for folder in folders]
     return caches[0] | {"data": [cache["data"] for cache in caches], "num_eval_rows": num_eval_rows}

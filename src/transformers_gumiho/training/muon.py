@@ -49,7 +49,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for inner in self._inner.values() for group in inner.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Updates all parameters once; returns the closure's loss, if there is one."""
         loss = None
         if closure is not None:
