@@ -63,32 +63,36 @@ class _Parser(HfArgumentParser):
     def __init__(
         self, kinds: Sequence[type], name: str, summary: str, usage: str | None, groups: Mapping[str, Sequence[str]]
     ):
-        self._groups = groups
+        self.groups, self.options = groups, list[Action]()
         super().__init__(kinds, prog=f"gumiho {name}", description=summary, formatter_class=_HelpFormatter)
         if groups:
             self.add_argument("--help_all", action="store_true", default=SUPPRESS, help="show all options and exit")
-        given = [f"{_name_of(action)} {action.dest.upper()}" for action in self._actions if action.required]
+        given = [f"{_name_of(action)} {action.dest.upper()}" for action in self.options if action.required]
         self.usage = " ".join([self.prog, *([usage] if usage else given), "[options]"])
 
+    def add_argument(self, *names: str, **settings: Any) -> Action:
+        self.options.append(super().add_argument(*names, **settings))
+        return self.options[-1]
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._groups and "--help_all" in args:
-            self._groups = {}
+        if self.groups and "--help_all" in args:
+            self.groups = {}
             self.print_help()
             self.exit()
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter = self.formatter_class(prog=self.prog)
+        formatter.add_usage(self.usage, self.options, [])
         formatter.add_text(self.description)
         # A switch that is on by default has a second action, which turns it off.
-        actions = {action.dest: action for action in reversed(self._actions)}
-        groups = self._groups or {"options": [name for name in reversed(actions) if name != "help_all"]}
+        actions = {action.dest: action for action in reversed(self.options)}
+        groups = self.groups or {"options": [name for name in reversed(actions) if name != "help_all"]}
         for heading, names in groups.items():
             formatter.start_section(heading)
             formatter.add_arguments([actions[name] for name in names])
             formatter.end_section()
-        if self._groups:
+        if self.groups:
             formatter.add_text("--help_all also shows all options of transformers' TrainingArguments.")
         return formatter.format_help()
 
