@@ -30,6 +30,10 @@ class UserImportError(UserError, ImportError):
     """A library is not installed."""
 
 
+class UserFloatingPointError(UserError, FloatingPointError):
+    """A training diverged, or a model computes numbers that are not finite."""
+
+
 # Libraries that only some commands need, and the extra of this package that installs them.
 _EXTRAS = {
     "gradio": "demo", "gguf": "demo", "matplotlib": "benchmark", "datasets": "train", "evaluate": "train",

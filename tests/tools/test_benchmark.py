@@ -32,7 +32,7 @@ from transformers_gumiho.benchmarking import (
 )
 from transformers_gumiho.benchmarking.journal import Journal
 from transformers_gumiho.benchmarking.report import markdown
-from transformers_gumiho.benchmarking.runner import conversation_key
+from transformers_gumiho.benchmarking.runner import Stopped, conversation_key
 from transformers_gumiho.benchmarking.summary import Comparison, bootstrap_interval
 from transformers_gumiho.measuring import prompts, timing
 from transformers_gumiho.measuring.prompts import encode_turn
@@ -368,9 +368,11 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     def run(resume: bool) -> list[Sample]:
         calls.clear()
         settings = BenchmarkSettings(max_new_tokens=4)
-        return run_benchmark(
-            target, make_tokenizer(None), QUESTIONS, modes, settings, Journal(path, {"dtype": "float32"}, resume)
-        )
+        journal = Journal(path, {"dtype": "float32"}, resume)
+        try:
+            return run_benchmark(target, make_tokenizer(None), QUESTIONS, modes, settings, journal)
+        except Stopped as error:
+            return error.samples
 
     limit = 6  # two for warm-up, three for the first turn of the first prompt, one for the second
     assert [sample.mode for sample in run(resume=False)] == ["plain", "gumiho"]

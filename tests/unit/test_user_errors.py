@@ -11,6 +11,7 @@ import transformers_gumiho
 from transformers_gumiho.user_errors import (
     UserError,
     UserFileNotFoundError,
+    UserFloatingPointError,
     UserImportError,
     UserOSError,
     UserValueError,
@@ -24,6 +25,7 @@ from transformers_gumiho.user_errors import (
     [
         (UserFileNotFoundError("There is no file 'a'."), r"^tool: There is no file 'a'\.$"),
         (UserImportError("Reading this needs `gguf`."), r"^tool: Reading this needs `gguf`\.$"),
+        (UserFloatingPointError("Training diverged."), r"^tool: Training diverged\.$"),
         (ModuleNotFoundError("No module named 'gradio'", name="gradio"),
          r"^tool: No module named 'gradio'\. Install it with `pip install 'transformers-gumiho\[demo\]'`\.$"),
         (ModuleNotFoundError("No module named 'matplotlib.axes'", name="matplotlib.axes"), r"-gumiho\[benchmark\]'"),

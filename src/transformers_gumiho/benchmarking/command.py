@@ -13,7 +13,7 @@ from ..verification.placement import input_device
 from .journal import Journal, measuring_conditions
 from .modes import choose_modes, decoding_modes
 from .report import markdown, write_json
-from .runner import BenchmarkSettings, run_benchmark
+from .runner import BenchmarkSettings, Stopped, run_benchmark
 from .summary import SummaryRow, summarize
 
 
@@ -40,14 +40,14 @@ class BenchmarkArguments(DraftingArguments):
 def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     """
     Benchmarks a drafter against plain, prompt-lookup and assisted decoding, in turns, and writes `samples.jsonl`,
-    `summary.json`, `summary.md` and pictures into `args.output_dir`. An interrupted run reports what it has, and
+    `summary.json`, `summary.md` and pictures into `args.output_dir`. An interrupted run writes what it has, and
     `args.resume` continues it.
 
     Returns:
         The rows of the summary.
 
     Raises:
-        KeyboardInterrupt: The run was interrupted before anything was measured.
+        KeyboardInterrupt: The run was interrupted.
         ValueError: The options do not name both models, `args.modes` names an unknown mode, or `args.resume` finds a
             run with other settings.
     """
@@ -73,18 +73,18 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     conditions = measuring_conditions(target, drafter)
     options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
     journal_settings = conditions | {"modes": [mode.name for mode in modes]} | options
-    samples = run_benchmark(
-        target,
-        tokenizer,
-        questions,
-        modes,
-        BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed),
-        Journal(folder / "samples.jsonl", journal_settings, args.resume),
-    )
+    settings = BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed)
+    journal, stopped = Journal(folder / "samples.jsonl", journal_settings, args.resume), False
+    try:
+        samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
+    except Stopped as error:
+        samples, stopped = error.samples, True
     if not samples:
         raise KeyboardInterrupt("Stopped before anything was measured.")
     rows = summarize(samples)
     write_json(rows, folder / "summary.json", environment=conditions, arguments=asdict(args))
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
     plot_summary(rows, folder)
+    if stopped:
+        raise KeyboardInterrupt(f"Stopped. What was measured is in {folder}, and --resume continues.")
     return rows

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
@@ -67,6 +66,14 @@ class _Batch:
 
 
 @torch.inference_mode()
+class Stopped(KeyboardInterrupt):
+    """A benchmark was interrupted. `samples` are those that it had."""
+
+    def __init__(self, samples: list[Sample]):
+        super().__init__("Stopped.")
+        self.samples = samples
+
+
 def run_benchmark(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -90,6 +97,7 @@ def run_benchmark(
         The samples.
 
     Raises:
+        Stopped: The run was interrupted.
         ValueError: The first mode is not plain decoding.
     """
     if not modes or modes[0].name != PLAIN.name:
@@ -98,9 +106,11 @@ def run_benchmark(
     samples: list[Sample] = []
     run = _Run(target, tokenizer, modes, settings, journal)
     total = sum(batch.num_turns for batch in batches)
-    with suppress(KeyboardInterrupt):
+    try:
         for measured in tqdm(run.all_samples(batches, questions), total=total, desc="decoding", unit="batch"):
             samples += measured
+    except KeyboardInterrupt:
+        raise Stopped(samples) from None
     return samples
 
 

@@ -157,6 +157,8 @@ def _answer(
         plain = answer_with(None, sys.stdout, args.max_new_tokens)
         gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
         sys.stdout.write(f"\n\n{describe_comparison(answer, plain, target.dtype, gap)}\n")
+        if args.has_prompts and plain.progress == "stopped":
+            raise KeyboardInterrupt
     return answer
 
 

@@ -38,9 +38,10 @@ def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, work: P
     settings = BenchmarkSettings(max_new_tokens=args.measured_new_tokens)
     questions, tokenizer = read_prompts(str(prompts)), AutoTokenizer.from_pretrained(folder)
     journal = Journal(work / "samples.jsonl", conditions)
-    samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
-    if len({sample.mode for sample in samples}) < len(modes):
-        raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.")
+    try:
+        samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.") from None
     table = markdown(summarize(samples))
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8").split(_EVALUATION)[0] if card.exists() else ""

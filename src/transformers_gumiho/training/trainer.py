@@ -16,7 +16,7 @@ from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
-from ..user_errors import UserValueError
+from ..user_errors import UserFloatingPointError, UserValueError
 from ..verification.feature_reader import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
@@ -228,7 +228,7 @@ class GumihoTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             states = self.target_features.states(inputs)
             if not torch.isfinite(states.last).all():
-                raise FloatingPointError(why_not_finite(states.last.dtype))
+                raise UserFloatingPointError(why_not_finite(states.last.dtype))
             output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
             head, mask = self.target_features.lm_head(states.last), inputs["loss_mask"]
             settings: dict[str, Any] = {
@@ -326,7 +326,7 @@ class GumihoTrainer(Trainer):
             self._forget_terms()
             logs = logs | averages
             if not all(map(math.isfinite, sums)):
-                raise FloatingPointError(self._divergence(f"the loss terms are {averages}"))
+                raise UserFloatingPointError(self._divergence(f"the loss terms are {averages}"))
         super().log(logs, start_time)
 
     def _forget_terms(self) -> None:
@@ -386,7 +386,7 @@ class GumihoTrainer(Trainer):
     def _check_parameters(self) -> None:
         """Raises `FloatingPointError` where a trained parameter is not finite."""
         if self.accelerator.reduce(count_broken(self.drafter), "sum"):
-            raise FloatingPointError(self._divergence("the drafter's parameters are not finite"))
+            raise UserFloatingPointError(self._divergence("the drafter's parameters are not finite"))
 
     def _divergence(self, finding: str) -> str:
         if self.accelerator.reduce(self._broken_states, "sum"):
