@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from .settings import DraftingSettings
 from .transitions import DraftTransitions, extend_paths
 
 
+@dataclass(eq=False)
 class GumihoDrafter:
     """
     Drafts trees for one call of `generate()`, and keeps the serial head's cache up to date with the committed text.
@@ -28,8 +30,8 @@ class GumihoDrafter:
     `K` is the number of tokens that may be drafted. Levels of a tree hold their indices, from 0 to `K - 1`.
 
     Args:
-        model ([`GumihoModel`]): The drafter.
-        lm_head: Maps hidden states `(..., H)` on the target's device to logits `(..., K)`.
+        assistant_model ([`GumihoModel`]): The drafter, on any device.
+        lm_head: The target's output head. Maps hidden states `(..., H)` to logits `(..., K)` on the target's device.
         settings ([`DraftingSettings`]): Shape of the tree.
         cache ([`TreeCache`]): An empty cache for the serial head. With fixed shapes it must have room for all cycles.
         shapes: Shapes of the cycles. By default they follow the text.
@@ -41,53 +43,47 @@ class GumihoDrafter:
         prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
     """
 
-    def __init__(
-        self,
-        model: GumihoModel,
-        lm_head: Callable[[torch.Tensor], torch.Tensor],
-        settings: DraftingSettings,
-        cache: TreeCache,
-        shapes: CycleShapes | None = None,
-        token_ids: torch.Tensor | None = None,
-        head_module: nn.Module | None = None,
-        peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None,
-        around_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
-        prompt_chunk_size: int | None = None,
-    ):
-        self.model, self.lm_head, self.settings, self.cache = model, lm_head, settings, cache
-        self.token_ids = token_ids
-        self._peek_noise = peek_noise
-        self._around_pass = around_pass
-        self._prompt_chunk_size = prompt_chunk_size
+    assistant_model: GumihoModel
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
+    settings: DraftingSettings
+    cache: TreeCache
+    shapes: CycleShapes = field(default_factory=CycleShapes)
+    token_ids: torch.Tensor | None = None
+    head_module: nn.Module | None = None
+    peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None
+    around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
+    prompt_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        model, settings = self.assistant_model, self.settings
+        self.device = model.fc.weight.device
         self._has_read_prompt = False
         self._num_serial = min(model.config.num_serial_tokens, settings.tree_depth)
         self._num_heads = settings.tree_depth - self._num_serial
         self._head_weights = model.mlp.batched_weights()
-        self._attention = attention_kind(model, model.config.get_text_config())
+        self._takes_boolean_masks = attention_kind(model, model.config.get_text_config()).masks == "boolean"
         self._transitions = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
                 self._transitions = DraftTransitions(
-                    model, self._num_heads, lm_head, token_ids, head_module, cache.memory
+                    model, self._num_heads, self.lm_head, self.token_ids, self.head_module, self.cache.memory
                 )
-        device = model.fc.weight.device
         # The masks and offsets of the tokens that a cycle may commit, made once for all cycles.
         self._max_committed = settings.longest_path + 1
         self._causal, self._offsets = self._causal_block(self._max_committed)
         # Logits are multiplied by 1 / draft temperature. With the noise of the target's draws, they are divided by the
         # target's temperature, too, because its tokens are drawn under both.
-        self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
+        self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=self.device)
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
-        self._shapes = shapes or CycleShapes()
         if self.has_fixed_shapes:
             for tensor in [tensor for pair in self._head_weights or [] for tensor in pair]:
                 mark_static_address(tensor)
-        self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
+        self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
 
     @property
     def has_fixed_shapes(self) -> bool:
         """Whether all cycles run in the same shapes."""
-        return self._shapes.are_fixed
+        return self.shapes.are_fixed
 
     @torch.no_grad()
     @groups_in_place()
@@ -117,7 +113,7 @@ class GumihoDrafter:
 
     def _scaled_noise(self) -> torch.Tensor | None:
         """Returns the noise `(B, tree_depth, K)` of the coming draws, divided by the draft temperatures."""
-        noise = None if self._peek_noise is None else self._peek_noise(self.settings.tree_depth, self.token_ids)
+        noise = None if self.peek_noise is None else self.peek_noise(self.settings.tree_depth, self.token_ids)
         return None if noise is None else noise * self._scales[:, None].to(noise.device)
 
     def _read_prompt(self, prompt: CommittedTokens) -> torch.Tensor:
@@ -125,7 +121,7 @@ class GumihoDrafter:
         self._has_read_prompt = True
         mask, (num_rows, num_tokens) = prompt.attention_mask, prompt.tokens.shape
         self.cache.hide(mask)
-        chunk_size = self._prompt_chunk_size or num_tokens
+        chunk_size = self.prompt_chunk_size or num_tokens
         for start in range(0, num_tokens, chunk_size):
             chunk = slice(start, min(start + chunk_size, num_tokens))
             fused = self._fuse(prompt.tokens[:, chunk], prompt.drafter_input[:, chunk], are_targets=True)
@@ -173,7 +169,7 @@ class GumihoDrafter:
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
         batch_size = len(self.cache.lengths)
-        offsets = torch.arange(num_tokens, device=self.model.fc.weight.device)
+        offsets = torch.arange(num_tokens, device=self.device)
         return (offsets[:, None] >= offsets).expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
 
     def _grow_tree(
@@ -291,32 +287,34 @@ class GumihoDrafter:
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the logits `(..., K)` of the tokens that may be drafted, for features `(..., H)`."""
-        with self._around_pass():
+        with self.around_pass():
             return self.lm_head(features)
 
     def _fuse(self, tokens: torch.Tensor, features: torch.Tensor, are_targets: bool = False) -> torch.Tensor:
         """Returns the serial head's inputs, for features of its own or for the target's hidden states."""
-        with self._around_pass():
-            return self.model.fuse(tokens, self.model.read_target(features) if are_targets else features)
+        with self.around_pass():
+            model = self.assistant_model
+            return model.fuse(tokens, model.read_target(features) if are_targets else features)
 
     def _run_serial_head(
         self, fused: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        with self._around_pass():
-            return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+        with self.around_pass():
+            return self.assistant_model.run_serial_head(fused, mask, position_ids, self.cache)
 
     def _run_block(
         self, fused: torch.Tensor, visible: torch.Tensor, depths: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
-        mask = self.cache.attention_mask(visible, depths, self._attention.mask_dtype(fused.dtype))
+        dtype = torch.bool if self._takes_boolean_masks else fused.dtype
+        mask = self.cache.attention_mask(visible, depths, dtype)
         return self._run_serial_head(fused, mask, position_ids)
 
     def _run_heads(self, inputs: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Returns the features `(B, num_heads, paths, H)` of the first parallel heads."""
-        with self._around_pass():
+        with self.around_pass():
             if self._head_weights is None:
-                return self.model.mlp(inputs)[:, :num_heads]
+                return self.assistant_model.mlp(inputs)[:, :num_heads]
             return run_batched_heads(self._head_weights, inputs, num_heads)
 
 

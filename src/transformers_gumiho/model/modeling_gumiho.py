@@ -280,7 +280,7 @@ class GumihoModel(GumihoPreTrainedModel):
             past_length = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
         mask = create_causal_mask(
-            config=self.config.get_text_config(),
+            config=self.rotary_emb.config,  # the drafter's text config
             inputs_embeds=fused,
             attention_mask=attention_mask,
             position_ids=position_ids,

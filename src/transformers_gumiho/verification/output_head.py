@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..internals import runs_as_defined
 from ..model.modeling_gumiho import GumihoModel
 from ..user_errors import UserValueError
-from .cycle_shapes import StaticMemory
 from .kept import kept
 
 
@@ -18,7 +17,7 @@ LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 def output_head(
-    target: PreTrainedModel, token_ids: torch.Tensor | None = None, memory: StaticMemory | None = None
+    target: PreTrainedModel, token_ids: torch.Tensor | None = None, has_static_addresses: bool = False
 ) -> LogitsFunction:
     """
     Returns the function from the target's states `(..., H)`, as a [`FeatureReader`] returns them, to its logits
@@ -27,18 +26,18 @@ def output_head(
     """
     head = target.get_output_embeddings()
     if token_ids is not None:
-        return scaled_head(cut_head(head, token_ids, memory), target.config)
+        return scaled_head(cut_head(head, token_ids, has_static_addresses), target.config)
     read = _in_its_dtype(head)
     return scaled_head(_by_rows(read) if is_plain_linear(head) else read, target.config)
 
 
-def cut_head(head: Any, token_ids: torch.Tensor, memory: StaticMemory | None = None) -> LogitsFunction:
+def cut_head(head: Any, token_ids: torch.Tensor, has_static_addresses: bool = False) -> LogitsFunction:
     """
     Returns the function from features `(..., H)` to a head's logits of some tokens, `(..., K)`.
 
     A plain linear head is cut to the rows of these tokens: a copy of the weights, which is kept while they stay the
     same. Of any other head (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
-    With `memory` captured graphs read the cut head.
+    `has_static_addresses`: captured graphs read the cut head.
     """
     if not is_plain_linear(head):
         read = _in_its_dtype(head)
@@ -49,7 +48,7 @@ def cut_head(head: Any, token_ids: torch.Tensor, memory: StaticMemory | None = N
     def cut() -> list[torch.Tensor]:
         return [parameter.index_select(0, rows) for parameter in whole]
 
-    weight, *biases = kept("cut head", (head, head), whole, (token_ids,), cut, memory is not None)
+    weight, *biases = kept("cut head", (head, head), whole, (token_ids,), cut, has_static_addresses)
     bias = biases[0] if biases else None
     return _by_rows(lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
 
@@ -60,7 +59,7 @@ def head_for_drafting(
     draft_vocabulary: Sequence[int] | None,
     device: torch.device,
     dtype: torch.dtype,
-    memory: StaticMemory | None = None,
+    has_static_addresses: bool = False,
 ) -> tuple[LogitsFunction, torch.Tensor | None]:
     """
     Returns the function from a drafter's features `(..., H)`, on any device, to the logits of the tokens that may be
@@ -71,7 +70,7 @@ def head_for_drafting(
         ValueError: The draft vocabulary has tokens that the drafter's own output head does not score.
     """
     if drafter.config.is_eagle3:
-        return _own_head(drafter, draft_vocabulary, memory)
+        return _own_head(drafter, draft_vocabulary, has_static_addresses)
     token_ids = None
     if draft_vocabulary is not None:
         module = target.get_output_embeddings()
@@ -79,12 +78,12 @@ def head_for_drafting(
         (token_ids,) = kept(
             "draft vocabulary", (module, module), (), (ids, device), lambda: [torch.tensor(ids, device=device)]
         )
-    head = output_head(target, token_ids, memory)
+    head = output_head(target, token_ids, has_static_addresses)
     return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
 
 
 def _own_head(
-    drafter: GumihoModel, draft_vocabulary: Sequence[int] | None, memory: StaticMemory | None
+    drafter: GumihoModel, draft_vocabulary: Sequence[int] | None, has_static_addresses: bool
 ) -> tuple[LogitsFunction, torch.Tensor | None]:
     """Does the same with the drafter's own output head, cut to the rows of the draft vocabulary."""
     head, own = drafter.lm_head, drafter.own_tokens()
@@ -107,7 +106,7 @@ def _own_head(
 
     mapped = () if own is None else (drafter.d2t,)
     token_ids, rows = kept("draft vocabulary", (head, head), mapped, (ids, device), find_rows)
-    cut = cut_head(head, rows, memory)
+    cut = cut_head(head, rows, has_static_addresses)
     return lambda features: drafter.score(features, cut), token_ids
 
 

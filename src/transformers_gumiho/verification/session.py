@@ -301,7 +301,9 @@ class TargetSession:
 
     def _run_target(self, model_inputs: dict[str, Any], num_tokens: int) -> tuple[Any, tuple[CapturedPass, ...]]:
         """Returns the output for `num_tokens` tokens in each row, and the states that were captured."""
-        with groups_in_place(), experts_of_decoding(self.model, num_tokens):
+        # The condition of `generate()`.
+        is_step_of_decoding = num_tokens == 1 and self.model.device.type != "cpu"
+        with groups_in_place(), experts_of_decoding() if is_step_of_decoding else nullcontext():
             return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:
