@@ -14,7 +14,7 @@ from trainers import make_args, pack_pairs
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.model.decoding_settings import DraftingSettings
 from transformers_gumiho.training import GumihoTrainer
 
 

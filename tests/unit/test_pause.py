@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, Lla
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
 from transformers_gumiho.drafting.break_even import estimate_break_even
 from transformers_gumiho.drafting.candidate_generator import DraftingPause
-from transformers_gumiho.model.decoding_settings import override_settings
-from transformers_gumiho.model.per_rows import value_for_rows
+from transformers_gumiho.model.decoding_settings import override_settings, value_for_rows
 
 
 ROOT = Path(__file__).parents[2]

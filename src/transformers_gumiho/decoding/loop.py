@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..drafting.candidate_generator import GumihoCandidateGenerator
-from ..drafting.settings import DraftingSettings
 from ..internals import CACHE_NAME
+from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root
 from ..tree.walk import AcceptedPath

@@ -3,10 +3,10 @@
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..verification.feature_reader import find_decoder
 from ..verification.placement import input_device
-from .settings import DraftingSettings
 
 
 # On a CPU a pass over this many nodes takes about twice as long as one over a single token.

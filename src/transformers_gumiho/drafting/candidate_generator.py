@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers.generation import CandidateGenerator
 
+from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
@@ -19,7 +20,6 @@ from ..verification.tree_cache import TreeCache
 from .break_even import estimate_break_even
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GumihoDrafter, last_of_rows
-from .settings import DraftingSettings
 
 
 # The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.

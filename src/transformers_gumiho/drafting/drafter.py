@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..internals import mark_static_address
+from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..model.transition import NUM_CANDIDATES
@@ -18,7 +19,6 @@ from ..verification.attention_kind import attention_kind
 from ..verification.cycle_shapes import CycleShapes
 from ..verification.session import CommittedTokens
 from ..verification.tree_cache import TreeCache
-from .settings import DraftingSettings
 from .transitions import DraftTransitions, extend_paths
 
 

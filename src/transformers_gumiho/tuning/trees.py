@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ..drafting.settings import DRAFT_TEMPERATURE
 from ..model.configuration_gumiho import GumihoConfig
+from ..model.decoding_settings import DRAFT_TEMPERATURE
 
 
 # Drafted tokens and branching factors, from small trees for slow processors to large ones for GPUs.
