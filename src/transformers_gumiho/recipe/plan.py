@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
-from ..model.target_widths import state_width
+from ..model.target_shape import state_width
 from ..training.feature_cache import kept_layers
 from ..user_errors import UserOSError
 from .arguments import RecipeArguments

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.configuration_gumiho import resolve_layer_ids
-from ..model.target_widths import state_width
+from ..model.target_shape import state_width
 from ..model.token_embedding import fitting_rows
 from ..resumable_file import sole_writer, way_out
 from ..user_errors import UserOSError

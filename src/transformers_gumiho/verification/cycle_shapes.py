@@ -25,7 +25,7 @@ from ..internals import (
     uncompiled_copy,
     would_compile,
 )
-from ..model.target_layers import TargetLayers
+from ..model.target_shape import TargetLayers
 from ..model.wrappers import unwrap_model
 from .feature_reader import find_decoder, find_layers
 from .kept import forget

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..internals import without_layer
-from ..model.target_layers import TargetLayers
+from ..model.target_shape import TargetLayers
 from ..user_errors import UserValueError
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
-from ..model.target_layers import TargetLayers
+from ..model.target_shape import TargetLayers
 from ..uploads import upload
 from ..user_errors import UserValueError
 from .chains import ChainCache, ChainSession

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..internals import attention_implementation, is_pipeline_stage
 from ..model.modeling_gumiho import GumihoModel
-from ..model.target_widths import state_width
+from ..model.target_shape import state_width
 from ..user_errors import UserValueError
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
