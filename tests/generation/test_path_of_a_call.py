@@ -12,7 +12,7 @@ from transformers_gumiho import GumihoModel
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "examples" / "demo_pair"
-MAX_IN_A_CALL, MAX_IN_A_CYCLE = 34, 20
+MAX_IN_A_CALL, MAX_IN_A_CYCLE = 30, 18
 
 
 def named_files() -> list[tuple[str, bool]]:

@@ -14,8 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.training import GumihoTrainer, LocalEngine, OnlineFeatures
 from transformers_gumiho.training.writing.requests import Request
-from transformers_gumiho.verification.feature_reader import FeatureReader
-from transformers_gumiho.verification.output_head import output_head
+from transformers_gumiho.verification.target_states import FeatureReader, output_head
 
 
 # A dense layer with a norm in the head, or beside it; and states that are divided before a plain head.

@@ -5,8 +5,8 @@ from transformers import PreTrainedModel
 
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
-from ..verification.feature_reader import find_decoder
 from ..verification.placement import input_device
+from ..verification.target_states import find_decoder
 
 
 # On a CPU a pass over this many nodes takes about twice as long as one over a single token.

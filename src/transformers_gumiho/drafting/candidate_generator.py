@@ -13,9 +13,8 @@ from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
-from ..verification.feature_reader import TargetStates
-from ..verification.output_head import head_for_drafting
 from ..verification.session import CommittedTokens, TargetSession
+from ..verification.target_states import TargetStates, head_for_drafting
 from ..verification.tree_cache import TreeCache
 from .break_even import estimate_break_even
 from .context_drafts import ContextBranch, ContextDrafts

@@ -18,9 +18,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from ..model.modeling_gumiho import GumihoModel
 from ..user_errors import UserFileNotFoundError, UserValueError
-from ..verification.feature_reader import TargetStates
 from ..verification.fingerprint import model_fingerprint
-from ..verification.output_head import cut_head, scaled_head
+from ..verification.target_states import TargetStates, cut_head, scaled_head
 from .fingerprint import tokenizer_fingerprints
 from .shards import damaged, load_weights, open_shard, read_shard_row, shard_path
 from .target_features import OnlineFeatures

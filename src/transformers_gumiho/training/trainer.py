@@ -18,7 +18,7 @@ from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
 from ..model.layer_fusion import normalize_lower
 from ..user_errors import UserValueError
-from ..verification.feature_reader import TargetStates
+from ..verification.target_states import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices

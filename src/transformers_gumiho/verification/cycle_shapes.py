@@ -27,8 +27,8 @@ from ..internals import (
 )
 from ..model.target_shape import TargetLayers
 from ..model.wrappers import unwrap_model
-from .feature_reader import find_decoder, find_layers
 from .kept import forget
+from .target_states import find_decoder, find_layers
 
 
 # Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.

@@ -15,8 +15,8 @@ from ..model.target_shape import state_width
 from ..user_errors import UserValueError
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
-from .feature_reader import find_layers
 from .placement import input_device
+from .target_states import find_layers
 from .traits import TargetTraits
 from .tree_cache import is_convertible
 

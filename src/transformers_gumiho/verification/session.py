@@ -16,7 +16,7 @@ from .attention import groups_in_place, masked_attention
 from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes, StaticMemory
 from .experts import experts_of_decoding
-from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
+from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
 
@@ -175,6 +175,7 @@ class TargetSession:
     def __post_init__(self) -> None:
         self.device = self.prompt.next_position.device
         self._listening = ExitStack()
+        self._mask_dtype = self.traits.attention.mask_dtype(self.dtype)
         self._has_ended = [False] * len(self.cache.lengths)
         # Plain decoding runs no later token, and a table of positions (without a rotary embedding) may end there.
         self._last_offset = self.max_new_tokens - 2
@@ -209,9 +210,8 @@ class TargetSession:
         position_ids = self._position_ids(tree)
         tree_masks = self.shapes.stage(_tree_masks, tree.tokens.shape[1])
         attention = self.traits.attention
-        dtype = attention.mask_dtype(self.dtype)
         # Attention is faster without a mask, where the implementation is known to do without one.
-        masks = tree_masks(tree, self.cache, dtype, self.traits.windows, attention.omits_masks)
+        masks = tree_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
