@@ -137,8 +137,8 @@ def recorded_drafts(
     cycles: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
     draft_tree = GumihoDrafter.draft
 
-    def recording(self: GumihoDrafter, committed: CommittedTokens, max_depth: int | None) -> DraftTree:
-        tree = draft_tree(self, committed)  # also at the end of a text as deep as vLLM drafts
+    def recording(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
+        tree = draft_tree(self, committed)
         tokens, states = committed.tokens, committed.drafter_input
         before = cycles[-1] if cycles else (tokens[0, :0], states[0, :0])
         assert tree.depths[0].tolist() == list(range(tree.tokens.shape[1]))

@@ -11,7 +11,7 @@ from transformers.generation import CandidateGenerator
 
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
-from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
+from ..tree.draft_tree import DraftTree, bare_root, limit_depth, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
 from ..verification.session import CommittedTokens, TargetSession
 from ..verification.target_states import TargetStates, head_for_drafting
@@ -144,7 +144,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             states: The target's states of the prompt.
             read_text: Takes an index for each row, and returns the row's tokens from it on.
             prompt_length: Tokens of the prompt in each row, padding included.
-            peek_noise: As in [`GumihoDrafter`].
+            peek_noise: Returns the Gumbel noise `(B, draws, K)` of the target's next draws; as in [`GumihoDrafter`].
             around_pass: As in [`GumihoDrafter`].
             prompt_chunk_size: As in [`GumihoDrafter`].
         """
@@ -203,17 +203,19 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
         branch = None
         if self.context is not None:
-            branch = self.context.draft(committed.tokens.device, self._run_lengths(num_missing or 0), max_depth)
+            branch = self.context.draft(committed.tokens.device, self._run_lengths(num_missing or 0))
         self.origin = self._next_origin(committed, is_run=branch is not None and branch.is_run)
         is_drafted = self.origin.source == "drafter"
         # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
         self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
         if not is_drafted:
-            return self._make_undrafted(branch)
+            return self._make_undrafted(branch, max_depth)
         committed, self._unread = CommittedTokens.join(self._unread), []
-        tree = self.draft(committed.to(self.device), max_depth).to(committed.tokens.device)
+        tree = self.draft(committed.to(self.device)).to(committed.tokens.device)
         self._num_drafted = tree.tokens.shape[1] - 1
-        return self._add_branch(tree, branch)
+        tree = self._add_branch(tree, branch)
+        # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
+        return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
 
     def _next_origin(self, committed: CommittedTokens, is_run: bool) -> DraftOrigin:
         """Counts the gain of the last cycle, and returns where the next tree comes from."""
@@ -240,13 +242,15 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             return range(0)
         return range(settings.num_assistant_tokens + 1, num_missing)
 
-    def _make_undrafted(self, branch: ContextBranch | None) -> DraftTree:
+    def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:
         """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""
         newest = self._unread[-1]
         root = last_of_rows(newest.tokens, newest.accepted_lengths).squeeze(1)
         if self.has_fixed_shapes:
             return self._add_branch(padded_root(root, self._num_drafted, self.settings.longest_path), branch)
-        return bare_root(root) if branch is None else single_path(root, branch.tokens, branch.log_probs.cumsum(dim=1))
+        if branch is None:
+            return bare_root(root)
+        return single_path(root, branch.tokens[:, :max_depth], branch.log_probs[:, :max_depth].cumsum(dim=1))
 
     def _add_branch(self, tree: DraftTree, branch: ContextBranch | None) -> DraftTree:
         """Returns the best nodes of a tree and a branch, as many as the tree has; of a chain, the better path."""

@@ -87,11 +87,8 @@ class GumihoDrafter:
 
     @torch.no_grad()
     @groups_in_place()
-    def draft(self, committed: CommittedTokens, max_depth: int | None = None) -> DraftTree:
-        """
-        Reads what was committed since the last draft, and drafts a tree under the last token of each row. With
-        `max_depth` no path is longer, except in fixed shapes.
-        """
+    def draft(self, committed: CommittedTokens) -> DraftTree:
+        """Reads what was committed since the last draft, and drafts a tree under the last token of each row."""
         noise = self._scaled_noise()
         if self._has_read_prompt and self.has_fixed_shapes:
             *older, newest = committed.split(self._max_committed)
@@ -108,8 +105,7 @@ class GumihoDrafter:
         else:
             feature = self._read_prompt(committed)
         root, position = (last_of_rows(tensor, lengths) for tensor in (tokens, position_ids))
-        depth = min(self.settings.tree_depth, max_depth or self.settings.tree_depth)
-        return self._grow_tree(root, feature, position, noise, depth)
+        return self._grow_tree(root, feature, position, noise)
 
     def _scaled_noise(self) -> torch.Tensor | None:
         """Returns the noise `(B, tree_depth, K)` of the coming draws, divided by the draft temperatures."""
@@ -164,7 +160,7 @@ class GumihoDrafter:
         features = self._read(tokens, drafter_input, position_ids, accepted_lengths)
         last = (accepted_lengths - 1).clamp(min=0)
         root, feature, position = (_pick(tensor, last) for tensor in (tokens, features, position_ids))
-        return self._grow_tree(root, feature, position, noise, self.settings.tree_depth)
+        return self._grow_tree(root, feature, position, noise)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
@@ -178,7 +174,6 @@ class GumihoDrafter:
         feature: torch.Tensor,
         position_ids: torch.Tensor,
         noise: torch.Tensor | None,
-        depth: int,
     ) -> DraftTree:
         """
         Drafts a tree.
@@ -188,16 +183,16 @@ class GumihoDrafter:
             feature (`(B, 1, H)`): The serial feature that predicts the token after them.
             position_ids (`(B, 1)`): The position of that feature.
             noise (`(B, tree_depth, K)`, *optional*): Scaled noise of each depth.
-            depth: Drafted tokens of the longest path.
         """
-        levels, path_inputs = self._draft_serially(feature, position_ids, noise, depth)
-        if depth > self._num_serial:
-            levels += self._draft_in_parallel(levels[-1], path_inputs, noise, depth)
+        levels, path_inputs = self._draft_serially(feature, position_ids, noise)
+        if self._num_heads > 0:
+            levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
         root_tokens = root_tokens.squeeze(1).to(levels[0].tokens.device)
-        return build_tree(root_tokens, levels, self.settings.num_assistant_tokens, depth, self.token_ids)
+        settings = self.settings
+        return build_tree(root_tokens, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
 
     def _draft_serially(
-        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None, depth: int
+        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
     ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
         """
         Drafts the serial tokens one after the other. The arguments are those of [`_grow_tree`].
@@ -209,7 +204,7 @@ class GumihoDrafter:
         level, levels = None, []
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
-        for step in range(1, min(self._num_serial, depth) + 1):
+        for step in range(1, self._num_serial + 1):
             found = self._topk(feature[:, None], settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
             if level is None:
@@ -217,7 +212,7 @@ class GumihoDrafter:
             else:
                 levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
             level = levels[-1].first(settings.branching_factor)
-            if step == depth:
+            if step == settings.tree_depth:
                 break
             # Each path has its own tokens, and the features that predict the next ones.
             parents = level.parents.to(feature.device)
@@ -233,11 +228,12 @@ class GumihoDrafter:
         return levels, path_inputs
 
     def _draft_in_parallel(
-        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None, depth: int
+        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None
     ) -> list[DraftLevel]:
         """Drafts all later tokens in one pass. Returns the levels of their combinations under the serial paths."""
-        settings, depths = self.settings, slice(self._num_serial, depth)
-        features = self._run_heads(torch.cat(path_inputs, dim=-1), depth - self._num_serial)
+        settings = self.settings
+        depths = slice(self._num_serial, settings.tree_depth)
+        features = self._run_heads(torch.cat(path_inputs, dim=-1))
         num_candidates = settings.beam if self._transitions is None else NUM_CANDIDATES
         tokens, log_probs = self._topk(features, num_candidates, depths, noise)
         if self._transitions is None:
@@ -310,12 +306,12 @@ class GumihoDrafter:
         mask = self.cache.attention_mask(visible, depths, dtype)
         return self._run_serial_head(fused, mask, position_ids)
 
-    def _run_heads(self, inputs: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Returns the features `(B, num_heads, paths, H)` of the first parallel heads."""
+    def _run_heads(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the features `(B, heads, paths, H)` of the parallel heads."""
         with self.around_pass():
             if self._head_weights is None:
-                return self.assistant_model.mlp(inputs)[:, :num_heads]
-            return run_batched_heads(self._head_weights, inputs, num_heads)
+                return self.assistant_model.mlp(inputs)[:, : self._num_heads]
+            return run_batched_heads(self._head_weights, inputs, self._num_heads)
 
 
 def _append_candidates(
