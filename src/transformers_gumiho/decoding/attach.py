@@ -18,8 +18,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from ..internals import named_arguments, prepared_request
+from ..model.checkpoint_files import find_packaged_folder, is_of_drafter
 from ..model.modeling_gumiho import GumihoModel
-from ..model.released_configs import find_packaged_folder, is_of_drafter
 from ..model.wrappers import unwrap_drafter, unwrap_model
 from ..user_errors import UserValueError
 from ..verification.continuation import check_multi_token_decode

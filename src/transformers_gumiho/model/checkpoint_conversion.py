@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from ..user_errors import UserValueError
+from .checkpoint_files import PLACES, plain_name, read_entry
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import vocabulary_fault
-from .weight_files import PLACES, plain_name, read_entry
 
 
 logger = logging.get_logger(__name__)

@@ -11,8 +11,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..user_errors import UserOSError, UserValueError
-from .damaged_files import damaged_json_named
-from .released_configs import as_drafter_fields, find_packaged_folder, released_names
+from .checkpoint_files import as_drafter_fields, damaged_json_named, find_packaged_folder, released_names
 from .target_shape import TargetLayers, embedding_width, state_width
 
 

@@ -13,9 +13,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..user_errors import UserValueError
+from .checkpoint_files import DamagedFileError, damaged_json_named, find_packaged_folder
 from .configuration_gumiho import GumihoConfig
-from .damaged_files import DamagedFileError, damaged_json_named
-from .released_configs import find_packaged_folder
 
 
 # Decoding settings that live in `GumihoModel.generation_config`. `None`, which they are unless set, stands for the

@@ -25,6 +25,7 @@ from .checkpoint_conversion import (
     set_surplus_heads_aside,
     set_transitions_aside,
 )
+from .checkpoint_files import damaged_weights_named
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
@@ -35,7 +36,6 @@ from .serial_head import SERIAL_HEADS
 from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, is_split
 from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unroll_serial_head
-from .weight_files import damaged_weights_named
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
