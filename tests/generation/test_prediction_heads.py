@@ -48,7 +48,7 @@ def test_the_head_for_drafts_makes_the_targets_own_logits(model_type: str) -> No
     assert states.shape[2] == GumihoConfig.from_target(target.config).model.hidden_size
 
 
-# Passes of RoFormer behind a cache are not exact in the oldest supported release.
+# Passes of RoFormer after a cache are not exact in the oldest supported release.
 @pytest.mark.parametrize("model_type", [model_type for model_type in HEADS if model_type != "roformer"])
 def test_texts_equal_plain(model_type: str) -> None:
     target = make_target(model_type)

@@ -57,7 +57,7 @@ def drafted_log_probs(
 
 
 def draft_feature(drafter: GumihoModel, ids: torch.Tensor, states: torch.Tensor, depth: int) -> torch.Tensor:
-    """Returns the feature that drafts a token `depth` behind the root, the newest token that there is a state for."""
+    """Returns the feature that drafts a token `depth` after the root, the newest token that there is a state for."""
     fused, num_roots = [], states.shape[1]
     for step in range(min(depth, drafter.config.num_serial_tokens)):
         feature = drafter(ids[:, 1 : num_roots + 1 + step], states).serial_features[:, -1:]

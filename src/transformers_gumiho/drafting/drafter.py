@@ -14,7 +14,7 @@ from ..model.parallel_heads import run_batched_heads
 from ..model.transition import NUM_CANDIDATES
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..uploads import upload
-from ..verification.attention import groups_in_place
+from ..verification.attention import gqa_without_copies
 from ..verification.attention_kind import attention_kind
 from ..verification.cycle_shapes import CycleShapes
 from ..verification.session import CommittedTokens
@@ -86,7 +86,7 @@ class GumihoDrafter:
         return self.shapes.are_fixed
 
     @torch.no_grad()
-    @groups_in_place()
+    @gqa_without_copies()
     def draft(self, committed: CommittedTokens) -> DraftTree:
         """Reads what was committed since the last draft, and drafts a tree under the last token of each row."""
         noise = self._scaled_noise()

@@ -18,12 +18,12 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from ..user_errors import UserValueError
 from .checkpoint_conversion import (
+    accept_new_fusion,
+    accept_transitions,
     adopt_released_vocabulary,
     check_fit,
+    drop_extra_heads,
     entry_token_ids,
-    set_new_fusion_aside,
-    set_surplus_heads_aside,
-    set_transitions_aside,
 )
 from .checkpoint_files import damaged_weights_named
 from .companion_files import SavingMixin
@@ -218,11 +218,11 @@ class GumihoModel(GumihoPreTrainedModel):
             )
         model.load_generation_config(kwargs)
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
-        info["missing_keys"] = set_new_fusion_aside(info, config, name, kwargs)
-        unexpected, info["missing_keys"] = set_transitions_aside(
+        info["missing_keys"] = accept_new_fusion(info, config, name, kwargs)
+        unexpected, info["missing_keys"] = accept_transitions(
             info["unexpected_keys"], info["missing_keys"], config, name
         )
-        unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
+        unexpected = drop_extra_heads(unexpected, config, settings, name)
         info["unexpected_keys"] = adopt_released_vocabulary(model, unexpected, name, kwargs)
         check_fit(info, name, allow_mismatch)
         if config.draft_vocab_size is not None:
@@ -398,6 +398,6 @@ class GumihoModel(GumihoPreTrainedModel):
         if self.transition is None:
             return features
         above = self.embed_tokens(input_ids[:, self.config.num_serial_tokens :])
-        # Behind the end of the text nothing counts.
+        # After the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))

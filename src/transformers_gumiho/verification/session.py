@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..tree.draft_tree import DraftTree, bare_root
 from ..tree.walk import AcceptedPath, pick
 from ..uploads import upload
-from .attention import groups_in_place, masked_attention
+from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes, StaticMemory
 from .experts import experts_of_decoding
@@ -303,7 +303,7 @@ class TargetSession:
         """Returns the output for `num_tokens` tokens in each row, and the states that were captured."""
         # The condition of `generate()`.
         is_step_of_decoding = num_tokens == 1 and self.model.device.type != "cpu"
-        with groups_in_place(), experts_of_decoding() if is_step_of_decoding else nullcontext():
+        with gqa_without_copies(), experts_of_decoding() if is_step_of_decoding else nullcontext():
             return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:
