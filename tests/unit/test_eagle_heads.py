@@ -56,7 +56,7 @@ def assert_drafts_as(head: EagleHead, drafter: GumihoModel, target: PreTrainedMo
     head.bind(target)
     drafter.share_embedding(target)
     score, token_ids = head_for_drafting(target, drafter, None, target.device, target.dtype)
-    read = FeatureReader(target, drafter.config.layers_read(target.config)).read(IDS[None, :-1]).drafter_input
+    read = FeatureReader(target, drafter.config.layers_read(target.config)).read(IDS[None, :-1]).target_states
     tokens, states = IDS[None, 1:], drafter.read_target(read)
     expected_states = head.states(target, IDS[:-1])
     expected = head.logits(head.features(IDS[1:], expected_states))

@@ -139,7 +139,7 @@ def recorded_drafts(
 
     def recording(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
         tree = draft_tree(self, committed)
-        tokens, states = committed.tokens, committed.drafter_input
+        tokens, states = committed.tokens, committed.target_states
         before = cycles[-1] if cycles else (tokens[0, :0], states[0, :0])
         assert tree.depths[0].tolist() == list(range(tree.tokens.shape[1]))
         cycles.append(

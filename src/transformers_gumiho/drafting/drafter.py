@@ -101,7 +101,7 @@ class GumihoDrafter:
             return tree
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
         if self._has_read_prompt:
-            feature = last_of_rows(self._read(tokens, committed.drafter_input, position_ids, lengths), lengths)
+            feature = last_of_rows(self._read(tokens, committed.target_states, position_ids, lengths), lengths)
         else:
             feature = self._read_prompt(committed)
         root, position = (last_of_rows(tensor, lengths) for tensor in (tokens, position_ids))
@@ -120,7 +120,7 @@ class GumihoDrafter:
         chunk_size = self.prompt_chunk_size or num_tokens
         for start in range(0, num_tokens, chunk_size):
             chunk = slice(start, min(start + chunk_size, num_tokens))
-            fused = self._fuse(prompt.tokens[:, chunk], prompt.drafter_input[:, chunk], are_targets=True)
+            fused = self._fuse(prompt.tokens[:, chunk], prompt.target_states[:, chunk], are_targets=True)
             seen = None if mask is None else mask[:, : chunk.stop]
             features = self._run_serial_head(fused, seen, prompt.position_ids[:, chunk])
             self.cache.commit([chunk.stop - start] * num_rows)
@@ -131,7 +131,7 @@ class GumihoDrafter:
     def _read(
         self,
         tokens: torch.Tensor,
-        drafter_input: torch.Tensor,
+        target_states: torch.Tensor,
         position_ids: torch.Tensor,
         accepted_lengths: list[int] | torch.Tensor,
     ) -> torch.Tensor:
@@ -140,7 +140,7 @@ class GumihoDrafter:
         causal, offsets = self._causal[:, :n, :n], self._offsets[:, :n]
         if n > self._max_committed:
             causal, offsets = self._causal_block(n)
-        fused = self._fuse(tokens, drafter_input, are_targets=True)
+        fused = self._fuse(tokens, target_states, are_targets=True)
         features = self._run_block(fused, causal, offsets, position_ids)
         if isinstance(accepted_lengths, torch.Tensor):
             self.cache.commit_on_device(accepted_lengths)
@@ -151,13 +151,13 @@ class GumihoDrafter:
     def _draft_in_fixed_shapes(
         self,
         tokens: torch.Tensor,
-        drafter_input: torch.Tensor,
+        target_states: torch.Tensor,
         position_ids: torch.Tensor,
         accepted_lengths: torch.Tensor,
         noise: torch.Tensor | None,
     ) -> DraftTree:
         """As [`draft`] after the prompt, with `accepted_lengths` `(B,)` on the device."""
-        features = self._read(tokens, drafter_input, position_ids, accepted_lengths)
+        features = self._read(tokens, target_states, position_ids, accepted_lengths)
         last = (accepted_lengths - 1).clamp(min=0)
         root, feature, position = (_pick(tensor, last) for tensor in (tokens, features, position_ids))
         return self._grow_tree(root, feature, position, noise)
@@ -353,4 +353,4 @@ def _stage_inputs(committed: CommittedTokens) -> tuple[torch.Tensor, ...]:
     # A single row has the strides of the buffer that it was cut from, and these change.
     tokens = committed.tokens.flatten().view(committed.tokens.shape)
     lengths = upload(committed.accepted_lengths, tokens.device)
-    return tokens, committed.drafter_input, committed.position_ids, lengths
+    return tokens, committed.target_states, committed.position_ids, lengths

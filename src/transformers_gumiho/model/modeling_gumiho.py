@@ -244,16 +244,16 @@ class GumihoModel(GumihoPreTrainedModel):
         embeddings = self.embed_tokens(input_ids)
         return self.serial_head.fuse(self, embeddings, hidden_states.to(embeddings))
 
-    def read_target(self, drafter_input: torch.Tensor) -> torch.Tensor:
+    def read_target(self, target_states: torch.Tensor) -> torch.Tensor:
         """
         Returns the state that [`fuse`] takes for each token that the target has read. (For later tokens it takes the
         drafter's own features.)
 
         Args:
-            drafter_input (`(B, T, k * H)`): The target's states of the layers that the drafter reads, side by side;
+            target_states (`(B, T, k * H)`): The target's states of the layers that the drafter reads, side by side;
                 without such, its last ones `(B, T, H)`, which are returned.
         """
-        return self.serial_head.read_target(self, drafter_input)
+        return self.serial_head.read_target(self, target_states)
 
     def run_serial_head(
         self,

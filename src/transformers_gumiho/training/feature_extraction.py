@@ -228,7 +228,7 @@ def _extract(
         found = {"hidden_states": stored_states(states.last, dtype)}
         if features.layer_ids is not None:
             width = len(kept_layers(features.layer_ids, features.config)) * states.last.shape[-1]
-            found["layer_states"] = stored_states(states.drafter_input[..., :width], dtype)
+            found["layer_states"] = stored_states(states.target_states[..., :width], dtype)
         for index, row in enumerate(chosen):
             length = len(row["input_ids"])
             tokens = {name: torch.tensor(row[name], dtype=torch.int32, device="cpu") for name in manifest.columns}

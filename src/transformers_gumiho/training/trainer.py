@@ -343,7 +343,7 @@ class GumihoTrainer(Trainer):
 
     def drafter_input(self, states: TargetStates) -> torch.Tensor:
         """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
-        return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
+        return states.last if self.drafter.config.target_layer_ids is None else states.target_states
 
     def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
         """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""

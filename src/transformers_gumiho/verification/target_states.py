@@ -31,19 +31,19 @@ class TargetStates:
     Target hidden states. For most drafters both are one tensor.
 
     Attributes:
-        drafter_input (`(B, T, H_in)`): What the drafter reads: the last states, or those of its `target_layer_ids`
+        target_states (`(B, T, H_in)`): What the drafter reads: the last states, or those of its `target_layer_ids`
             side by side.
         last (`(B, T, H)`): What the output projection reads, mostly after the final norm. The drafter's predictions
             are compared with these.
     """
 
-    drafter_input: torch.Tensor
+    target_states: torch.Tensor
     last: torch.Tensor
 
     @classmethod
     def from_last(cls, last: torch.Tensor) -> "TargetStates":
         """Returns the states for a drafter that reads the last ones `(B, T, H)`."""
-        return cls(drafter_input=last, last=last)
+        return cls(target_states=last, last=last)
 
     def newest(self, num_tokens: int) -> "TargetStates":
         """Returns the states of the last `num_tokens` tokens."""
@@ -56,7 +56,7 @@ class TargetStates:
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TargetStates":
         last = function(self.last)
-        return TargetStates(last if self.drafter_input is self.last else function(self.drafter_input), last)
+        return TargetStates(last if self.target_states is self.last else function(self.target_states), last)
 
 
 def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> Any:
