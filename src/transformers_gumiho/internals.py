@@ -94,7 +94,14 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP),
     # The loss is averaged over the drafted positions of all batches of a step; and a diverged drafter must not
     # overwrite a good checkpoint.
-    "transformers.Trainer": ("_get_num_items_in_batch", "_prepare_inputs", "_save_checkpoint"),
+    # Lengths of cached rows are known without reading the rows.
+    "transformers.Trainer": (
+        "_get_eval_sampler",
+        "_get_num_items_in_batch",
+        "_get_train_sampler",
+        "_prepare_inputs",
+        "_save_checkpoint",
+    ),
 }
 
 
@@ -484,8 +491,3 @@ def drive_one_device(args: Any) -> None:
     in `DataParallel` if there are several.
     """
     args._n_gpu = min(args.n_gpu, 1)
-
-
-def dataset_fingerprint(dataset: Any) -> str | None:
-    """Returns the fingerprint of a dataset, which changes with its rows; `None` for a stream."""
-    return getattr(dataset, "_fingerprint", None)

@@ -17,6 +17,67 @@ except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 
+_BESIDE = ".settings.json"
+
+
+class Record:
+    """
+    What a result was made from, in a JSON file next to it, and whether it is finished.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        made_from: The values by name; empty where nothing is recorded yet.
+        is_finished: Whether the result is complete.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.made_from: dict[str, Any] = {}
+        self.is_finished = False
+        if not path.exists():
+            return
+        try:
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
+            self.made_from, self.is_finished = dict(found["made_from"]), bool(found["is_finished"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserValueError(
+                f"{str(path)!r} is damaged. It says what the files next to it were made from. Delete it to continue "
+                f"with the current settings; what was made with others stays."
+            ) from error
+
+    def check(self, made_from: dict[str, Any], way_out: str) -> None:
+        """Raises `ValueError` for values that differ from the recorded ones. A name that the record lacks is new."""
+        before, now = self.made_from, json.loads(json.dumps(made_from))  # as it is read again
+        changed = [
+            f"{name} ({before[name]}, now {now[name]})"
+            for name in sorted(now)
+            if name in before and before[name] != now[name]
+        ]
+        if changed:
+            name = str(self.path).removesuffix(_BESIDE)
+            raise UserValueError(f"{name!r} was created with different settings: {', '.join(changed)}. {way_out}")
+
+    def write(self, made_from: dict[str, Any], is_finished: bool = False) -> None:
+        """
+        Writes the file completely or not at all.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        self.made_from, self.is_finished = made_from, is_finished
+        unfinished = self.path.with_name(self.path.name + ".unfinished")
+        with _file_named(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"made_from": made_from, "is_finished": is_finished}, indent=2)
+            unfinished.write_text(text, encoding="utf-8")
+            os.replace(unfinished, self.path)
+
+
 def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
     """
     Writes the settings of a file next to it, or compares them with those that are there.
@@ -25,35 +86,17 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
         ValueError: The file was begun with other settings, or the file of the settings is damaged.
         OSError: The disk is full. What was written before stays.
     """
-    beside = settings_file(path)
-    if path.exists() and path.stat().st_size and beside.exists():
-        before = _read_settings(beside, path)
-        if changed := sorted(name for name in settings if before.get(name) != settings[name]):
-            raise UserValueError(
-                f"{str(path)!r} was created with different settings: {', '.join(changed)}. Write into another file "
-                f"or delete this one."
-            )
-        return
-    # Written completely or not at all, because the settings are recorded nowhere else.
-    unfinished = beside.with_name(beside.name + ".unfinished")
-    with _file_named(beside):
-        unfinished.write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        os.replace(unfinished, beside)
+    has_rows = path.exists() and path.stat().st_size > 0
+    if has_rows and settings_file(path).exists():
+        Record(settings_file(path)).check(settings, "Write into another file or delete this one.")
+    else:
+        settings_file(path).unlink(missing_ok=True)
+        Record(settings_file(path)).write(settings)
 
 
 def settings_file(path: Path) -> Path:
     """Returns the path of the file with the settings of a file."""
-    return path.with_name(path.name + ".settings.json")
-
-
-def _read_settings(beside: Path, path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(beside.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserValueError(
-            f"{str(beside)!r} is damaged. It holds the settings of {str(path)!r}. Delete it to continue with the "
-            f"current settings; rows that were written with others stay."
-        ) from error
+    return path.with_name(path.name + _BESIDE)
 
 
 def cut_unfinished_batch(path: Path, batch_size: int) -> int:

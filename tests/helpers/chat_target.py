@@ -12,15 +12,15 @@ def make_chat_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokeniz
     return tokenizer
 
 
-def make_chat_target(mean_length: float = 15, seed: int = 1, hidden_size: int = 32) -> PreTrainedModel:
+def make_chat_target(mean_length: float = 15, seed: int = 1, num_heads: int = 4) -> PreTrainedModel:
     """Returns a random target whose texts have about so many tokens where they are sampled."""
     torch.manual_seed(seed)
     tokenizer = make_chat_tokenizer()
     end = tokenizer.eos_token_id
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=end, pad_token_id=0,
-        initializer_range=0.3,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=num_heads, num_key_value_heads=(num_heads + 1) // 2, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=end, pad_token_id=0, initializer_range=0.3,
     )  # fmt: skip
     target = LlamaForCausalLM(config).eval()
     # A coordinate that is large in every state tells nothing, so its weight is a bias of the end's logit.

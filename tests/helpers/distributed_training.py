@@ -32,14 +32,16 @@ def train(run: str, folder: Path) -> None:
 
     Args:
         run: `alone` has batches of four; `whole` has batches of one, two of them to a step, in each of two processes;
-            `resumed` goes on from its first checkpoint; `streamed` has batches of two from a stream.
+            `resumed` goes on from its first checkpoint; `streamed` has batches of two from a stream; `alone_muon` and
+            `muon` are `alone` and `whole` with Muon.
         folder: Of all runs.
     """
-    batch_size = {"alone": 4, "whole": 1, "resumed": 1, "streamed": 2}[run]
+    batch_size = {"alone": 4, "alone_muon": 4, "streamed": 2}.get(run, 1)
     args = make_args(
         folder / run, max_steps=6, per_device_train_batch_size=batch_size, per_device_eval_batch_size=3,
         gradient_accumulation_steps=4 // batch_size // int(os.environ.get("WORLD_SIZE", "1")),
         save_strategy="steps", save_steps=3, unroll_serial_head=True, train_sampling_strategy="sequential",
+        muon="muon" in run,
     )  # fmt: skip
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         allow_fsdp_on_cpu()

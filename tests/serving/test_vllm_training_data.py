@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from training_data import MESSAGES
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from transformers_gumiho.training import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_dataset
+from transformers_gumiho.training.writing.requests import Request
 
 
 # Thinks, and drops its earlier thoughts, as Qwen3's template does.
@@ -38,13 +40,15 @@ TOOLS = [{"type": "function", "function": {"name": "list_paths", "parameters": {
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Path]:
     """A target that writes marks of reasoning and of its end wherever they come to it."""
-    tokenizer, target = make_chat_tokenizer(THINKING), make_chat_target(hidden_size=128)
+    tokenizer, target = make_chat_tokenizer(THINKING), make_chat_target(num_heads=1)
     tokenizer.add_tokens(["<think>", "</think>"])
     target.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    with torch.no_grad():  # as likely as the tokens that come most often
-        marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-        target.lm_head.weight[marks] = target.lm_head.weight[:50].mean(dim=0) * torch.tensor([[1.0], [1.1]])
-        target.lm_head.weight[marks, 0] = target.lm_head.weight[tokenizer.eos_token_id, 0]
+    prompts = [tokenizer(f"import what, in {index}?")["input_ids"] for index in range(8)]
+    answers = LocalEngine(target).complete([Request(prompt, 40, None, 0) for prompt in prompts])
+    written = Counter(token for answer, _ in answers for token in answer if token != tokenizer.eos_token_id)
+    with torch.no_grad():  # the marks come in the place of the tokens that come most often
+        marks, tokens = tokenizer.convert_tokens_to_ids(["<think>", "</think>"]), written.most_common(2)
+        target.lm_head.weight[marks] = target.lm_head.weight[[token for token, _ in tokens]] * 1.05
     target.generation_config.do_sample = False
     folder = tmp_path_factory.mktemp("thinker")
     target.save_pretrained(folder)
@@ -98,7 +102,8 @@ def test_a_server_writes_what_the_target_writes_here(
     assert "list_paths" in tokenizer.decode(found[2]["generations"][0]["prompt_ids"])
     assert tokenizer.decode(found[3]["generations"][0]["prompt_ids"]).endswith("<think>\n\n</think>\n\n")
     assert any("<think>" in row["messages"][-1]["content"] for row in found if "messages" in row)
-    assert {row["ended"] for row in found if "messages" in row} == {True, False}
+    assert all(row["generations"][-1]["answer_ids"][-1] == tokenizer.eos_token_id for row in found if row.get("ended"))
+    assert any(row.get("ended") for row in found)
     # What it refuses costs its row alone, and a share that is sampled is sampled.
     rows[1]["messages"] = [{"role": "user", "content": "import os\n" * 100}]
     more = WritingSettings(max_length=500, max_new_tokens=40, sampling=Sampling(share=0.5))

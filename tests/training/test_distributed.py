@@ -35,6 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process with batches of four."""
     folder = tmp_path_factory.mktemp("alone")
     train("alone", folder)
+    train("alone_muon", folder)
     return folder / "alone"
 
 
@@ -44,7 +45,8 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if request.param == "zero3":
         pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp(request.param)
-    runs = ["whole", "resumed", *(["streamed"] if request.param == "ddp" else [])]
+    further = {"ddp": ["streamed", "muon"], "fsdp": ["muon"], "zero3": []}
+    runs = ["whole", "resumed", *further[request.param]]
     command = [*LAUNCH, *MODES[request.param], str(SCRIPT), str(folder), *runs]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -72,6 +74,14 @@ def test_two_processes_train_as_one_does(together: tuple[str, Path], alone: Path
     resumed = curve_of(folder / "resumed")
     assert resumed[-1].pop("sharded") == (mode != "ddp")
     assert resumed[-1] == pytest.approx(curve[-1], rel=1e-4)
+
+
+@pytest.mark.parametrize("together", ["ddp", "fsdp"], indirect=True)
+def test_two_processes_train_with_muon_as_one_does(together: tuple[str, Path], alone: Path) -> None:
+    ours, theirs = curve_of(together[1] / "muon"), curve_of(alone.with_name("alone_muon"))
+    for step, of_one in zip(ours[:-1], theirs[:-1], strict=True):
+        assert step == pytest.approx(of_one, rel=1e-2)  # Muon computes in bfloat16
+    assert ours[-2]["loss"] != pytest.approx(curve_of(alone)[-2]["loss"], rel=2e-2)  # that of AdamW
 
 
 @pytest.mark.parametrize("together", ["ddp"], indirect=True)

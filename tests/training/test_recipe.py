@@ -15,7 +15,7 @@ from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.recipe import stages, writing
+from transformers_gumiho.recipe import writing
 from transformers_gumiho.recipe.arguments import WritingArguments
 from transformers_gumiho.training import FeatureDataset, feature_extraction
 from transformers_gumiho.training.data.usable_rows import held_out_numbers
@@ -73,11 +73,12 @@ def test_one_command_makes_a_drafter_from_nothing(
     output = capsys.readouterr()
     plan, *_ = output.out.partition("[1/5]")
     for stage in ("write", "features", "train", "tune", "evaluate", "all"):
-        assert re.search(rf"^{stage} +[\d.]+ [GM]B +[\d.]+ [GM]B +[\d.]+ (minutes|hours)$", plan, re.MULTILINE)
+        assert re.search(rf"^{stage} +[\d.]+ [GM]B +[\d.]+ [GM]B$", plan, re.MULTILINE)
     for bar in ("target answers", "extracting features", "decoding in turns", "decoding:"):
         assert bar in output.err
     assert "tokens/s" in output.err
-    assert "train_tokens_per_second" in output.out
+    assert re.search(r"serial 1/2  step 2/4  .*tokens/s  .*agreement .*expected [\d.]+ tokens per pass", output.out)
+    assert "heads 2/2  step 4/4" in output.out
     drafter = check_drafter(tmp_path / "gumiho")
     assert drafter.config.transition_rank == 64
     assert drafter.generation_config.break_even is not None  # it was tuned for this machine
@@ -96,7 +97,7 @@ def test_one_command_makes_a_drafter_from_nothing(
     # Run again, it has nothing left to do.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "gumiho").glob("*.*")}
     gumiho(*command)
-    assert capsys.readouterr().out.count("finished before") == 5
+    assert capsys.readouterr().out.count("finished before") == 6  # the training has two phases
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "gumiho").glob("*.*")} == before
 
 
@@ -124,7 +125,7 @@ def test_a_stopped_run_continues_to_the_same_drafter(
 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, run)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(SystemExit, match="130"):
                 gumiho(*command("stopped"))
 
     stop_after(answer_file, "append_rows", 1)
@@ -243,20 +244,6 @@ def test_a_plan_counts_the_last_layer_once(questions: str, tmp_path: Path, capsy
         (found,) = re.findall(r"^features +([\d.]+) MB", capsys.readouterr().out, flags=re.MULTILINE)
         sizes.append(float(found))
     assert sizes[1] == sizes[2] == pytest.approx(2 * sizes[0], rel=0.1)
-
-
-def test_a_file_without_its_marks_is_looked_at_again(tmp_path: Path) -> None:
-    """Which stages are finished is written to the end or not at all; without it, stages look at what they find."""
-    (tmp_path / "finished.json").write_text('{"write"')
-    finished = stages.Finished(tmp_path / "finished.json")
-    assert not finished.has("write", {})
-    finished.add("write", {"a": 1})
-    finished.add("features", {"a": 1})
-    again = stages.Finished(tmp_path / "finished.json")
-    assert again.has("features", {"a": 1})
-    assert not again.has("features", {"a": 2})
-    again.add("write", {"a": 2})
-    assert not stages.Finished(tmp_path / "finished.json").has("features", {"a": 1}), "it was made from other answers"
 
 
 @pytest.mark.parametrize(

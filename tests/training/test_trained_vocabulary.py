@@ -7,6 +7,7 @@ import pytest
 import torch
 import trainers
 from datasets import Dataset, IterableDataset
+from eager_loss import gumiho_loss
 from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Subset
@@ -20,7 +21,6 @@ from transformers_gumiho.training import (
     FeatureDataset,
     GumihoDataCollator,
     draft_vocabulary,
-    gumiho_loss,
     write_feature_cache,
 )
 from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens

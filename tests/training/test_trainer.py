@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from datasets import IterableDataset
+from eager_loss import gumiho_loss
 from huggingface_hub import HfApi
 from origins import Origins
 from safetensors import safe_open
@@ -30,7 +31,6 @@ from transformers import (
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.decoding.observers import observing
 from transformers_gumiho.internals import adopt_attention_implementation
-from transformers_gumiho.losses.eager import gumiho_loss
 from transformers_gumiho.training import GumihoDataCollator, GumihoTrainer, measure_acceptance
 
 
@@ -207,15 +207,15 @@ def test_a_quantized_target_is_imitated_as_it_is(tmp_path: Path) -> None:
     assert losses_of(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(("broken", "muon"), [(False, False), (True, False), (False, True)])
 def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
-    target: PreTrainedModel, tmp_path: Path, broken: bool
+    target: PreTrainedModel, tmp_path: Path, broken: bool, muon: bool
 ) -> None:
     settings = {
         "max_steps": 12, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 3,
         "eval_strategy": "steps", "eval_steps": 4,
         "acceptance_prompts": [torch.tensor([1, 2])], "acceptance_max_new_tokens": 8,
-        "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine",
+        "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "muon": muon,
     }  # fmt: skip
     whole = make_trainer(target, tmp_path / "whole", **settings)
     whole.train()
@@ -492,6 +492,8 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_trainer(target, tmp_path, other)
     with pytest.raises(ValueError, match="`remove_unused_columns=True` would drop the loss mask"):
         make_args(tmp_path, remove_unused_columns=True)
+    with pytest.raises(ValueError, match="`batch_eval_metrics=True` asks for metrics batch by batch"):
+        make_args(tmp_path, batch_eval_metrics=True)
     flash = make_drafter(target)
     adopt_attention_implementation(flash.config, LlamaConfig(attn_implementation="flash_attention_2"))
     with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):

@@ -53,6 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "tuning",
         "pairs",
         "options",
+        "resumable_file",
         "text_files",
     },
     "presenting": {

@@ -20,7 +20,6 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from datasets import Dataset
 from targets import make_drafter, make_target
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, StaticCache, TrainingArguments
@@ -57,6 +56,8 @@ SIGNATURES = {
     "transformers.PreTrainedModel._upload_modified_files": "self, working_dir, repo_id, files_timestamps",
     "transformers.PreTrainedModel.should_save_on_this_rank": "self, is_main_process",
     "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
+    "transformers.Trainer._get_eval_sampler": "self, eval_dataset",
+    "transformers.Trainer._get_train_sampler": "self, train_dataset",
     "transformers.Trainer._prepare_inputs": "self, inputs",
     "transformers.Trainer._save_checkpoint": "self, model, trial",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
@@ -225,11 +226,3 @@ def test_a_trainer_drives_one_device(tmp_path: Path) -> None:
     assert args.n_gpu == 4
     internals.drive_one_device(args)
     assert args.n_gpu == 1
-
-
-def test_a_table_is_known_by_its_rows_and_a_stream_is_not() -> None:
-    rows = [Dataset.from_dict({"a": [number]}) for number in (1, 2)]
-    prints = [internals.dataset_fingerprint(dataset) for dataset in (*rows, rows[0].map(lambda row: {"b": row["a"]}))]
-    assert len({*prints}) == 3
-    assert all(prints)
-    assert internals.dataset_fingerprint({"a": 1}) is None

@@ -1,4 +1,4 @@
-"""The loss of a drafter in pieces: `gumiho_loss` with the logits of a few hundred positions at a time.
+"""The loss of a drafter, with the logits of a few hundred positions at a time.
 
 The output head is frozen, so each piece can compute its loss *and* the gradient of its features, and let its logits
 go. What stays is one gradient as large as the features. Nothing is computed twice, and nothing at positions that do
@@ -35,16 +35,30 @@ def chunked_gumiho_loss(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
-    Computes what [`gumiho_loss`] computes, with at most `chunk_size` rows of logits of the drafter, and as many of the
-    target, at a time. Its arguments have the same meaning; a term of weight zero is not computed.
+    Computes the loss of a drafter on a batch of text: the sum over its predictors of `w_f * smooth_l1(f, h)` and
+    `w_ce * cross_entropy(lm_head(f), lm_head(h))`, for the feature f that predicts state h. Source: arXiv 2503.10135,
+    with the weights and shifts of the published training code. A term of weight zero is not computed.
+
+    `B` batch size, `L` tokens of text, `H` hidden size.
 
     Args:
+        output: The drafter's output for tokens `x_1 ..` and states `.. h_{L-2}`.
+        hidden_states (`(B, L, H)`): The target's last hidden states of the text.
+        lm_head: The target's output head.
+        loss_mask (`(B, L)`): 1 at the states that count as targets.
+        weights: See [`LossWeights`].
+        position_ids (`(B, L)`, *optional*): The position of each token in its own text, where a row holds several.
+            No prediction counts across two texts.
         counts (`(Q,)`, *optional*): The number of positions that each term is to be averaged over, where the batch is
             a part of a larger one. By default those of this batch.
-        chunk_size: Rows of logits held at a time.
+        chunk_size: Rows of logits of the drafter, and as many of the target, that are held at a time.
 
     Returns:
-        The loss and its unweighted terms, as in [`gumiho_loss`], each of a single number.
+        The loss and its unweighted terms: `serial_feature`, `serial_ce`, `parallel_i_feature` and so on, each
+        averaged over the positions it has.
+
+    Raises:
+        ValueError: The output lacks the features of a head.
     """
     predictions = predictions_of(output, weights or LossWeights())
     selected = select_positions(predictions, hidden_states, loss_mask, position_ids)

@@ -35,7 +35,7 @@ def select_positions(
     loss_mask: torch.Tensor,
     position_ids: torch.Tensor | None = None,
 ) -> SelectedPositions:
-    """Gathers the positions that count; arguments as in [`gumiho_loss`]."""
+    """Gathers the positions that count; arguments as in [`chunked_gumiho_loss`]."""
     rows, columns = loss_mask.nonzero(as_tuple=True)
     # The text must be old enough at a state to hold the position that predicts it.
     positions = columns if position_ids is None else position_ids[rows, columns]

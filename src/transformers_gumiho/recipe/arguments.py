@@ -106,10 +106,21 @@ class RecipeArguments(WritingArguments):
 
     recipe: str = option(f"How to train: {' or '.join(RECIPES)}.", "recommended")
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
-    plan: bool = option("Print the plan (disk, memory, time) and stop.", False)
+    restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
+    config: Path | None = option("File with defaults, in the form of the package's `recipe/defaults.yaml`.")
+    plan: bool = option("Print the plan (disk and memory) and stop.", False)
+    ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
     regenerate: bool = option("Let the target answer the data; `false` trains on the answers in it.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
-    cache_features: bool = option("Run the target once and keep its states; `false` runs it in every step.", True)
+    cache_features: str = option(
+        "`true` runs the target once and keeps its states; `false` runs it in every step; `auto` keeps them where the "
+        "disk has room and the data is passed more than once.",
+        "auto",
+    )
+    features_batch_tokens: int = option("Tokens that the target reads at a time to keep their states.", 2048)
+    tokens_per_step: int | None = option(
+        "Tokens of a step over all processes, on average (default: --per_device_train_batch_size rows)."
+    )
     features_dtype: str = option("Precision of the cached features.", "bfloat16")
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = option("Processes that prepare the data.")
@@ -134,6 +145,8 @@ class RecipeArguments(WritingArguments):
             raise UserValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
         if unknown := set(self.stages) - set(STAGES):
             raise UserValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
+        if self.cache_features not in ("auto", "true", "false"):
+            raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
             super().check()
         elif self.data is not None:
@@ -152,7 +165,7 @@ class RecipeArguments(WritingArguments):
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
-    if args.num_acceptance_prompts and (args.features is not None or args.cache_features):
+    if args.num_acceptance_prompts and (args.features is not None or args.cache_features == "true"):
         raise UserValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
     if args.lora_rank and part:
         raise UserValueError(
@@ -170,8 +183,8 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
 
 def parse(kinds: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
     """Returns an object of each kind. `defaults` replace those of options that `words` does not give."""
-    known = {item.name for kind in kinds for item in fields(kind)}
-    defaults = {option: value for option, value in defaults.items() if option in known}
+    if unknown := set(defaults) - {item.name for kind in kinds for item in fields(kind)}:
+        raise UserValueError(f"There is no option {min(unknown)!r}, which --config gives. See `gumiho {name} --help`.")
     output = "--output_dir DIR" if name == "train" else "--output_file FILE"
     usage = f"--target NAME --data FILE|DATASET|none {output}"
     groups = HELP if name == "train" else None
@@ -183,7 +196,8 @@ HELP = {
     "target and data": [
         "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
         "chat_template_kwargs",
-        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "plan", "num_proc",
+        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "config",
+        "plan", "ignore_plan", "num_proc",
     ],
     "answers of the target": [
         "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
@@ -193,8 +207,9 @@ HELP = {
         "draft_vocabulary_size",
     ],
     "training": [
-        "num_train_epochs", "learning_rate", "warmup_steps", "per_device_train_batch_size", "packing",
-        "cache_features", "features_dtype", "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
+        "num_train_epochs", "learning_rate", "warmup_steps", "per_device_train_batch_size", "tokens_per_step",
+        "muon", "packing", "cache_features", "features_dtype", "features_batch_tokens",
+        "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
     ],
     "loss": [
         "feature_weight", "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start", "parallel_decay",

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from accelerate import PartialState
 
 from ..training import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
+from .defaults import device_defaults
 from .recipes import RECIPES, Phase
 from .stages import Run
 from .writing import load_tokenizer, write_answers
@@ -47,7 +48,10 @@ def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], out
         check_training(args, phase, has_drafter=args.drafter is not None or number > 0)
     (Path(output_dir) / "work").mkdir(parents=True, exist_ok=True)
     run = Run(args, phases, Path(output_dir))
-    run.plan()
+    if args.restart is not None and not args.plan:
+        run.forget(args.restart)
+    if args.plan or not run.has_begun:
+        run.plan()
     if not args.plan:
         run.run()
 
@@ -65,6 +69,7 @@ def run_train_command(words: Sequence[str]) -> None:
     if args.packing is None:
         args.packing = RECIPES[args.recipe].packing
     train(args, phases_of(words, args, training_args), training_args.output_dir)
+    PartialState().destroy_process_group()  # of several processes, of which one would complain otherwise
 
 
 def phases_of(
@@ -86,14 +91,9 @@ def phases_of(
 
 
 def _parse(words: Sequence[str], defaults: dict[str, Any]) -> list[Any]:
-    # With the tokens seen, each log line has the tokens per second.
-    common: dict[str, Any] = {"report_to": "none", "include_num_input_tokens_seen": True, "logging_steps": 50}
-    common["ddp_timeout"] = 86_400  # one process may write or measure while the others wait
-    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
-        common["bf16"] = "--fp16" not in words
-    if not torch.accelerator.is_available():
-        common["dataloader_pin_memory"] = False
-    return parse([RecipeArguments, GumihoTrainingArguments], "train", words, common | defaults, _summary(train))
+    """Returns the options: those given, then those of the device, then `defaults`, the recipe's."""
+    defaults = defaults | device_defaults(words)
+    return parse([RecipeArguments, GumihoTrainingArguments], "train", words, defaults, _summary(train))
 
 
 def _summary(command: Any) -> str:

@@ -1,132 +1,186 @@
-"""What a run will take: disk, memory and hours, estimated before it starts."""
+"""What a run will take: disk and memory, computed before it starts, and what a run of like size reached."""
 
+import os
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import state_width
-from ..training.feature_cache import kept_layers
-from ..user_errors import UserOSError
+from ..training import GumihoTrainingArguments
+from ..training.feature_extraction import state_bytes
+from ..user_errors import UserOSError, UserValueError
 from .arguments import RecipeArguments
 
 
 # Of the limit: how long answers are on average. Half of SmolLM2's end before 200 of 224 tokens.
-_ANSWER_SHARE = 0.5
-_PROMPT_TOKENS = 64
-_TIMED_STEPS, _TIMED_LENGTH = 8, 128
-# A training step is a forward and a backward pass, which costs two forward passes.
-_PASSES_PER_STEP = 3
-_TUNED_TREES, _EVALUATED_MODES = 16, 3
-_MOMENTS = 12  # bytes of a trained parameter's gradient and Adam's two moments, in float32
+ANSWER_SHARE = 0.5
+_TEXT_BYTES = 6  # of a token in the file of answers
+_CHECKPOINTS, _MOMENTS, _GRADIENT = 2, 8, 4  # of a phase; bytes of a trained parameter
+# Float32 tensors as wide as the states that a step keeps for each token, and of the logits' size for each row of them.
+_KEPT_STATES, _KEPT_LOGITS = 48, 4
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Tokens per second of a target, measured for a moment: writing a batch, reading texts, writing one row."""
-
-    writing: float
-    reading: float
-    decoding: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a stage takes: bytes of disk, bytes of memory, seconds."""
+class Needs:
+    """What a stage takes: bytes of disk, bytes of memory of a device, and what helps where that is too much."""
 
     disk: float = 0
     memory: float = 0
-    seconds: float = 0
+    way_out: str = ""
 
 
-@torch.inference_mode()
-def measure_speed(target: PreTrainedModel, batch_size: int) -> Speed:
-    """Times a few steps of the target: with prompts of one token for writing, and one text for reading."""
-    ids = torch.ones(1, _TIMED_LENGTH, dtype=torch.long, device=target.device)
+@dataclass(frozen=True)
+class RunOnRecord:
+    """A measured run: the target and its parameters, tokens trained on, and tau without drafts from the context."""
 
-    def seconds(rows: int) -> float:
-        settings = {"max_new_tokens": _TIMED_STEPS, "min_new_tokens": _TIMED_STEPS, "do_sample": False}
-        batch = ids[:, :_PROMPT_TOKENS].expand(rows, -1)
-        begin = time.perf_counter()
-        target.generate(batch, attention_mask=torch.ones_like(batch), **settings)
-        return time.perf_counter() - begin
+    target: str
+    parameters: float
+    tokens: float
+    tau: float
+    source: str
 
-    seconds(1)  # warms up
-    one, many = seconds(1), seconds(batch_size)
-    begin = time.perf_counter()
-    target(ids).logits[0, -1, 0].item()  # waits for the device
-    return Speed(batch_size * _TIMED_STEPS / many, _TIMED_LENGTH / (time.perf_counter() - begin), _TIMED_STEPS / one)
+
+RUNS = [
+    RunOnRecord("SmolLM2-135M-Instruct", 135e6, 13.8e6, 2.46, "benchmarks/reports/2026-11-smollm2.md"),
+]
 
 
 def estimate(
     args: RecipeArguments,
-    target: PreTrainedModel,
-    config: GumihoConfig,
+    phases: Sequence[GumihoTrainingArguments],
+    target_config: PreTrainedConfig,
+    drafter_config: GumihoConfig,
     num_rows: int,
-    num_epochs: Sequence[float],
-    speed: Speed,
-) -> dict[str, Cost]:
-    """
-    Returns what each stage takes, for a drafter of this `config`, `num_rows` rows of data, and trainings of these
-    numbers of epochs.
-    """
-    num_tokens = num_rows * (_PROMPT_TOKENS + _ANSWER_SHARE * args.max_new_tokens)
+    row_length: float,
+) -> dict[str, Needs]:
+    """Returns what each stage takes, for `num_rows` rows of `row_length` tokens on average."""
+    num_tokens, config = num_rows * row_length, target_config.get_text_config(decoder=True)
+    dtype = target_dtype(args, target_config)
+    weights = num_parameters(target_config) * dtype.itemsize
+    width, first = state_width(config), phases[0]
     with torch.device("meta"):
-        drafter = GumihoModel(config)
+        drafter = GumihoModel(drafter_config)
     size = sum(parameter.numel() for parameter in drafter.parameters())
     trained = sum(p.numel() for name, p in drafter.named_parameters() if not name.startswith("embed_tokens"))
-    model_bytes = target.get_memory_footprint()
-    width = state_width(target.config.get_text_config(decoder=True))
-    layers = 1 + len(kept_layers(config.target_layer_ids, target.config))
-    token_bytes = width * getattr(torch, args.features_dtype).itemsize * layers + 12
-    share = trained / max(sum(p.numel() for p in target.parameters()), 1)
-    passes = _PASSES_PER_STEP * share + (0 if args.cache_features else 1)
-    measured = args.num_measured_prompts * args.measured_new_tokens / speed.decoding
-    costs = {
-        "write": Cost(6 * num_tokens, 1.2 * model_bytes, num_tokens / speed.writing),
-        "features": Cost(token_bytes * num_tokens, 1.1 * model_bytes, num_tokens / speed.reading),
-        "train": Cost(
-            len(num_epochs) * 3 * (4 * size + _MOMENTS * trained),
-            4 * size + _MOMENTS * trained + (0 if args.cache_features else model_bytes),
-            sum(num_epochs) * num_tokens * passes / speed.reading,
+    longest = min(args.max_prompt_tokens if args.writes_prompts else row_length, args.max_length) + args.max_new_tokens
+    cache = args.writing_batch_size * longest * _cache_bytes(config, dtype)
+    features = state_bytes(target_config, getattr(torch, args.features_dtype), drafter_config.target_layer_ids) + 12
+    step = args.tokens_per_step / first.world_size if args.tokens_per_step else first.train_batch_size * row_length
+    vocabulary = first.draft_vocabulary_size or config.vocab_size
+    loss = _KEPT_LOGITS * 4 * first.loss_chunk_size * vocabulary + _KEPT_STATES * 4 * step * width
+    static = 4 * size + (_MOMENTS + _GRADIENT) * trained + config.vocab_size * width * dtype.itemsize
+    is_online = args.cache_features == "false"
+    split = first.world_size if first.fsdp or first.deepspeed else 1
+    smaller = "a smaller --tokens_per_step or --per_device_train_batch_size, or a smaller --loss_chunk_size"
+    needs = {
+        "write": Needs(
+            _TEXT_BYTES * num_tokens,
+            0 if args.endpoint else weights + cache,
+            "a smaller --writing_batch_size, --device_map auto, or a server (--endpoint)",
         ),
-        "tune": Cost(0, 1.2 * model_bytes + 2 * size, _TUNED_TREES * measured),
-        "evaluate": Cost(0, 1.2 * model_bytes + 2 * size, _EVALUATED_MODES * measured),
+        "features": Needs(
+            features * num_tokens,
+            weights + _KEPT_STATES * dtype.itemsize * args.features_batch_tokens * width,
+            "--device_map auto, or a smaller --features_batch_tokens",
+        ),
+        "train": Needs(
+            len(phases) * (_CHECKPOINTS * (4 * size + _MOMENTS * trained) + 4 * size) + 2 * size,
+            static / split + loss + (weights if is_online else 0),
+            f"{smaller}, or splitting the drafter (examples/accelerate/fsdp.yaml)",
+        ),
+        "tune": Needs(0, weights + dtype.itemsize * size, "--device_map auto"),
+        "evaluate": Needs(0, weights + dtype.itemsize * size, "--device_map auto"),
     }
-    if not args.regenerate:
-        del costs["write"]
-    if not args.cache_features:
-        del costs["features"]
-    return {stage: cost for stage, cost in costs.items() if stage in args.stages}
+    left_out = {stage for stage, is_none in (("write", not args.regenerate), ("features", is_online)) if is_none}
+    return {stage: need for stage, need in needs.items() if stage in args.stages and stage not in left_out}
 
 
-def describe(costs: dict[str, Cost], folder: Path) -> str:
-    """Returns the plan as a table. Raises `OSError` if the disk has no room for it."""
-    lines = ["stage        disk      memory   time (estimates: the target was timed for a moment)"]
-    for stage, cost in costs.items():
-        lines.append(f"{stage:<10} {_size(cost.disk):>8}  {_size(cost.memory):>8}   {_time(cost.seconds)}")
-    disk, seconds = (sum(getattr(cost, name) for cost in costs.values()) for name in ("disk", "seconds"))
-    memory = max((cost.memory for cost in costs.values()), default=0)
-    lines.append(f"{'all':<10} {_size(disk):>8}  {_size(memory):>8}   {_time(seconds)}")
-    free = shutil.disk_usage(folder).free
-    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if disk - written > free:
+def describe(needs: dict[str, Needs]) -> str:
+    """Returns the plan as a table."""
+    lines = ["stage          disk     memory  (computed; the rate of each stage is shown once it runs)"]
+    lines += [f"{stage:<10} {_size(need.disk):>8}   {_size(need.memory):>8}" for stage, need in needs.items()]
+    disk, memory = sum(need.disk for need in needs.values()), max((n.memory for n in needs.values()), default=0)
+    return "\n".join([*lines, f"{'all':<10} {_size(disk):>8}   {_size(memory):>8}"])
+
+
+def check_fits(needs: dict[str, Needs], folder: Path, device: torch.device, is_split: bool) -> None:
+    """
+    Raises `OSError` where the disk has no room for the plan, and `ValueError` where a stage needs more memory than the
+    device has; the target may be split over all devices.
+    """
+    disk = sum(need.disk for need in needs.values())
+    if disk > (free := shutil.disk_usage(folder).free):
         raise UserOSError(
-            f"The run needs about {_size(disk - written)} more in {str(folder)!r}, and {_size(free)} are free. Use a "
-            f"larger disk, fewer rows, or `--cache_features false`."
+            f"The run needs about {_size(disk)} in {str(folder)!r}, and {_size(free)} are free. Use a larger disk, "
+            f"fewer rows, or `--cache_features false`. `--ignore_plan` starts all the same."
         )
-    return "\n".join(lines)
+    for stage, need in needs.items():
+        has = memory_of(device) * (torch.accelerator.device_count() if is_split and stage != "train" else 1)
+        if need.memory > has:
+            raise UserValueError(
+                f"The stage {stage!r} needs about {_size(need.memory)} of memory, and the device has {_size(has)}. "
+                f"What helps: {need.way_out}. `--ignore_plan` starts all the same."
+            )
+
+
+def tau_to_expect(target_config: PreTrainedConfig) -> str | None:
+    """Returns what a run for a target of like size reached: within a factor of two. `None` where there is none."""
+    parameters = num_parameters(target_config)
+    for run in RUNS:
+        if 0.5 < parameters / run.parameters < 2:
+            return (
+                f"tau to expect: about {run.tau}, as {run.target} after {run.tokens / 1e6:.1f} million tokens "
+                f"({run.source})"
+            )
+    return None
+
+
+def caching_pays(args: RecipeArguments, phases: Sequence[GumihoTrainingArguments], disk: float, folder: Path) -> str:
+    """Returns why the states are not worth keeping: empty where they are."""
+    epochs = sum(phase.num_train_epochs for phase in phases)
+    if args.num_acceptance_prompts:
+        return "--num_acceptance_prompts decodes with the target"
+    if epochs <= 1:
+        return "the data is passed once"
+    free = shutil.disk_usage(folder).free
+    return f"they need {_size(disk)}, and {_size(free)} are free" if disk > free else ""
+
+
+def memory_of(device: torch.device) -> int:
+    """Returns the bytes of memory of a device; of one that shares it with the host those of the host."""
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def num_parameters(target_config: PreTrainedConfig) -> int:
+    """Returns the parameters of a target, which is not loaded."""
+    with torch.device("meta"):
+        return int(AutoModelForCausalLM.from_config(target_config).num_parameters())
+
+
+def target_dtype(args: RecipeArguments, target_config: PreTrainedConfig) -> torch.dtype:
+    """Returns the precision that a target will be loaded in."""
+    if args.target_dtype != "auto":
+        return getattr(torch, args.target_dtype)
+    return target_config.dtype or torch.float32
+
+
+def _cache_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Returns the bytes of a token in the target's cache."""
+    heads = getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return (
+        2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * width * dtype.itemsize
+    )
 
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"

@@ -34,7 +34,7 @@ class Recipe:
     packing: bool = True
 
 
-_COMMON = {"unroll_serial_head": True, "lr_scheduler_type": "cosine", "warmup_steps": 20, "save_total_limit": 2}
+_COMMON = {"unroll_serial_head": True, "lr_scheduler_type": "cosine", "warmup_steps": 20}
 # The serial head first, from the linear start and on its own features; then the parallel heads and their transitions
 # on what it has become.
 _SERIAL = _COMMON | {

@@ -11,7 +11,6 @@ if find_spec("datasets") is None:
     )
 
 from ..losses.chunked import chunked_gumiho_loss
-from ..losses.eager import gumiho_loss
 from ..losses.weights import LossWeights
 from .agreement import expected_acceptance_length
 from .arguments import GumihoTrainingArguments
@@ -50,7 +49,6 @@ __all__ = [
     "cache_size",
     "chunked_gumiho_loss",
     "expected_acceptance_length",
-    "gumiho_loss",
     "last_complete_checkpoint",
     "load_conversations",
     "measure_acceptance",

@@ -29,8 +29,8 @@ def score_predictions(
     vocabulary: tuple[torch.Tensor, LMHead] | None = None,
 ) -> torch.Tensor:
     """
-    Scores each prediction of each row. Arguments as in [`gumiho_loss`], with an output made with `unroll=True`, so
-    that prediction q is the drafter's at draft position q + 1.
+    Scores each prediction of each row. Arguments as in [`chunked_gumiho_loss`], with an output made with
+    `unroll=True`, so that prediction q is the drafter's at draft position q + 1.
 
     Args:
         vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head for them alone. The loss

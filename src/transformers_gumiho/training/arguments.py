@@ -23,6 +23,7 @@ class GumihoTrainingArguments(TrainingArguments):
     warmup_steps: float = option("Steps (or share of all steps) of linear warm-up.", 200)
     max_grad_norm: float = option("Maximum gradient norm.", 0.5)
     per_device_train_batch_size: int = option("Rows per device and step.", 4)
+    save_total_limit: int | None = option("Checkpoints to keep: the newest, and the best where one is known.", 2)
     ddp_find_unused_parameters: bool | None = option(
         "Leave as it is: every trained parameter has a gradient in every step.", False
     )
@@ -49,6 +50,7 @@ class GumihoTrainingArguments(TrainingArguments):
         "Train one part and keep the rest: `serial` (the serial head), `parallel` (the parallel heads and their "
         "transitions) or `transition` (the transitions)."
     )
+    muon: bool = option("Train matrices with Muon, all else with AdamW. `--learning_rate` is for both.", False)
     assistant_only_loss: bool = option(
         "Train on the answers alone; `false` also trains on prompts: right if the target wrote them.", True
     )
@@ -83,6 +85,11 @@ class GumihoTrainingArguments(TrainingArguments):
             raise UserValueError(
                 "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
                 "not. Leave it `False`."
+            )
+        if self.batch_eval_metrics:
+            raise UserValueError(
+                "`batch_eval_metrics=True` asks for metrics batch by batch, and the agreement is one of all rows. "
+                "Leave it `False`: an evaluation keeps only some numbers of each row."
             )
 
     def loss_weights(self, progress: float = 1.0) -> LossWeights:

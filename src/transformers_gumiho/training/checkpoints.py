@@ -1,9 +1,23 @@
-"""Finding the checkpoint that a training continues from."""
+"""Continuing a training from a checkpoint."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+
+
+class ScheduleOfThisRun(TrainerCallback):
+    """Lets a training that continues begin with the learning rate of its own schedule, which may be a longer one."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Computes the rate again, in place of the checkpoint's."""
+        scheduler = kwargs["lr_scheduler"]
+        if state.global_step and isinstance(scheduler, LambdaLR):
+            scheduler.last_epoch -= 1
+            scheduler.step()
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:

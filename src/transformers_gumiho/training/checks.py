@@ -16,10 +16,10 @@ from ..losses.positions import count_positions
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import state_width
 from ..model.wrappers import unwrap_drafter
+from ..resumable_file import Record
 from ..user_errors import UserValueError
 from .collator import GumihoDataCollator
-from .draft_vocabulary import rows_without_states
-from .feature_cache import CachedFeatures, FeatureDataset, TargetFeatures
+from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, rows_without_states
 
 
 _ROWS_OF_STREAM = 1000
@@ -92,9 +92,9 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
         for part in dataset.datasets:
             check_rows(part, features)
     elif isinstance(dataset, FeatureDataset) and isinstance(features, CachedFeatures):
-        made_from = features.manifest.made_from
-        wanted = {name: made_from[name] for name in made_from if name not in ("data", "template")}
-        dataset.manifest.check(wanted, dataset.folder, "Give caches that were made as that of `target`.")
+        wanted = {name: features.made_from.get(name) for name in ("target", "tokenizer", "dtype", "target_layer_ids")}
+        way_out = "Give caches that were made as that of `target`."
+        Record(dataset.folder / MADE_FROM).check(wanted, way_out)
 
 
 def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:
@@ -111,6 +111,27 @@ def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Se
         "The training data has no state that counts, so there is nothing to learn. A state counts where its token and "
         "the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
     )
+
+
+def check_measures_tau(target: Any, is_split: bool) -> None:
+    """Raises `ValueError` where the target itself is missing, or the drafter `is_split` over processes."""
+    if not isinstance(target, nn.Module):
+        raise UserValueError(
+            "Measuring tau needs the target itself, and only its cached features were given. Leave "
+            "`acceptance_prompts` out."
+        )
+    if is_split:
+        raise UserValueError(
+            "Measuring tau needs the full drafter in each process, and FSDP or DeepSpeed splits it. Leave "
+            "`acceptance_prompts` out, and measure a checkpoint afterwards."
+        )
+
+
+def num_positions(drafter: GumihoModel, features: TargetFeatures) -> int | None:
+    """Returns the tokens that both drafter and target have positions for; `None` without a limit."""
+    configs = (drafter.config.get_text_config(), features.config.get_text_config(decoder=True))
+    limits = [getattr(config, "max_position_embeddings", None) for config in configs]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def check_is_no_adapter(model: nn.Module, option: str) -> None:

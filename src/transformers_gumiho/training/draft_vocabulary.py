@@ -1,18 +1,16 @@
 """The tokens that a drafter is trained to draft: those that the training answers hold most often."""
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, Subset
 from transformers import GenerationConfig, Trainer
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..losses.terms import LMHead
 from ..user_errors import UserValueError
-from .feature_cache import FeatureDataset, TargetFeatures
+from .feature_cache import TargetFeatures, rows_without_states
 
 
 logger = logging.get_logger(__name__)
@@ -177,18 +175,6 @@ def ending_tokens(sources: Iterable[Any], vocab_size: int) -> set[int]:
         ids = getattr(source, "eos_token_id", None)
         found |= set(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
     return {token for token in found if 0 <= token < vocab_size}
-
-
-def rows_without_states(dataset: Any, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yields these rows of a dataset with a length; the states of a [`FeatureDataset`] are not read."""
-    if isinstance(dataset, Subset):
-        return rows_without_states(dataset.dataset, [dataset.indices[index] for index in indices])
-    if isinstance(dataset, ConcatDataset):
-        starts = [0, *dataset.cumulative_sizes]
-        pairs = ((bisect_right(dataset.cumulative_sizes, index), index) for index in indices)
-        return (row for i, index in pairs for row in rows_without_states(dataset.datasets[i], [index - starts[i]]))
-    read = dataset.tokens_of if isinstance(dataset, FeatureDataset) else dataset.__getitem__
-    return (read(index) for index in indices)
 
 
 def _predicted_tokens(

@@ -1,61 +1,59 @@
 """The target's features on disk, so that a drafter is trained without running the target, or even having it.
 
-A cache is a folder: `cache.json` says what it was made from, `target/` holds the target's config, tokenizer, token
-embedding and output head, and `shard-*.safetensors` the rows. A shard appears under its name only when it is complete,
-so that a killed run continues after the shards that exist.
+A cache is a folder: `made_from.json` says what it was made from, `cache.json` which rows it holds, `target/` has the
+target's config, tokenizer, token embedding and output head, and `shard-*.safetensors` the rows. A shard appears under
+its name only when it is complete, so that a killed run continues after the shards that exist.
 """
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+import platform
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch.utils.data import ConcatDataset, Subset
+from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..model.modeling_gumiho import GumihoModel
+from ..resumable_file import Record
 from ..user_errors import UserFileNotFoundError, UserValueError
-from ..verification.fingerprint import model_fingerprint
 from ..verification.target_states import TargetStates, cut_head, scaled_head
-from .fingerprint import tokenizer_fingerprints
-from .shards import damaged, load_weights, open_shard, read_shard_row, shard_path
+from .shards import damaged, load_checked, open_file, read_row, shard_path
 from .target_features import OnlineFeatures
 
 
-MANIFEST, TARGET_FOLDER, WEIGHTS = "cache.json", "target", "target.safetensors"
+MANIFEST, MADE_FROM, TARGET_FOLDER, WEIGHTS = "cache.json", "made_from.json", "target", "target.safetensors"
 
 
 @dataclass(frozen=True)
 class CacheManifest:
     """
-    What a cache was made from, and how it is cut into shards.
+    Which rows a cache holds, and how it is cut into shards.
 
     Attributes:
-        fingerprints: Of the `target`, the `tokenizer`, its chat `template` and the `data`.
         columns: The columns of a row besides `hidden_states`.
-        dtype: Of the features.
-        target_name: What the target was loaded as.
-        num_rows: Rows in all shards.
-        num_tokens: Tokens in all rows.
+        dtype: The dtype of the features.
+        target_name: The name that the target was loaded by.
+        lengths: The tokens of each row.
         rows_per_shard: Rows in each shard but the last.
-        checksum_seed: What the checksums of the rows begin with, so that shards of something else do not match.
-        weights_checksum: Of the target's weights that the cache holds; `None` before they are written.
+        machine: The machine that wrote it. Elsewhere the shards are checked once when the cache is opened.
         target_layer_ids: The target's layers whose states the rows hold, if not the last one alone. Those of the last
             one are in `hidden_states`, those of the others side by side in `layer_states`.
     """
 
-    fingerprints: dict[str, str]
     columns: list[str]
     dtype: str
     target_name: str
-    num_rows: int
-    num_tokens: int
+    lengths: list[int]
     rows_per_shard: int
-    checksum_seed: int
-    weights_checksum: int | None = None
+    machine: str
     target_layer_ids: list[int] | None = None
 
     @property
@@ -66,16 +64,11 @@ class CacheManifest:
     @property
     def num_shards(self) -> int:
         """Shards of a complete cache."""
-        return -(-self.num_rows // self.rows_per_shard)
+        return -(-len(self.lengths) // self.rows_per_shard)
 
     def rows_of(self, shard: int) -> range:
         """Returns the rows of a shard."""
-        return range(self.num_rows)[shard * self.rows_per_shard :][: self.rows_per_shard]
-
-    @property
-    def made_from(self) -> dict[str, str]:
-        """What the rows of a cache have in common with those that it can be used with, by name."""
-        return {**self.fingerprints, "dtype": self.dtype, "target_layer_ids": str(self.target_layer_ids)}
+        return range(len(self.lengths))[shard * self.rows_per_shard :][: self.rows_per_shard]
 
     @classmethod
     def load(cls, folder: Path) -> "CacheManifest":
@@ -84,20 +77,9 @@ class CacheManifest:
         if not path.exists():
             raise UserFileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            # Of earlier versions, which wrote nothing else there.
-            return cls(**{name: value for name, value in found.items() if (name, value) != ("shard_rows", None)})
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise damaged(path, error) from error
-
-    def check(self, wanted: dict[str, str], folder: Path, way_out: str) -> None:
-        """Raises `ValueError` where the cache was not made from what is wanted, some of [`made_from`]."""
-        found = self.made_from
-        if stale := [name for name, value in wanted.items() if found.get(name) != value]:
-            named = [f"{name} ({found[name]})" if name in ("dtype", "target_layer_ids") else name for name in stale]
-            raise UserValueError(
-                f"The feature cache {str(folder)!r} was made from another {' and another '.join(named)}. {way_out}"
-            )
 
 
 class FeatureDataset(torch.utils.data.Dataset):
@@ -106,57 +88,45 @@ class FeatureDataset(torch.utils.data.Dataset):
 
     Args:
         folder: The cache.
-        target: If given, the cache must have been made from it.
-        tokenizer: If given, the cache must have been made with it.
 
     Raises:
         FileNotFoundError: The folder holds no cache.
-        ValueError: The cache is incomplete, was made from something else, or is damaged; damaged rows are found when
-            they are read.
+        ValueError: The cache is incomplete, or a file of it is damaged.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        target: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ):
+    def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.manifest = CacheManifest.load(self.folder)
-        fingerprints = {"target": model_fingerprint(target)} if target is not None else {}
-        fingerprints |= tokenizer_fingerprints(tokenizer) if tokenizer is not None else {}
-        self.manifest.check(fingerprints, self.folder, "Extract features anew, or give what it was made from.")
-        found = sum(shard_path(self.folder, index).exists() for index in range(self.manifest.num_shards))
-        if found < self.manifest.num_shards:
+        self.made_from = Record(self.folder / MADE_FROM).made_from
+        paths = [shard_path(self.folder, index) for index in range(self.manifest.num_shards)]
+        found = sum(path.exists() for path in paths)
+        if found < len(paths):
             raise UserValueError(
-                f"The feature cache {str(folder)!r} has {found} of {self.manifest.num_shards} shards. Run the "
-                f"extraction again: it continues where it was stopped."
+                f"The feature cache {str(folder)!r} has {found} of {len(paths)} shards. Run the extraction again: it "
+                f"continues where it was stopped."
             )
-        for index in range(self.manifest.num_shards):
-            open_shard(shard_path(self.folder, index))
+        was_moved = self.manifest.machine != platform.node()
+        for path in paths:
+            (load_checked if was_moved else open_file)(path)
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        return self.manifest.num_rows
+        return len(self.manifest.lengths)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        columns = [*self.manifest.columns, *self.manifest.feature_columns]
-        return self._read(index, columns, self.manifest.checksum_seed)
+        return self._read(index, [*self.manifest.columns, *self.manifest.feature_columns])
 
     def tokens_of(self, index: int) -> dict[str, torch.Tensor]:
         """Returns row `index`, tensors `(L,)`, without its states, which are not read."""
         return self._read(index, self.manifest.columns)
 
-    def _read(self, index: int, columns: list[str], seed: int | None = None) -> dict[str, torch.Tensor]:
+    def _read(self, index: int, columns: list[str]) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"Row {index} of a cache of {len(self)} rows.")
         shard, row = divmod(index, self.manifest.rows_per_shard)
         if shard not in self._open:
-            self._open[shard] = open_shard(shard_path(self.folder, shard))
-        try:
-            return read_shard_row(self._open[shard], row, columns, seed)
-        except ValueError as error:
-            raise damaged(shard_path(self.folder, shard), error) from error
+            self._open[shard] = open_file(shard_path(self.folder, shard))
+        return read_row(self._open[shard], row, columns)
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers of a data loader open the files themselves.
@@ -178,13 +148,14 @@ class CachedFeatures:
     def __init__(self, folder: str | Path):
         target = Path(folder) / TARGET_FOLDER
         self.manifest = CacheManifest.load(Path(folder))
+        self.made_from = Record(Path(folder) / MADE_FROM).made_from
         self.layer_ids = self.manifest.target_layer_ids
         try:
             self.config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError) as error:
             raise damaged(target / "config.json", error) from error
         self.config.name_or_path = self.manifest.target_name
-        weights = load_weights(target / WEIGHTS, self.manifest.weights_checksum)
+        weights = load_checked(target / WEIGHTS)
         self.embedding = weights["embed_tokens.weight"]
         head = weights["lm_head.weight"]
         self._linear = nn.Linear(head.shape[1], head.shape[0], bias="lm_head.bias" in weights, device="meta")
@@ -240,3 +211,42 @@ def kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> li
     """Returns those of a target's layers whose states are kept next to the last ones."""
     last = config.get_text_config(decoder=True).num_hidden_layers - 1
     return [number for number in layer_ids or () if number < last]
+
+
+def rows_without_states(dataset: Any, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yields these rows of a dataset with a length; the states of a [`FeatureDataset`] are not read."""
+    if isinstance(dataset, Subset):
+        return rows_without_states(dataset.dataset, [dataset.indices[index] for index in indices])
+    if isinstance(dataset, ConcatDataset):
+        starts = [0, *dataset.cumulative_sizes]
+        pairs = ((bisect_right(dataset.cumulative_sizes, index), index) for index in indices)
+        return (row for i, index in pairs for row in rows_without_states(dataset.datasets[i], [index - starts[i]]))
+    read = dataset.tokens_of if isinstance(dataset, FeatureDataset) else dataset.__getitem__
+    return (read(index) for index in indices)
+
+
+def row_lengths(dataset: Any) -> list[int] | None:
+    """Returns the tokens of each row of a dataset without reading states; `None` for a stream or an unknown class."""
+    if isinstance(dataset, Subset):
+        lengths = row_lengths(dataset.dataset)
+        return None if lengths is None else [lengths[index] for index in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        parts = [row_lengths(part) for part in dataset.datasets]
+        return None if None in parts else [length for part in parts for length in part or ()]
+    if isinstance(dataset, FeatureDataset):
+        return dataset.manifest.lengths
+    if isinstance(dataset, Dataset):
+        return [len(ids) for ids in dataset.with_format("numpy")["input_ids"]]
+    return [len(row["input_ids"]) for row in dataset] if isinstance(dataset, list) else None
+
+
+def length_sampler(
+    dataset: Any, args: TrainingArguments, rows_at_a_time: int, seed: int | None = None
+) -> LengthGroupedSampler | None:
+    """
+    Returns a sampler of rows of like length for `train_sampling_strategy="group_by_length"`, else `None`. `Trainer`'s
+    own would read all rows, with their states.
+    """
+    lengths = row_lengths(dataset) if args.train_sampling_strategy == "group_by_length" else None
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return None if not lengths else LengthGroupedSampler(rows_at_a_time, lengths=lengths, generator=generator)

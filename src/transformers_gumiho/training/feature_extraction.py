@@ -3,18 +3,18 @@
 import errno
 import json
 import os
+import platform
 import shutil
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,15 +22,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_shape import state_width
 from ..model.token_embedding import fitting_rows
-from ..resumable_file import sole_writer, way_out
-from ..user_errors import UserOSError
+from ..resumable_file import Record, sole_writer
+from ..user_errors import UserOSError, UserValueError
 from ..verification.fingerprint import model_fingerprint
 from ..verification.placement import input_device
+from ..verification.target_states import TargetStates
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
-from .feature_cache import MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, kept_layers
+from .feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, kept_layers, row_lengths
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints
-from .shards import checksum, is_intact, load_weights, make_shard, shard_path
-from .target_features import OnlineFeatures, stored_states
+from .shards import is_intact, make_shard, save_completely, shard_path
+from .target_features import OnlineFeatures, why_not_finite
 
 
 DEFAULT_SHARD_BYTES = 2**29
@@ -43,11 +44,16 @@ def cache_size(
     target_layer_ids: Sequence[int] | None = None,
 ) -> int:
     """Returns the bytes that the features of a prepared dataset will take; arguments as in [`write_feature_cache`]."""
-    config = target_config.get_text_config(decoder=True)
     if target_layer_ids is not None:
         target_layer_ids = resolve_layer_ids(target_config, target_layer_ids)
-    token_bytes = state_width(config) * dtype.itemsize * (1 + len(kept_layers(target_layer_ids, target_config)))
-    return sum(_row_lengths(dataset)) * (token_bytes + 4 * len(_columns(dataset)))
+    token_bytes = state_bytes(target_config, dtype, target_layer_ids) + 4 * len(_columns(dataset))
+    return sum(row_lengths(dataset) or ()) * token_bytes
+
+
+def state_bytes(target_config: PreTrainedConfig, dtype: torch.dtype, layer_ids: Sequence[int] | None) -> int:
+    """Returns the bytes of the states of one token in a cache."""
+    width = state_width(target_config.get_text_config(decoder=True))
+    return width * dtype.itemsize * (1 + len(kept_layers(layer_ids, target_config)))
 
 
 def write_feature_cache(
@@ -57,9 +63,10 @@ def write_feature_cache(
     folder: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    batch_size: int = 4,
+    tokens_per_batch: int = 2048,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     target_layer_ids: Sequence[int] | None = None,
+    made_from: dict[str, Any] | None = None,
 ) -> None:
     """
     Runs the target over a prepared dataset and writes its last hidden states. Stopped, it continues when it is called
@@ -71,10 +78,11 @@ def write_feature_cache(
         tokenizer: The target's.
         folder: Where the cache goes.
         dtype: Of the features.
-        batch_size: Rows that the target reads at a time.
+        tokens_per_batch: Tokens that the target reads at a time, padding included; a batch has at least one row.
         shard_bytes: Size of a shard, at most; a shard has at least one row.
         target_layer_ids: Layers whose states are written next to the last ones, as in [`GumihoConfig`]. Drafters
             without `target_layer_ids` can be trained on such a cache, too.
+        made_from: What identifies the cache, where that is known without looking at the loaded target and the rows.
 
     Raises:
         ValueError: The folder holds a cache of something else, the target does not have these layers, or the features
@@ -86,106 +94,168 @@ def write_feature_cache(
     if target_layer_ids is not None:
         target_layer_ids = resolve_layer_ids(target.config, target_layer_ids)
     features = OnlineFeatures(target, target_layer_ids)
-    if "loss_mask" not in dataset.column_names and "loss_mask" in _columns(dataset):
+    columns = _columns(dataset)
+    if "loss_mask" not in dataset.column_names and "loss_mask" in columns:
         dataset = dataset.map(lambda row: {"loss_mask": loss_mask_of(row).tolist()})
-    manifest = _make_manifest(dataset, target, tokenizer, dtype, shard_bytes, target_layer_ids)
+    lengths = row_lengths(dataset) or []
+    size = cache_size(dataset, target.config, dtype, target_layer_ids)
+    manifest = CacheManifest(
+        columns=columns,
+        dtype=str(dtype).removeprefix("torch."),
+        target_name=target.config.name_or_path,
+        lengths=lengths,
+        rows_per_shard=max(int(shard_bytes // (size / sum(lengths) * max(lengths))), 1),
+        machine=platform.node(),
+        target_layer_ids=None if target_layer_ids is None else list(target_layer_ids),
+    )
+    if made_from is None:
+        data = rows_fingerprint(dataset.select_columns(columns).with_format("numpy"), columns)
+        made_from = {"target": model_fingerprint(target), "data": data, **tokenizer_fingerprints(tokenizer)}
+    made_from = made_from | {"dtype": manifest.dtype, "target_layer_ids": manifest.target_layer_ids}
+    record = Record(folder / MADE_FROM)
     with sole_writer(folder) if state.is_main_process else nullcontext():
-        manifest = _begin(dataset, target, tokenizer, folder, manifest)
+        record.check(made_from, "Extract features into another folder, or delete this one.")
+        state.wait_for_everyone()
+        if state.is_main_process:
+            _check_space(folder, manifest, size)
+            record.write(made_from)
+            _write_target(target, tokenizer, folder, manifest)
+        state.wait_for_everyone()
         # Each process has its shards whatever the others have written meanwhile.
         mine = range(state.process_index, manifest.num_shards, state.num_processes)
-        columns, seed = [*manifest.columns, *manifest.feature_columns], manifest.checksum_seed
-        missing = [i for i in mine if not is_intact(shard_path(folder, i), columns, seed, len(manifest.rows_of(i)))]
-        lengths = _row_lengths(dataset)
-        total = sum(lengths[row] for index in missing for row in manifest.rows_of(index))
-        quiet = not (missing and state.is_local_main_process)
-        with tqdm(desc="extracting features", total=total, unit="token", unit_scale=True, disable=quiet) as progress:
-            for index in missing:
-                rows = _extract(dataset, manifest.rows_of(index), features, manifest, batch_size, progress)
-                save_completely(make_shard(rows, seed), shard_path(folder, index))
+        missing = [index for index in mine if not is_intact(shard_path(folder, index))]
+        _write_shards(dataset, missing, features, manifest, folder, tokens_per_batch, state.is_local_main_process)
         state.wait_for_everyone()
+        if state.is_main_process:
+            record.write(made_from, is_finished=True)
 
 
-def _begin(
+def _write_shards(
     dataset: Dataset,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    missing: list[int],
+    features: OnlineFeatures,
     manifest: CacheManifest,
-) -> CacheManifest:
-    """Writes everything but the shards, in one of the processes; returns the manifest that is found or written."""
-    try:
-        found = CacheManifest.load(folder)
-    except (FileNotFoundError, ValueError):  # it is missing or damaged, and has to be written anew
-        found = manifest
-    found.check(manifest.made_from, folder, "Extract features into another folder, or delete this one.")
-    state = PartialState()
-    state.wait_for_everyone()
-    if state.is_main_process:
-        dtype = getattr(torch, found.dtype)
-        _check_space(folder, found, cache_size(dataset, target.config, dtype, found.target_layer_ids))
-        for path in folder.glob("*.partial"):
-            path.unlink()
-        _write_target(target, tokenizer, folder, found)
-    state.wait_for_everyone()
-    return found
+    folder: Path,
+    tokens_per_batch: int,
+    shows_progress: bool,
+) -> None:
+    """Writes these shards: each while the target runs over the rows of the next one."""
+    total = sum(manifest.lengths[row] for index in missing for row in manifest.rows_of(index))
+    saving: Future[None] | None = None
+    with (
+        tqdm(desc="extracting features", total=total, unit="token", unit_scale=True,
+             disable=not (missing and shows_progress)) as progress,
+        ThreadPoolExecutor(1) as disk,
+    ):  # fmt: skip
+        for index in missing:
+            rows: dict[int, dict[str, torch.Tensor]] = {}
+            for found in _extract(dataset, manifest.rows_of(index), features, manifest, tokens_per_batch):
+                rows |= found
+                progress.update(sum(manifest.lengths[row] for row in found))
+            if saving is not None:
+                saving.result()
+            shard = make_shard([rows[row] for row in manifest.rows_of(index)])
+            saving = disk.submit(save_completely, shard, shard_path(folder, index))
+        if saving is not None:
+            saving.result()
+
+
+def _extract(
+    dataset: Dataset, rows: range, features: OnlineFeatures, manifest: CacheManifest, tokens_per_batch: int
+) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
+    """Yields rows of a shard by their index, those of like length together."""
+    collate, device = GumihoDataCollator(), input_device(features.target)
+    previous: _StatesOfBatch | None = None
+    for batch in _batches(rows, manifest.lengths, tokens_per_batch):
+        chosen = {index: dataset[index] for index in batch}
+        states = features.states({name: t.to(device) for name, t in collate(list(chosen.values())).items()})
+        # The host takes the states of a batch while the device computes those of the next one.
+        found, previous = previous, _StatesOfBatch(chosen, states, features, manifest)
+        if found is not None:
+            yield found.rows()
+    if previous is not None:
+        yield previous.rows()
+
+
+def _batches(rows: Sequence[int], lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+    """Returns rows in batches of at most so many tokens, padding included, the longest first."""
+    batches: list[list[int]] = []
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= tokens_per_batch:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+class _StatesOfBatch:
+    """The states of a batch, on their way to the host."""
+
+    def __init__(
+        self, chosen: dict[int, dict[str, Any]], states: TargetStates, features: OnlineFeatures,
+        manifest: CacheManifest,
+    ):  # fmt: skip
+        self._chosen, self._manifest, self._on_device = chosen, manifest, {"hidden_states": states.last}
+        if features.layer_ids is not None:
+            width = len(kept_layers(features.layer_ids, features.config)) * states.last.shape[-1]
+            self._on_device["layer_states"] = states.target_states[..., :width]
+        dtype = getattr(torch, manifest.dtype)
+        self._on_host = {name: t.to(dtype).to("cpu", non_blocking=True) for name, t in self._on_device.items()}
+        self._arrived = None
+        if states.last.device.type != "cpu":
+            self._arrived = torch.Event(states.last.device.type)
+            self._arrived.record()
+
+    def rows(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Returns the rows by their index; raises `ValueError` where states are not finite in the cache's dtype."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        for name, kept in self._on_host.items():
+            if not torch.isfinite(kept).all():
+                _refuse(self._on_device[name], kept.dtype)
+        found = {}
+        for number, (index, row) in enumerate(self._chosen.items()):
+            tokens = {
+                name: torch.tensor(row[name], dtype=torch.int32, device="cpu") for name in self._manifest.columns
+            }
+            states = {name: kept[number, : self._manifest.lengths[index]] for name, kept in self._on_host.items()}
+            found[index] = tokens | states
+        return found
+
+
+def _refuse(states: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises `ValueError` for states that are not finite in this dtype."""
+    if not torch.isfinite(states).all():
+        raise UserValueError(why_not_finite(states.dtype))
+    wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
+    raise UserValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
 
 
 def _write_target(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, manifest: CacheManifest
 ) -> None:
     """Writes what a cache knows of its target, and the manifest at last, where these are not there or damaged."""
-    target_folder, embedding = folder / TARGET_FOLDER, target.get_input_embeddings().weight
-    weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
-    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(weights.items())}
-    manifest = replace(manifest, weights_checksum=checksum(weights.values(), 0))
     try:
-        load_weights(target_folder / WEIGHTS, manifest.weights_checksum)
-        if CacheManifest.load(folder) == manifest:
+        if CacheManifest.load(folder) == manifest and is_intact(folder / TARGET_FOLDER / WEIGHTS):
             return
     except (FileNotFoundError, ValueError):
         pass
+    for path in folder.glob("*.partial"):
+        path.unlink()
+    target_folder, embedding = folder / TARGET_FOLDER, target.get_input_embeddings().weight
+    weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
     target.config.save_pretrained(target_folder)
     tokenizer.save_pretrained(target_folder)
-    save_completely(weights, target_folder / WEIGHTS)
+    save_completely({name: t.detach().cpu().contiguous().clone() for name, t in weights.items()},
+                    target_folder / WEIGHTS)  # fmt: skip
     partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps(asdict(manifest), indent=2), encoding="utf-8")
+    partial.write_text(json.dumps(asdict(manifest)), encoding="utf-8")
     os.replace(partial, folder / MANIFEST)
 
 
 def _columns(dataset: Dataset) -> list[str]:
     found = set(dataset.column_names) | ({"loss_mask"} if {*OTHER_MARKS} & set(dataset.column_names) else set())
     return [name for name in ("input_ids", "loss_mask", "position_ids") if name in found]
-
-
-def _row_lengths(dataset: Dataset) -> list[int]:
-    return [len(row["input_ids"]) for row in dataset.select_columns("input_ids").with_format("numpy")]
-
-
-def _make_manifest(
-    dataset: Dataset,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    shard_bytes: int,
-    layer_ids: Sequence[int] | None,
-) -> CacheManifest:
-    lengths, columns = _row_lengths(dataset), _columns(dataset)
-    row_bytes = cache_size(dataset, target.config, dtype, layer_ids) / sum(lengths) * max(lengths)
-    data = rows_fingerprint(dataset.select_columns(columns).with_format("numpy"), columns)
-    fingerprints = {"target": model_fingerprint(target), "data": data} | tokenizer_fingerprints(tokenizer)
-    layers = {} if layer_ids is None else {"layers": ",".join(map(str, layer_ids))}
-    made_from = json.dumps(fingerprints | layers | {"dtype": str(dtype)}, sort_keys=True)
-    return CacheManifest(
-        fingerprints=fingerprints,
-        columns=columns,
-        dtype=str(dtype).removeprefix("torch."),
-        target_name=target.config.name_or_path,
-        num_rows=len(lengths),
-        num_tokens=sum(lengths),
-        rows_per_shard=max(int(shard_bytes // row_bytes), 1),
-        target_layer_ids=None if layer_ids is None else list(layer_ids),
-        checksum_seed=zlib.crc32(made_from.encode()),
-    )
 
 
 def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
@@ -214,39 +284,3 @@ def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
     probe = torch.eye(width, dtype=target.dtype, device=input_device(target))
     bias = head(torch.zeros_like(probe[:1]))[0]
     return {"lm_head.weight": (head(probe) - bias).T, "lm_head.bias": bias}
-
-
-def _extract(
-    dataset: Dataset, rows: range, features: OnlineFeatures, manifest: CacheManifest, batch_size: int, progress: tqdm
-) -> list[dict[str, torch.Tensor]]:
-    """Returns the rows of a shard."""
-    collate, extracted = GumihoDataCollator(), []
-    device, dtype = input_device(features.target), getattr(torch, manifest.dtype)
-    for start in range(rows.start, rows.stop, batch_size):
-        chosen = [dataset[index] for index in range(start, min(start + batch_size, rows.stop))]
-        states = features.states({name: tensor.to(device) for name, tensor in collate(chosen).items()})
-        found = {"hidden_states": stored_states(states.last, dtype)}
-        if features.layer_ids is not None:
-            width = len(kept_layers(features.layer_ids, features.config)) * states.last.shape[-1]
-            found["layer_states"] = stored_states(states.target_states[..., :width], dtype)
-        for index, row in enumerate(chosen):
-            length = len(row["input_ids"])
-            tokens = {name: torch.tensor(row[name], dtype=torch.int32, device="cpu") for name in manifest.columns}
-            extracted.append(tokens | {name: values[index, :length] for name, values in found.items()})
-            progress.update(length)
-    return extracted
-
-
-def save_completely(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes a file completely or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        save_file(tensors, partial)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise UserOSError(
-            f"Could not write {str(path)!r}: {error}. The shards before it are complete. {way_out(error)}."
-        ) from error

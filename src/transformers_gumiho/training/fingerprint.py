@@ -1,12 +1,54 @@
-"""Fingerprints, by which cached features are matched with a tokenizer and a dataset."""
+"""Fingerprints of contents: of weights, tokenizers and rows. A copied or touched file has the same one."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
+from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
+
+from ..user_errors import UserFileNotFoundError
+from ..verification.fingerprint import VOLATILE
+
+
+_DIGITS = 16
+# The files of a model, those of the newer format first: where they exist, the others are not read.
+_CONFIGS = ["config.json", "adapter_config.json"]
+_WEIGHTS = [["model*.safetensors", "adapter_model.safetensors"], ["pytorch_model*.bin", "adapter_model.bin"]]
+# Bytes of a tensor that are read, in pieces that are evenly spaced. Training changes nearly all values.
+_NUM_PIECES, _PIECE_BYTES = 8, 8
+
+
+def checkpoint_fingerprint(name: str | Path) -> str:
+    """
+    Returns a fingerprint of a model, a folder or a name on the Hub, without loading it: its config, and of each tensor
+    the name, shape, dtype and some dozens of bytes.
+
+    Raises:
+        FileNotFoundError: There are no weights.
+    """
+    folder, digest, tensors = Path(name), hashlib.sha256(), []
+    for patterns in _WEIGHTS:
+        if not Path(name).is_dir():
+            folder = Path(snapshot_download(str(name), allow_patterns=[*_CONFIGS, *patterns]))
+        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+            tensors += _sampled_tensors(path)
+        if tensors:
+            break
+    if not tensors:
+        raise UserFileNotFoundError(f"{str(name)!r} holds no weights: no model.safetensors and no pytorch_model.bin.")
+    for path in (folder / config for config in _CONFIGS if (folder / config).exists()):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        digest.update(json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True).encode())
+        if base := config.get("base_model_name_or_path"):
+            digest.update(checkpoint_fingerprint(base).encode())
+    # Sorted, as it does not matter how the tensors are spread over files.
+    for tensor in sorted(tensors):
+        digest.update(repr(tensor).encode())
+    return digest.hexdigest()[:_DIGITS]
 
 
 def tokenizer_fingerprints(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -16,7 +58,7 @@ def tokenizer_fingerprints(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]
     else:
         state = tokenizer.get_vocab()
     texts = {"tokenizer": json.dumps(state, sort_keys=True), "template": str(tokenizer.chat_template)}
-    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:_DIGITS] for name, text in texts.items()}
 
 
 def rows_fingerprint(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> str:
@@ -26,4 +68,50 @@ def rows_fingerprint(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) 
         for name in columns:
             values = np.asarray(row[name], dtype=np.int64)
             digest.update(values.size.to_bytes(8, "little") + values.tobytes())
-    return digest.hexdigest()
+    return digest.hexdigest()[:_DIGITS]
+
+
+def conversations_fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Returns a fingerprint of rows of any columns, in their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(dict(row), sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def file_fingerprint(path: str | Path) -> str:
+    """Returns a fingerprint of a file's content."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while piece := file.read(2**24):
+            digest.update(piece)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _sampled_tensors(path: Path) -> list[tuple[str, str, str, bytes]]:
+    """Returns name, shape, dtype and some bytes of each tensor in a file; other formats count as one tensor."""
+    with path.open("rb") as file:
+        if path.suffix != ".safetensors":
+            size = path.stat().st_size
+            return [(path.name, str(size), "", _some_bytes(file, 0, size))]
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size))
+        return [
+            (
+                name,
+                str(of["shape"]),
+                of["dtype"],
+                _some_bytes(file, *(8 + header_size + at for at in of["data_offsets"])),
+            )
+            for name, of in header.items()
+            if name != "__metadata__"
+        ]
+
+
+def _some_bytes(file: BinaryIO, start: int, stop: int) -> bytes:
+    """Returns evenly spaced pieces of what a file holds from `start` to `stop`."""
+    found = b""
+    for offset in range(start, stop, max((stop - start) // _NUM_PIECES, _PIECE_BYTES)):
+        file.seek(offset)
+        found += file.read(min(_PIECE_BYTES, stop - offset))
+    return found

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from ..model.decoding_settings import NEVER_PAUSES
@@ -49,3 +51,17 @@ def measure_acceptance(
         own_settings.break_even = break_even
         drafter.train(training)
     return lengths
+
+
+def shared_tau(
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    prompts: Sequence[torch.Tensor],
+    max_new_tokens: int,
+    processes: Accelerator,
+) -> float:
+    """Returns the mean number of tokens per cycle on prompts that the processes share; see [`measure_acceptance`]."""
+    mine = prompts[processes.process_index :: processes.num_processes]
+    lengths = gather_object(measure_acceptance(target, drafter, mine, max_new_tokens))
+    every = [length for of_prompt in lengths for length in of_prompt]
+    return sum(every) / max(len(every), 1)

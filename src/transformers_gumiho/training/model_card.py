@@ -11,37 +11,7 @@ from transformers import __version__ as transformers_version
 from transformers.modelcard import extract_hyperparameters_from_trainer
 
 
-_TEXT = """\
----
-{card_data}
----
-
-# {name}
-
-A [Gumiho](https://arxiv.org/abs/2503.10135) drafter for {link}. It makes `generate()` faster, and the text stays that
-of the target. It needs [transformers-gumiho](https://github.com/transformers-gumiho/transformers-gumiho):
-
-```bash
-pip install git+https://github.com/transformers-gumiho/transformers-gumiho
-```
-
-```python
-{imports}
-
-target = AutoModelForCausalLM.from_pretrained("{target}", device_map="auto")
-gumiho = {loading}
-inputs = AutoTokenizer.from_pretrained("{target}")("Speculative decoding is", return_tensors="pt").to(target.device)
-output = target.generate(**inputs, assistant_model=gumiho, max_new_tokens=256)
-```
-
-## Training
-
-{training}
-
-## Evaluation
-
-{evaluation}
-"""
+_TEMPLATE = Path(__file__).with_name("model_card.md")
 _MEANING = """\
 On held-out rows. `eval_agreement_k` is the share of positions at which draft k is the target's most likely token.
 `eval_expected_acceptance_length` is 1 + p1 + p1 p2 + ... of these shares. `eval_tau` is the measured number of tokens
@@ -84,7 +54,7 @@ def model_card_of(
     for entry in trainer.state.log_history:
         measured |= {name: value for name, value in entry.items() if name.startswith("eval_")}
     return ModelCard(
-        _TEXT.format(
+        _TEMPLATE.read_text(encoding="utf-8").format(
             card_data=data.to_yaml(),
             name=trainer.hub_model_id or model_name or Path(trainer.args.output_dir).name,
             target=target,

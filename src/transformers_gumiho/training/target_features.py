@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
+from ..model.layer_fusion import normalize_lower
 from ..model.target_shape import TargetLayers
 from ..user_errors import UserValueError
 from ..verification.target_states import FeatureReader, TargetStates, output_head
@@ -20,15 +21,11 @@ def why_not_finite(dtype: torch.dtype) -> str:
     return f"The target's own states are not finite ({dtype}). {cause}: load it in bfloat16 or float32."
 
 
-def stored_states(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a target's states in `dtype`, on the CPU. Raises `ValueError` if they do not fit or are not finite."""
-    kept = states.to(dtype).cpu()
-    if torch.isfinite(kept).all():
-        return kept
-    if not torch.isfinite(states).all():
-        raise UserValueError(why_not_finite(states.dtype))
-    wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
-    raise UserValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
+def add_noise(states: torch.Tensor, noise: float, hidden_size: int) -> torch.Tensor:
+    """Adds the recipe's uniform noise to what a drafter reads `(B, T, H_in)`, of width `noise` at 512 tokens."""
+    # In float32, as half precision would round it away, and next to states of one size in all layers.
+    states = normalize_lower(states.float(), hidden_size)
+    return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * (noise * 512 / states.shape[1])
 
 
 class OnlineFeatures:

@@ -2,12 +2,12 @@
 
 import copy
 import math
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
@@ -16,29 +16,31 @@ from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
-from ..model.layer_fusion import normalize_lower
 from ..user_errors import UserValueError
 from ..verification.target_states import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
-from .checkpoints import last_complete_checkpoint
+from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
 from .checks import (
     check_collator,
     check_drafter,
     check_is_no_adapter,
+    check_measures_tau,
     check_rows,
     check_something_counts,
     count_broken,
     drafter_of,
+    num_positions,
 )
 from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
-from .feature_cache import TargetFeatures
+from .feature_cache import TargetFeatures, length_sampler
 from .linear_start import start_linearly
-from .measured_tau import measure_acceptance
+from .measured_tau import shared_tau
 from .model_card import model_card_of
-from .target_features import OnlineFeatures, why_not_finite
+from .muon import muon_of
+from .target_features import OnlineFeatures, add_noise, why_not_finite
 from .trained_parts import freeze_all_but
 
 
@@ -84,7 +86,6 @@ class GumihoTrainer(Trainer):
     {'train_runtime': ...}
     >>> result.global_step
     1
-    >>> trainer.save_model()
 
     ```
     """
@@ -119,8 +120,11 @@ class GumihoTrainer(Trainer):
         # The target is on one device, or split over several that are then all its own.
         drive_one_device(args)
         vocab_size = self.drafter.config.get_text_config().vocab_size
-        kwargs.setdefault("data_collator", GumihoDataCollator(vocab_size, self._num_positions()))
+        kwargs.setdefault(
+            "data_collator", GumihoDataCollator(vocab_size, num_positions(self.drafter, self.target_features))
+        )
         kwargs.setdefault("compute_metrics", lambda scored: agreement_metrics(scored.predictions, self._predictors()))
+        kwargs.setdefault("optimizer_cls_and_kwargs", muon_of(args))
         if isinstance(kwargs.get("train_dataset"), torch.utils.data.IterableDataset):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
             args.accelerator_config.dispatch_batches = False
@@ -130,24 +134,18 @@ class GumihoTrainer(Trainer):
         # The loss is an average over all positions of a step. Older transformers know only the first of these.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
+        self.add_callback(ScheduleOfThisRun())
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
         self._forget_terms()
+        self.seconds_of_waiting = 0.0  # for training data
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         check_collator(self.data_collator, args.assistant_only_loss)
         self._acceptance_prompts = list(acceptance_prompts or ())
-        if self._acceptance_prompts and not isinstance(target, nn.Module):
-            raise UserValueError(
-                "Measuring tau needs the target itself, and only its cached features were given. Leave "
-                "`acceptance_prompts` out."
-            )
-        if self._acceptance_prompts and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise UserValueError(
-                "Measuring tau needs the full drafter in each process, and FSDP or DeepSpeed splits it. Leave "
-                "`acceptance_prompts` out, and measure a checkpoint afterwards."
-            )
+        if self._acceptance_prompts:
+            check_measures_tau(target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         # Evaluations count the answers alone, whatever is trained on.
@@ -156,6 +154,24 @@ class GumihoTrainer(Trainer):
             return super().get_train_dataloader()
         finally:
             self.data_collator = collator
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        # A step's rows, so that several processes take those that one would.
+        rows_of_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return length_sampler(dataset, self.args, rows_of_step) or super()._get_train_sampler(train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        sampler = length_sampler(eval_dataset, self.args, self.args.eval_batch_size, seed)
+        return sampler or super()._get_eval_sampler(eval_dataset)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.get_batch_samples`, with the time it takes: that of waiting for data."""
+        begin = time.perf_counter()
+        samples = super().get_batch_samples(*args, **kwargs)
+        self.seconds_of_waiting += time.perf_counter() - begin
+        return samples
 
     def _training_collator(self) -> Any:
         collator = copy.copy(self.data_collator)
@@ -176,7 +192,8 @@ class GumihoTrainer(Trainer):
         if model.training:
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
-            drafter_input = self._add_noise(drafter_input)
+            width = self.drafter.config.get_text_config().hidden_size
+            drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
         args = self.args
         serial_only = args.train_only == "serial"
         output = self._forward(model, inputs, drafter_input, args.unroll_serial_head, serial_only=serial_only)
@@ -233,13 +250,10 @@ class GumihoTrainer(Trainer):
         """As `Trainer.evaluation_loop`, with the measured `tau` where there are prompts for it."""
         output = super().evaluation_loop(*args, **kwargs)
         if self._acceptance_prompts and not self._positions_per_row:
-            processes = self.accelerator
-            prompts = self._acceptance_prompts[processes.process_index :: processes.num_processes]
             target: Any = self.target_features
-            lengths = measure_acceptance(target.target, self.drafter, prompts, self.args.acceptance_max_new_tokens)
-            every = [length for of_prompt in gather_object(lengths) for length in of_prompt]
-            prefix = kwargs.get("metric_key_prefix", "eval")
-            output.metrics[f"{prefix}_tau"] = sum(every) / max(len(every), 1)
+            new_tokens = self.args.acceptance_max_new_tokens
+            tau = shared_tau(target.target, self.drafter, self._acceptance_prompts, new_tokens, self.accelerator)
+            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_tau"] = tau
         return output
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -345,13 +359,6 @@ class GumihoTrainer(Trainer):
         """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
         return states.last if self.drafter.config.target_layer_ids is None else states.target_states
 
-    def _add_noise(self, states: torch.Tensor) -> torch.Tensor:
-        """Adds the recipe's uniform noise, of width `feature_noise` at rows of 512 tokens."""
-        width = self.args.feature_noise * 512 / states.shape[1]
-        # In float32, as half precision would round it away, and next to states of one size in all layers.
-        states = normalize_lower(states.float(), self.drafter.config.get_text_config().hidden_size)
-        return states + (torch.rand_like(states, dtype=torch.float32) - 0.5) * width
-
     def _predictors(self, in_training: bool = False) -> list[Predictor]:
         config, args = self.drafter.config, self.args
         num_heads, num_unrolled = config.num_parallel_heads, config.num_serial_tokens - 1
@@ -391,9 +398,3 @@ class GumihoTrainer(Trainer):
             f"Training diverged at or before step {self.state.global_step}: {finding}. {kept} Lower the learning rate "
             f"or `max_grad_norm`, or train in bf16 instead of fp16."
         )
-
-    def _num_positions(self) -> int | None:
-        """Returns the tokens that both drafter and target have positions for; `None` without a limit."""
-        configs = (self.drafter.config.get_text_config(), self.target_features.config.get_text_config(decoder=True))
-        limits = [getattr(config, "max_position_embeddings", None) for config in configs]
-        return min((limit for limit in limits if limit), default=None)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 # Values of each weight that go into a fingerprint, evenly spaced.
 _SAMPLES = 64
 # Fields of a config that do not change what the model computes.
-_VOLATILE = ("transformers_version", "use_cache")
+VOLATILE = ("_name_or_path", "transformers_version", "use_cache")
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     Returns a fingerprint of a model's architecture and weights. It reads some dozens of values of each parameter:
     training changes them all, and reading all takes minutes. Offloaded parameters count by name and shape alone.
     """
-    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in _VOLATILE}
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in VOLATILE}
     adapters = getattr(model, "active_adapters", None) if hasattr(model, "peft_config") else None
     digest = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
     digest.update(str(adapters).encode())

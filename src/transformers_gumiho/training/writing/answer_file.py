@@ -16,12 +16,11 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ...internals import dataset_fingerprint
 from ...resumable_file import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
 from ...user_errors import UserValueError
 from ..data.conversations import MalformedRowError, RawText, read_row
 from ..data.rendering import with_template_kwargs
-from ..fingerprint import tokenizer_fingerprints
+from ..fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from .answers import AnswerWriter, WritingSettings
 from .requests import Engine
 
@@ -78,7 +77,7 @@ def regenerate_dataset(
     part = path if state.is_main_process else path.with_name(f"{path.name}.part{state.process_index}")
     with sole_writer(part):
         if state.is_main_process:
-            begun_with = {"rows": dataset_fingerprint(dataset), "target": engine.fingerprint}
+            begun_with = {"rows": conversations_fingerprint(dataset), "target": engine.fingerprint}
             begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings) | {"batch_size": engine.batch_size}
             check_begun_with(path, begun_with)
             _collect(path)

@@ -64,10 +64,17 @@ Task = Generator[Request, Completion, dict[str, Any]]
 
 
 class Engine(Protocol):
-    """Runs a target. One that takes all tasks at once has no `batch_size`; the `fingerprint` tells targets apart."""
+    """Runs a target."""
 
-    batch_size: int | None
-    fingerprint: str
+    @property
+    def batch_size(self) -> int | None:
+        """Tasks that it takes at a time, `None` for all."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells targets apart."""
+        ...
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
         """

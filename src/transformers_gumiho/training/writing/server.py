@@ -166,7 +166,7 @@ class ServerEngine:
         import openai
 
         sampling = request.sampling
-        how = {"temperature": 0.0} if sampling is None else {
+        how: dict[str, Any] = {"temperature": 0.0} if sampling is None else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed,
         }  # fmt: skip
         try:

@@ -1,0 +1,50 @@
+"""The last two stages: the fastest settings for this machine, and a comparison with plain decoding."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from ..benchmarking import BenchmarkSettings, decoding_modes, read_prompts, run_benchmark, summarize
+from ..benchmarking.journal import Journal, measuring_conditions
+from ..benchmarking.modes import PROMPT_LOOKUP, choose_modes
+from ..benchmarking.report import markdown
+from ..pairs import PairArguments, load_pair
+from ..tuning import TuningArguments, describe, tune
+from .arguments import RecipeArguments
+
+
+_EVALUATION = "\n## Decoding speed\n"
+
+
+def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts: int) -> str:
+    """Finds the fastest decoding settings of the drafter in a folder, and returns them in words."""
+    options = TuningArguments(
+        target=str(args.target), assistant=str(folder), prompts=str(prompts), batch_sizes=[1],
+        dtype=args.target_dtype, device_map=args.device_map, num_prompts=num_prompts,
+        max_new_tokens=args.measured_new_tokens,
+    )  # fmt: skip
+    return describe(tune(options))
+
+
+def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, work: Path) -> str:
+    """Compares the drafter with plain decoding and prompt lookup, adds the table to its card, and returns it."""
+    pair = PairArguments(
+        target=args.target, assistant=str(folder), dtype=args.target_dtype, device_map=args.device_map
+    )
+    target, _, drafter = load_pair(pair)
+    modes = choose_modes(decoding_modes(drafter), [PROMPT_LOOKUP, "gumiho"])
+    conditions = measuring_conditions(target, drafter) | {"max_new_tokens": args.measured_new_tokens}
+    work.mkdir(exist_ok=True)
+    settings = BenchmarkSettings(max_new_tokens=args.measured_new_tokens)
+    questions, tokenizer = read_prompts(str(prompts)), AutoTokenizer.from_pretrained(folder)
+    journal = Journal(work / "samples.jsonl", conditions)
+    samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
+    if len({sample.mode for sample in samples}) < len(modes):
+        raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.")
+    table = markdown(summarize(samples))
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8").split(_EVALUATION)[0] if card.exists() else ""
+    card.write_text(
+        f"{text}{_EVALUATION}\nHeld-out prompts, on the machine that trained the drafter:\n\n{table}", encoding="utf-8"
+    )
+    return table

@@ -1,0 +1,296 @@
+"""`gumiho train`, run again: what continues, what is refused, what is loaded, and what several processes make."""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_target import make_chat_target, make_chat_tokenizer
+from commands import gumiho, refuse
+from hub_cache import write_to_hub_cache
+from safetensors.torch import load_file, save_file
+from training_data import write_jsonl
+from transformers import AutoModelForCausalLM
+
+from transformers_gumiho.recipe import plan
+from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.training.fingerprint import checkpoint_fingerprint
+
+
+SMALL = [
+    "--use_cpu", "--per_device_train_batch_size", 2, "--max_new_tokens", 12, "--num_eval_rows", 4, "--max_steps", 4,
+    "--num_measured_prompts", 2, "--measured_new_tokens", 3, "--feature_noise", 0, "--logging_steps", 1,
+    "--max_length", 256,
+]  # fmt: skip
+UP_TO_TRAINING = ["--stages", "write", "features", "train"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target that chats, and questions for it."""
+    folder = tmp_path_factory.mktemp("run")
+    make_chat_target().save_pretrained(folder / "target")
+    make_chat_tokenizer().save_pretrained(folder / "target")
+    write_jsonl(folder / "questions.jsonl", [{"prompt": f"import {'os ' * (n % 5)}what, {n}?"} for n in range(40)])
+    return folder
+
+
+def command(folder: Path, name: str, *words: object) -> list[object]:
+    common = ["train", "--target", folder / "target", "--data", folder / "questions.jsonl"]
+    return [*common, "--output_dir", folder / name, *SMALL, *words]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """A finished run, up to the training."""
+    gumiho(*command(folder, "whole", *UP_TO_TRAINING))
+    return folder / "whole"
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_drafter(first: Path, second: Path) -> None:
+    expected, found = weights_of(first), weights_of(second)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning_rate", 0.02], "learning_rate (0.0003, now 0.02). Give these values again, begin anew with"),
+        (["--draft_vocabulary_size", 300], "draft_vocabulary_size"),
+        (["--per_device_train_batch_size", 4], "rows_per_step (2, now 4)"),
+        (["--max_steps", 3], "max_steps (4, now 3)"),
+        (["--transition_rank", 8], "transition_rank (64, now 8)"),
+        (["--max_length", 300], "max_length (256, now 300)"),
+        (["--features_dtype", "float32"], "dtype (bfloat16, now float32)"),
+        (["--max_new_tokens", 13], "max_new_tokens (12, now 13). Give these values again, or begin anew with"),
+        (["--num_rows", 30], "data ("),
+        (["--cache_features", "false"], "cache_features (true, now false)"),
+    ],
+)  # fmt: skip
+def test_a_changed_option_is_refused_by_name(folder: Path, whole: Path, words: list[object], message: str) -> None:
+    before = weights_of(whole)
+    refuse(message, *command(folder, "whole", *UP_TO_TRAINING, *words))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(whole).items())
+
+
+def test_what_cannot_change_the_drafter_may_change(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a run that is finished loads no target, nor looks at when files were written."""
+    for path in (folder / "target").iterdir():
+        os.utime(path)
+    shutil.copytree(folder / "target", folder / "copy")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it loads the target"))
+    words = ["--logging_steps", 3, "--eval_steps", 1, "--dataloader_num_workers", 1, "--save_total_limit", 3]
+    gumiho(*command(folder, "whole", *UP_TO_TRAINING, *words, "--target", folder / "copy"))
+    assert capsys.readouterr().out.count("finished before") == 4  # two stages, and two phases of the third
+
+
+def test_a_stage_begins_anew_where_it_is_asked_to(
+    folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, folder / "anew")
+    run = command(folder, "anew", *UP_TO_TRAINING, "--learning_rate", 0.02)
+    gumiho(*run, "--restart", "serial")
+    output = capsys.readouterr().out
+    assert output.count("finished before") == 2
+    assert "continues from" not in output
+    assert "| `learning_rate` | 0.02 |" in (folder / "anew" / "README.md").read_text()
+    gumiho(*command(folder, "fresh", *UP_TO_TRAINING, "--learning_rate", 0.02))
+    assert_same_drafter(folder / "fresh", folder / "anew")
+    refuse("--restart must be one of write, features, train, serial, heads, tune, evaluate", *run, "--restart", "bake")
+
+
+def test_a_longer_run_trains_on_with_its_own_schedule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the last checkpoint; the learning rates after it are those of a run that was as long from the start."""
+    recipe = ["--recipe", "published", "--warmup_steps", 0, "--lr_scheduler_type", "linear", *UP_TO_TRAINING]
+    gumiho(*command(folder, "long", *recipe, "--max_steps", 6))
+    gumiho(*command(folder, "grown", *recipe, "--max_steps", 3))
+    capsys.readouterr()
+    gumiho(*command(folder, "grown", *recipe, "--max_steps", 6))
+    output = capsys.readouterr().out
+    assert "published: trains on, with the schedule of the longer run" in output
+    assert "published: continues from" in output
+    assert "checkpoint-3" in output
+    rates = {}
+    for name in ("long", "grown"):
+        state = json.loads((folder / name / "work/published/trainer_state.json").read_text())
+        rates[name] = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
+    assert rates["grown"][3:] == pytest.approx(rates["long"][3:])
+    assert len(rates["grown"]) == 6
+
+
+@pytest.mark.parametrize("stopped_after", ["serial", "heads"])
+def test_a_run_that_stops_between_phases_ends_in_the_same_drafter(
+    folder: Path, whole: Path, stopped_after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = command(folder, str(tmp_path / "stopped"), *UP_TO_TRAINING)
+    name = {"serial": "train", "heads": "calibrate"}[stopped_after]
+    real, calls = getattr(GumihoTrainer, name), []
+
+    def stop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == {"serial": 2, "heads": 1}[stopped_after]:
+            raise KeyboardInterrupt
+        return real(trainer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GumihoTrainer, name, stop)
+        with pytest.raises(SystemExit, match="130"):
+            gumiho(*run)
+    gumiho(*run)
+    assert_same_drafter(whole, tmp_path / "stopped")
+
+
+def test_each_phase_begins_with_the_best_drafter_of_the_one_before(folder: Path, whole: Path) -> None:
+    """And its own best is the drafter; of its checkpoints, the best and the last stay."""
+    for phase in ("serial", "heads"):
+        state = json.loads((whole / "work" / phase / "trainer_state.json").read_text())
+        evaluations = [entry for entry in state["log_history"] if "eval_expected_acceptance_length" in entry]
+        best = max(entry["eval_expected_acceptance_length"] for entry in evaluations)
+        assert len(evaluations) >= 4
+        assert state["best_metric"] == best
+        checkpoint = Path(state["best_model_checkpoint"])
+        kept = sorted((whole / "work" / phase).glob("checkpoint-*"))
+        assert checkpoint in kept
+        assert whole / "work" / phase / "checkpoint-4" in kept
+        assert len(kept) <= 2
+        assert_same_drafter(whole / "work" / phase, checkpoint)
+    serial, heads = weights_of(whole / "work" / "serial"), weights_of(whole / "work" / "heads")
+    frozen = [name for name in serial if not name.startswith(("mlp", "transition"))]
+    assert frozen
+    assert all(torch.equal(serial[name], heads[name]) for name in frozen)
+
+
+def test_without_held_out_rows_the_last_checkpoint_is_the_drafter(folder: Path) -> None:
+    words = ["--num_eval_rows", 0, "--recipe", "published", *UP_TO_TRAINING]
+    gumiho(*command(folder, "last", *words))
+    state = json.loads((folder / "last/work/published/trainer_state.json").read_text())
+    assert not any("eval_loss" in entry for entry in state["log_history"])
+    assert_same_drafter(folder / "last/work/published", folder / "last/work/published/checkpoint-4")
+
+
+@pytest.mark.parametrize("cache_features", ["true", "false"])
+def test_a_process_holds_at_most_one_target(
+    folder: Path, cache_features: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, alive, most = AutoModelForCausalLM.from_pretrained, [], []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        model = real(*args, **kwargs)
+        alive.append(weakref.ref(model))
+        gc.collect()
+        most.append(sum(reference() is not None for reference in alive))
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    gumiho(*command(folder, f"counted_{cache_features}", "--cache_features", cache_features))
+    assert len(most) >= 3  # for the answers and states, to tune, to evaluate
+    assert max(most) == 1
+
+
+def test_two_processes_run_the_whole_command_as_one_does(folder: Path, whole: Path) -> None:
+    """Started as a user starts them; the same rows in each step have the same losses."""
+    launch = [
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+    ]  # fmt: skip
+    words = [*command(folder, "together"), "--per_device_train_batch_size", 1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run(
+        [*launch, "-m", "transformers_gumiho.cli", *map(str, words)], env=environment, capture_output=True, text=True,
+        timeout=1800, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("[5/5] evaluate") == 1
+    for phase in ("serial", "heads"):
+        histories = [
+            [entry.get("loss", entry.get("eval_loss")) for entry in state["log_history"][:8]]
+            for run in (whole, folder / "together")
+            for state in [json.loads((run / "work" / phase / "trainer_state.json").read_text())]
+        ]
+        assert histories[1] == pytest.approx(histories[0], rel=1e-3)
+    assert "\n| gumiho |" in (folder / "together" / "README.md").read_text()
+
+
+def test_a_target_has_one_fingerprint_wherever_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder, a copy of it that is cut into other files, and a name on the Hub; other weights have another."""
+    expected = checkpoint_fingerprint(folder / "target")
+    shutil.copytree(folder / "target", tmp_path / "other")
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    names = sorted(weights)
+    (tmp_path / "other" / "model.safetensors").unlink()
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: weights[name] for name in part}, tmp_path / "other" / f"model-{number}.safetensors")
+    assert checkpoint_fingerprint(tmp_path / "other") == expected
+    shutil.copytree(folder / "target", tmp_path / "files")
+    write_to_hub_cache(tmp_path / "hub", "me/target", (tmp_path / "files").iterdir())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert checkpoint_fingerprint("me/target") == expected
+    changed = tmp_path / "other" / "model-1.safetensors"
+    save_file({name: tensor + 0.5 for name, tensor in load_file(changed).items()}, changed)
+    assert checkpoint_fingerprint(tmp_path / "other") != expected
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "memory_of", lambda _: 10**5)
+    run = command(folder, "huge", *UP_TO_TRAINING)
+    refuse("stage 'write' needs about", *run)
+    refuse("What helps: a smaller --writing_batch_size, --device_map auto, or a server (--endpoint)", *run)
+    assert not list((folder / "huge" / "work").iterdir())
+    gumiho(*run, "--ignore_plan", "--plan")
+    output = capsys.readouterr().out
+    assert "40 rows of data" in output
+    assert "optimizer: adamw" in output
+    assert "tau to expect" not in output, "no run of this size is on record"
+
+
+@pytest.mark.parametrize(
+    ("words", "free", "told"),
+    [
+        ([], 10**12, "states: kept on the disk"),
+        (["--recipe", "published", "--num_train_epochs", 1], 10**12, "runs in every step, as the data is passed once"),
+        ([], 10**4, "runs in every step, as they need"),
+    ],
+)
+def test_states_are_kept_where_that_pays(
+    folder: Path, words: list[object], free: int, told: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    usage = shutil.disk_usage(folder)._replace(free=free)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
+    gumiho(*command(folder, "kept", "--plan", "--ignore_plan", *words))
+    assert told in capsys.readouterr().out
+
+
+def test_a_file_gives_defaults_and_the_command_line_replaces_them(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("everywhere:\n  num_rows: 5\ncpu:\n  num_rows: 7\naccelerator:\n  num_rows: 9\n")
+    run = command(folder, "configured", "--config", file, "--plan")
+    gumiho(*run)
+    assert "7 rows of data" in capsys.readouterr().out
+    gumiho(*run, "--num_rows", 6)
+    assert "6 rows of data" in capsys.readouterr().out
+    file.write_text("everywhere:\n  learn_rate: 1\n")
+    refuse("There is no option 'learn_rate'", *run)
+    file.write_text("gpu:\n  num_rows: 1\n")
+    refuse("has the part 'gpu'. Its parts are everywhere, accelerator, cpu", *run)
