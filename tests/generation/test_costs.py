@@ -1,6 +1,7 @@
 """What nobody asked for costs nothing: no pass, copy or draft beyond what a text needs, and nothing is made twice."""
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -72,25 +73,36 @@ def test_trees_are_no_deeper_than_what_is_missing(
 ) -> None:
     target = make_target()
     drafter = make_drafter(target, num_assistant_tokens=20, branching_factor=3, transition_rank=transition_rank)
-    drafted: list[int | None] = []
+    drafted: list[None] = []
     draft = GumihoDrafter.draft
 
-    def drafting(self: GumihoDrafter, committed: Any, max_depth: int | None) -> DraftTree:
-        drafted.append(max_depth)
-        return draft(self, committed, max_depth)
+    def drafting(self: GumihoDrafter, committed: Any) -> DraftTree:
+        drafted.append(None)
+        return draft(self, committed)
 
     monkeypatch.setattr(GumihoDrafter, "draft", drafting)
+
+    def lengths_of_rows(depths: Depths, num_tokens: int) -> list[list[int]]:
+        """Returns what the cycles committed in each row, until it has `num_tokens` tokens."""
+        ends = [list(itertools.accumulate(row)) for row in zip(*depths.accepted_lengths, strict=True)]
+        return [sorted({min(end, num_tokens) for end in row}) for row in ends]
+
+    with observing(longer := Depths()):
+        equals_plain(target, drafter, drafted=lookup, **make_prompts(lengths), max_new_tokens=40)
     num_bare = 0
     for max_new_tokens in range(2, 16):
         drafted.clear()
         with observing(depths := Depths()):
             equals_plain(target, drafter, drafted=lookup, **make_prompts(lengths), max_new_tokens=max_new_tokens)
+        # Cycles at the end of a text accept what they accept where it goes on.
+        num_cycled = max_new_tokens - 1
+        assert lengths_of_rows(depths, num_cycled) == lengths_of_rows(longer, num_cycled)
         missing = [max_new_tokens - 1] * len(lengths)
         for depth, accepted in zip(depths.depths, depths.accepted_lengths, strict=True):
             assert depth <= max(missing) - 1
             assert (depth == 0) == (max(missing) == 1)
             missing = [number - length for number, length in zip(missing, accepted, strict=True)]
-        assert 0 not in drafted
+        assert len(drafted) <= sum(depth > 0 for depth in depths.depths)
         num_bare += 0 in depths.depths
     assert num_bare > 2, "with one token missing no drafter runs"
 

@@ -354,7 +354,8 @@ def test_other_threads_keep_their_experts(experts_run: list[tuple[str, int]]) ->
     target.set_experts_implementation("grouped_mm")
     states = torch.zeros(1, 1, target.config.hidden_size)
     with pretending(), torch.no_grad():
-        with experts_of_decoding(target.to("cuda"), num_tokens=1):
+        target.to("cuda")
+        with experts_of_decoding():
             thread = threading.Thread(target=lambda: target.model.layers[0].mlp(states))
             thread.start()
             thread.join()

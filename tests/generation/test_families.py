@@ -30,7 +30,7 @@ def test_greedy_equals_plain(family: str, implementation: str, full_tree_attenti
 
 @pytest.mark.parametrize(("family", "implementation"), CASES)
 def test_tokens_that_are_run_alone_equal_plain(family: str, implementation: str) -> None:
-    """While a drafter is paused the target runs one token at a time: behind short texts and beyond a window."""
+    """While a drafter is paused the target runs one token at a time: after short texts and beyond a window."""
     target = make_target(family, implementation)
     drafter = make_drafter(target, num_assistant_tokens=12, break_even=50.0)  # more than any tree gains
     for lengths in ([1], [WINDOW + 9], [4, 4]):

@@ -22,7 +22,7 @@ from transformers_gumiho.internals import (
     attention_implementation,
 )
 from transformers_gumiho.verification import attention
-from transformers_gumiho.verification.attention import attend_folded, groups_in_place
+from transformers_gumiho.verification.attention import attend_folded, gqa_without_copies
 
 
 class Layer(nn.Module):
@@ -63,14 +63,14 @@ def make_inputs(
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_attention_in_place_is_bit_identical(num_groups: int, dtype: torch.dtype) -> None:
-    with groups_in_place():
+    with gqa_without_copies():
         attend, layer = ALL_ATTENTION_FUNCTIONS["sdpa"], Layer(num_groups)
     torch.manual_seed(0)
     for sizes in ((1, 1, 2, 9), (1, 2, 17, 130), (3, 1, 33, 77), (3, 3, 5, 600), (2, 2, 65, 66), (2, 2, 1, 50)):
         query, key, value, mask = make_inputs(sizes[0], num_groups, *sizes[1:], dtype)
         for given in (mask, mask == 0):
             expected = sdpa_attention_forward(layer, query, key, value, given, scaling=0.3)[0]
-            with groups_in_place(), LargestCopy() as largest:
+            with gqa_without_copies(), LargestCopy() as largest:
                 output, weights = attend(layer, query, key, value, given, scaling=0.3, sliding_window=4)
             assert weights is None
             assert torch.equal(output, expected)
@@ -114,7 +114,7 @@ def test_other_attention_is_left_to_the_function_it_has(options: dict[str, Any])
             "transformers_gumiho.verification.attention.scaled_dot_product_attention",
             lambda *_, **__: calls.append(1),
         )
-        with groups_in_place():
+        with gqa_without_copies():
             assert torch.equal(ALL_ATTENTION_FUNCTIONS["sdpa"](Layer(2), query, key, value, **options)[0], expected)
     assert not calls
 
@@ -157,26 +157,26 @@ def test_nobody_else_is_affected(copies: list[int]) -> None:
     expected = run()
     assert expected > 0
     counts: list[int] = []
-    with groups_in_place():
+    with gqa_without_copies():
         assert run() == 0
         other = threading.Thread(target=lambda: counts.append(run()))
         other.start()
         other.join()
-        with groups_in_place():
+        with gqa_without_copies():
             pass
         assert run() == 0, "what is within ends alone"
     assert counts == [expected]
     assert run() == expected
-    with pytest.raises(AttributeError), groups_in_place():
+    with pytest.raises(AttributeError), gqa_without_copies():
         target(ids, attention_mask="none")
     assert run() == expected
     assert attention_implementation(target.config) == "sdpa"
 
 
 def test_a_function_that_somebody_registered_stays() -> None:
-    with groups_in_place():
+    with gqa_without_copies():
         ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    with groups_in_place():
+    with gqa_without_copies():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is ours, "nothing is put on top of it"
     assert ours.__wrapped__ is sdpa_attention_forward
     calls: list[int] = []

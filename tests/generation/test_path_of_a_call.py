@@ -12,7 +12,7 @@ from transformers_gumiho import GumihoModel
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "examples" / "demo_pair"
-MAX_IN_A_CALL, MAX_IN_A_CYCLE = 34, 21
+MAX_IN_A_CALL, MAX_IN_A_CYCLE = 30, 18
 
 
 def named_files() -> list[tuple[str, bool]]:
@@ -35,8 +35,7 @@ def test_contributing_names_the_files_of_a_greedy_call() -> None:
     generate()  # what the first call prepares is kept
     files, of_cycle = traced_files(generate)
     named = named_files()
-    assert {name for name, _ in named} == set(files)
+    assert [name for name, _ in named] == files, "in the order in which the call first passes them"
     assert {name for name, is_in_cycle in named if is_in_cycle} == set(of_cycle)
-    assert len(named) == len(set(named))
     assert len(files) <= MAX_IN_A_CALL
     assert len(of_cycle) <= MAX_IN_A_CYCLE

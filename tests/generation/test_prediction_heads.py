@@ -14,8 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.training import GumihoTrainer, LocalEngine, OnlineFeatures
 from transformers_gumiho.training.writing.requests import Request
-from transformers_gumiho.verification.feature_reader import FeatureReader
-from transformers_gumiho.verification.output_head import output_head
+from transformers_gumiho.verification.target_states import FeatureReader, output_head
 
 
 # A dense layer with a norm in the head, or beside it; and states that are divided before a plain head.
@@ -49,7 +48,7 @@ def test_the_head_for_drafts_makes_the_targets_own_logits(model_type: str) -> No
     assert states.shape[2] == GumihoConfig.from_target(target.config).model.hidden_size
 
 
-# Passes of RoFormer behind a cache are not exact in the oldest supported release.
+# Passes of RoFormer after a cache are not exact in the oldest supported release.
 @pytest.mark.parametrize("model_type", [model_type for model_type in HEADS if model_type != "roformer"])
 def test_texts_equal_plain(model_type: str) -> None:
     target = make_target(model_type)

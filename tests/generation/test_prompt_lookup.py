@@ -160,7 +160,7 @@ def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_muc
     assert max(sizes(branching_factor=1)) <= 9
     assert longest_rest(sizes(branching_factor=3)) > 2
     monkeypatch.setattr(candidate_generator, "_MAX_UNREAD_TOKENS", 12)
-    assert longest_rest(sizes(branching_factor=3)) == 2, "behind 6 tokens, and behind 11 more"
+    assert longest_rest(sizes(branching_factor=3)) == 2, "after 6 tokens, and after 11 more"
 
 
 def test_a_run_in_which_the_text_ends_or_turns_is_that_of_plain_decoding() -> None:

@@ -42,7 +42,7 @@ def decode(target: PreTrainedModel, drafter: GumihoModel, turn: str, **inputs: A
 
 
 def ragged_mask(mask: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """Covers the new tokens of each row up to its EOS; the padding behind it is masked."""
+    """Covers the new tokens of each row up to its EOS; the padding after it is masked."""
     new = sequences[:, mask.shape[1] :]
     is_end = (new == EOS).long()
     behind = is_end.cumsum(1) - is_end

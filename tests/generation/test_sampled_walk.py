@@ -145,7 +145,7 @@ def test_a_cpu_draws_at_visited_nodes_alone(
 def test_only_what_is_committed_must_be_a_distribution(
     pair: tuple[PreTrainedModel, GumihoModel], walks: list[DraftTree]
 ) -> None:
-    """After one token the target's logits are NaN: at drafts that are not chosen, or behind the end of the text."""
+    """After one token the target's logits are NaN: at drafts that are not chosen, or after the end of the text."""
     target, drafter = pair
 
     def spoil(module: Any, args: Any, kwargs: Any, output: Any) -> None:

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import num_hooks
-from transformers_gumiho.model.target_layers import TargetLayers
-from transformers_gumiho.verification.feature_reader import FeatureReader
+from transformers_gumiho.model.target_shape import TargetLayers
+from transformers_gumiho.verification.target_states import FeatureReader
 
 
 LAYERS = [0, 1, 2]
@@ -28,7 +28,7 @@ def test_states_are_those_that_transformers_returns(family: str, layer_ids: list
     with torch.no_grad():
         expected = target(ids, output_hidden_states=True).hidden_states
         found = FeatureReader(target, TargetLayers.of(layer_ids)).read(ids)
-    assert torch.equal(found.drafter_input, torch.cat([expected[number + 1] for number in layer_ids], dim=-1))
+    assert torch.equal(found.target_states, torch.cat([expected[number + 1] for number in layer_ids], dim=-1))
     assert torch.equal(found.last, expected[-1])
 
 
@@ -62,7 +62,7 @@ def test_targets_that_verify_chains(family: str) -> None:
         assert torch.equal(text, target.generate(**arguments))
         if len(lengths) == 1:
             with torch.no_grad():
-                expected = as_read(FeatureReader(target, TargetLayers((0, last))).read(text).drafter_input)
+                expected = as_read(FeatureReader(target, TargetLayers((0, last))).read(text).target_states)
             found = torch.cat(inputs.seen, dim=1)
             # Some recurrent layers compute in float32, and chunks otherwise than single tokens.
             torch.testing.assert_close(found, expected[:, : found.shape[1]], rtol=1e-3, atol=1e-3)
@@ -89,7 +89,7 @@ def test_decoding_reads_the_states_of_the_committed_text(kwargs: dict[str, Any])
     inputs = Inputs(drafter)
     text = target.generate(**prompts, max_new_tokens=25, do_sample=False, assistant_model=drafter, **kwargs)
     with torch.no_grad():
-        expected = as_read(FeatureReader(target, TargetLayers((0, 2))).read(text).drafter_input)
+        expected = as_read(FeatureReader(target, TargetLayers((0, 2))).read(text).target_states)
     found = torch.cat(inputs.seen, dim=1)
     assert found.shape[1] > 20
     # Norms are computed in float32.
@@ -113,7 +113,7 @@ def test_a_new_fusion_drafts_as_without(tmp_path: Path, caplog: pytest.LogCaptur
     ids = arguments["input_ids"]
     with torch.no_grad():
         last, all_states = (
-            FeatureReader(target, TargetLayers.of(layers)).read(ids).drafter_input[:, :-1] for layers in (None, LAYERS)
+            FeatureReader(target, TargetLayers.of(layers)).read(ids).target_states[:, :-1] for layers in (None, LAYERS)
         )
         assert torch.equal(fused(ids[:, 1:], all_states).serial_features, plain(ids[:, 1:], last).serial_features)
 

@@ -42,8 +42,8 @@ def _answering(
 ) -> Callable[..., DraftTree]:
     lengths: dict[int, list[int]] = {}  # of the texts, by generator
 
-    def draft_tree(self: GumihoDrafter, committed: CommittedTokens, max_depth: int | None = None) -> DraftTree:
-        tree = draft(self, committed, max_depth)
+    def draft_tree(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
+        tree = draft(self, committed)
         if id(self) in lengths:
             now = [a + b for a, b in zip(lengths[id(self)], committed.accepted_lengths, strict=True)]
         else:

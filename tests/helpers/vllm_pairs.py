@@ -61,8 +61,8 @@ def transformers_chains(
     texts: list[list[list[int]]] = []
     draft_tree = GumihoDrafter.draft
 
-    def recording(self: GumihoDrafter, committed: Any, max_depth: int | None) -> Any:
-        tree = draft_tree(self, committed)  # also at the end of a text as deep as vLLM drafts
+    def recording(self: GumihoDrafter, committed: Any) -> Any:
+        tree = draft_tree(self, committed)
         texts[-1].append(tree.tokens[0, 1:].tolist())
         return tree
 

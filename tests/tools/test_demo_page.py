@@ -17,7 +17,7 @@ from commands import gumiho
 
 from transformers_gumiho import presenting
 from transformers_gumiho.measuring.timing import temporary_settings
-from transformers_gumiho.model.per_rows import value_for_rows
+from transformers_gumiho.model.decoding_settings import value_for_rows
 from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.presenting import DemoArguments, GenerateArguments, command, make_page
 from transformers_gumiho.presenting.web import race as race_module

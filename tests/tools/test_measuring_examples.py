@@ -202,7 +202,7 @@ def test_agreement_is_the_share_of_drafts_that_are_the_targets_choice(
             features = [output.serial_features, output.unrolled_features[0], *output.parallel_features.unbind(1)]
             for depth, predicted in enumerate(features, start=1):
                 drafts = vocabulary[target.lm_head(predicted)[0, :, vocabulary].argmax(dim=-1)]
-                # The draft behind token i is said to be token i + depth + 1; the answer's first token is no draft.
+                # The draft after token i is said to be token i + depth + 1; the answer's first token is no draft.
                 for place in range(max(prompt.shape[1] + 1, depth + 1), ids.shape[1]):
                     right[category][depth - 1].append(bool(drafts[place - depth - 1] == ids[0, place]))
     expected = [

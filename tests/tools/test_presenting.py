@@ -39,7 +39,7 @@ from transformers_gumiho.benchmarking import (
 )
 from transformers_gumiho.measuring.modes import PLAIN, Runner
 from transformers_gumiho.measuring.timing import temporary_settings
-from transformers_gumiho.model.per_rows import value_for_rows
+from transformers_gumiho.model.decoding_settings import value_for_rows
 from transformers_gumiho.pairs import PairArguments, TargetArguments, load_pair, load_target
 from transformers_gumiho.presenting import (
     Answer,

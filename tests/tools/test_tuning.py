@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.decoding.observers import observing
-from transformers_gumiho.drafting.settings import DraftingSettings
 from transformers_gumiho.measuring.modes import Runner
 from transformers_gumiho.measuring.timing import DecodingTime, temporary_settings
+from transformers_gumiho.model.decoding_settings import DraftingSettings
 from transformers_gumiho.pairs.known import Pair
 from transformers_gumiho.tuning import (
     Standing,

@@ -14,7 +14,7 @@ from trainers import make_args, pack_pairs
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.drafting.settings import DraftingSettings
+from transformers_gumiho.model.decoding_settings import DraftingSettings
 from transformers_gumiho.training import GumihoTrainer
 
 
@@ -57,7 +57,7 @@ def drafted_log_probs(
 
 
 def draft_feature(drafter: GumihoModel, ids: torch.Tensor, states: torch.Tensor, depth: int) -> torch.Tensor:
-    """Returns the feature that drafts a token `depth` behind the root, the newest token that there is a state for."""
+    """Returns the feature that drafts a token `depth` after the root, the newest token that there is a state for."""
     fused, num_roots = [], states.shape[1]
     for step in range(min(depth, drafter.config.num_serial_tokens)):
         feature = drafter(ids[:, 1 : num_roots + 1 + step], states).serial_features[:, -1:]

@@ -146,7 +146,7 @@ def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:
     text = [1]
     drafts = ContextDrafts(lambda starts: [text[starts[0] :]], [0], num_tokens=3, max_ngram_size=2, vocab_size=500)
     drafted = []
-    # The same token again and again, and behind it each time another one.
+    # The same token again and again, and after it each time another one.
     for follower in range(2, 60):
         drafted.append(drafts.draft(CPU) is not None)
         text += [follower, 1]

@@ -25,8 +25,8 @@ from transformers import (
 from transformers_gumiho import DraftingSettings, GumihoModel
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.verification.output_head import output_head
 from transformers_gumiho.verification.session import CommittedTokens
+from transformers_gumiho.verification.target_states import output_head
 
 
 TINY = {

@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
-from transformers_gumiho.verification.feature_reader import FeatureReader
-from transformers_gumiho.verification.output_head import head_for_drafting
+from transformers_gumiho.verification.target_states import FeatureReader, head_for_drafting
 
 
 IDS = torch.tensor([3, 17, 5, 29, 8, 11, 36, 2])
@@ -57,7 +56,7 @@ def assert_drafts_as(head: EagleHead, drafter: GumihoModel, target: PreTrainedMo
     head.bind(target)
     drafter.share_embedding(target)
     score, token_ids = head_for_drafting(target, drafter, None, target.device, target.dtype)
-    read = FeatureReader(target, drafter.config.layers_read(target.config)).read(IDS[None, :-1]).drafter_input
+    read = FeatureReader(target, drafter.config.layers_read(target.config)).read(IDS[None, :-1]).target_states
     tokens, states = IDS[None, 1:], drafter.read_target(read)
     expected_states = head.states(target, IDS[:-1])
     expected = head.logits(head.features(IDS[1:], expected_states))

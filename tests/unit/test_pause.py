@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
-from transformers_gumiho.drafting.pause import DraftingPause, estimate_break_even
-from transformers_gumiho.model.decoding_settings import override_settings
-from transformers_gumiho.model.per_rows import value_for_rows
+from transformers_gumiho.drafting.break_even import estimate_break_even
+from transformers_gumiho.drafting.candidate_generator import DraftingPause
+from transformers_gumiho.model.decoding_settings import override_settings, value_for_rows
 
 
 ROOT = Path(__file__).parents[2]

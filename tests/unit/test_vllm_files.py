@@ -18,8 +18,8 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.drafting.drafter import GumihoDrafter
 from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.verification.output_head import output_head
 from transformers_gumiho.verification.session import CommittedTokens
+from transformers_gumiho.verification.target_states import output_head
 
 
 ROOT = Path(__file__).parents[2]
@@ -137,9 +137,9 @@ def recorded_drafts(
     cycles: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
     draft_tree = GumihoDrafter.draft
 
-    def recording(self: GumihoDrafter, committed: CommittedTokens, max_depth: int | None) -> DraftTree:
-        tree = draft_tree(self, committed)  # also at the end of a text as deep as vLLM drafts
-        tokens, states = committed.tokens, committed.drafter_input
+    def recording(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
+        tree = draft_tree(self, committed)
+        tokens, states = committed.tokens, committed.target_states
         before = cycles[-1] if cycles else (tokens[0, :0], states[0, :0])
         assert tree.depths[0].tolist() == list(range(tree.tokens.shape[1]))
         cycles.append(

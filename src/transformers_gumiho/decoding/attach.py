@@ -18,15 +18,15 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from ..internals import named_arguments, prepared_request
+from ..model.checkpoint_files import find_packaged_folder, is_of_drafter
 from ..model.modeling_gumiho import GumihoModel
-from ..model.released_configs import find_packaged_folder, is_of_drafter
 from ..model.wrappers import unwrap_drafter, unwrap_model
 from ..user_errors import UserValueError
 from ..verification.continuation import check_multi_token_decode
 from ..verification.cycle_shapes import with_eager_decoder
 from ..verification.placement import drafter_device
 from ..verification.prompt import check_prompt_pass
-from ..verification.requirements import check_pair, check_request, check_target, reason_against
+from ..verification.requirements import check_pair, check_request, check_target, unsupported_reason
 
 
 logger = logging.get_logger(__name__)
@@ -243,7 +243,7 @@ def generate_where_possible(
         return plain(*args, **kwargs)
     if isinstance(drafter, str):
         drafter = load_drafter(target, drafter)
-    if reason := reason_against(check_request, target, drafter, *prepared_request(target, given)):
+    if reason := unsupported_reason(check_request, target, drafter, *prepared_request(target, given)):
         warn_of_plain_decoding(target, reason)
         return plain(*args, **kwargs)
     return plain(*args, **kwargs, assistant_model=AttachedDrafter(drafter))

@@ -21,7 +21,7 @@ from ..internals import (
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter
 from ..verification.cycle_shapes import with_eager_decoder
-from ..verification.requirements import Unsupported, check_request, reason_against
+from ..verification.requirements import Unsupported, check_request, unsupported_reason
 from ..verification.traits import TargetTraits
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import check_inputs, decode_with_tree
@@ -86,7 +86,7 @@ def _assisted_decoding(
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
     verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
     traits = TargetTraits.of(verifier)
-    reason = reason_against(check_inputs, verifier, traits, input_ids, kwargs)
+    reason = unsupported_reason(check_inputs, verifier, traits, input_ids, kwargs)
     if reason is None:
         kwargs |= {"assistant_model": drafter, "traits": traits}
         return decode_with_tree(verifier, input_ids, *args, **kwargs)

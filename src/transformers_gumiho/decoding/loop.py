@@ -14,8 +14,9 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..drafting.settings import DraftingSettings
+from ..drafting.candidate_generator import GumihoCandidateGenerator
 from ..internals import CACHE_NAME
+from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root
 from ..tree.walk import AcceptedPath
@@ -25,7 +26,6 @@ from ..verification.placement import input_device
 from ..verification.prompt import outlives_call, prompt_positions, read_prompt
 from ..verification.requirements import check_cache, check_padding, check_positions, check_text_is_kept
 from ..verification.traits import TargetTraits
-from .drafts import make_generator
 from .observers import GenerationEvents
 from .sequences import CommittedSequences, max_length_of
 from .token_choice import TokenChooser
@@ -133,8 +133,17 @@ def decode_with_tree(
         sequences.records.add_prompt(output.hidden_states)
         commit(tree, output.logits)
         if not sequences.finished:
-            chunk_size = generation_config.prefill_chunk_size
-            drafts = make_generator(session, assistant_model, settings, chooser, output.states, events, chunk_size)
+            drafts = GumihoCandidateGenerator.after_prompt(
+                session,
+                assistant_model,
+                settings,
+                output.states,
+                read_text=sequences.tokens_from,
+                prompt_length=sequences.prompt_length,
+                peek_noise=chooser.peek_noise,
+                around_pass=events.each("drafter_pass"),
+                prompt_chunk_size=generation_config.prefill_chunk_size,
+            )
             vocab_size = assistant_model.config.get_text_config().vocab_size
             committed = session.committed_prompt(sequences.prefix(sequences.lengths[0]), output, vocab_size)
         while not sequences.finished:

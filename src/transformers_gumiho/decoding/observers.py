@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Literal
 
-from ..drafting.pause import DraftOrigin
+from ..drafting.candidate_generator import DraftOrigin
 from ..tree.draft_tree import DraftTree
 from ..tree.walk import AcceptedPath
 

@@ -1,30 +1,93 @@
 """The draft trees of a generation: the drafter's, the context's, and when the drafter pauses."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from transformers.generation import CandidateGenerator
 
+from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
-from ..tree.draft_tree import DraftTree, bare_root, padded_root, single_path
+from ..tree.draft_tree import DraftTree, bare_root, limit_depth, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
-from ..verification.session import CommittedTokens
+from ..verification.session import CommittedTokens, TargetSession
+from ..verification.target_states import TargetStates, head_for_drafting
 from ..verification.tree_cache import TreeCache
+from .break_even import estimate_break_even
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GumihoDrafter, last_of_rows
-from .pause import DraftingPause, DraftOrigin
-from .settings import DraftingSettings
 
 
+# The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.
+MAX_LOST, MAX_GAINED = 2.0, 4.0
+# Cycles of the first pause, and of later ones until the losses are regained.
+FIRST_PAUSE, LATER_PAUSE = 8, 64
 # Runs of the context end when the drafter has this many committed tokens to read, because it reads all of them in one
 # pass, which takes memory. A pause may add the tokens of its cycles.
 _MAX_UNREAD_TOKENS = 256
 
 
-class GumihoCandidateGenerator(CandidateGenerator):
+@dataclass(frozen=True)
+class DraftOrigin:
+    """
+    Where the tokens of a draft tree come from.
+
+    Attributes:
+        source: "drafter"; "context" for a run of prompt-lookup drafts; "pause" if the drafter is paused; or "end" if
+            one token is missing. In a pause the tree has prompt-lookup drafts, or the root alone. At the end it is the
+            root alone.
+        num_left: Remaining cycles of the pause after this one.
+    """
+
+    source: Literal["drafter", "context", "pause", "end"]
+    num_left: int = 0
+
+
+class DraftingPause:
+    """
+    Counts what drafting loses and pauses it. No clock is read, so a text is the same in every run.
+
+    Args:
+        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding.
+
+    Attributes:
+        num_left: Remaining cycles of the current pause.
+    """
+
+    def __init__(self, break_even: float):
+        self._break_even = break_even
+        self._lost = 0.0
+        self._next_pause = FIRST_PAUSE
+        self.num_left = 0
+
+    def observe(self, tokens: float, right: float = 0.0) -> None:
+        """
+        Counts a cycle that drafted.
+
+        Args:
+            tokens: Tokens that it committed, as the mean over the open rows.
+            right: Tokens that prompt lookup alone would have drafted correctly, as the same mean.
+        """
+        self._lost = max(self._lost + self._break_even + right - tokens, -MAX_GAINED)
+        if self._lost <= 0:
+            self._next_pause = FIRST_PAUSE
+        if self._lost > MAX_LOST:
+            # One more losing cycle after the pause begins the next one.
+            self._lost = MAX_LOST
+            self.num_left, self._next_pause = self._next_pause, LATER_PAUSE
+
+    def take_cycle(self) -> bool:
+        """Returns whether the drafter is paused in the next cycle, and counts that cycle."""
+        is_paused = self.num_left > 0
+        self.num_left -= is_paused
+        return is_paused
+
+
+@dataclass(eq=False)
+class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
     """
     Makes the draft tree of each cycle ([`draft_tree`]).
 
@@ -33,42 +96,96 @@ class GumihoCandidateGenerator(CandidateGenerator):
     longer and longer runs alone.
 
     Args:
-        assistant_model ([`GumihoModel`]): The drafter, on any device.
-        lm_head: The target's output head. Maps hidden states `(..., H)` to logits `(..., V)`, or with `token_ids` to
-            those `(..., K)` of these tokens.
-        settings ([`DraftingSettings`]): Shape of the tree.
-        cache ([`TreeCache`]): An empty cache for the drafter.
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
         break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
-        **drafter_kwargs: Further arguments of [`GumihoDrafter`].
+
+    The other arguments are those of [`GumihoDrafter`].
 
     Attributes:
         origin ([`DraftOrigin`]): Where the newest tree comes from.
     """
 
+    context: ContextDrafts | None = None
+    break_even: float | None = None
+
     # Of transformers' protocol.
-    requires_model_outputs = True
+    requires_model_outputs: ClassVar[bool] = True
     model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
 
-    def __init__(
-        self,
-        assistant_model: GumihoModel,
-        lm_head: Callable[[torch.Tensor], torch.Tensor],
-        settings: DraftingSettings,
-        cache: TreeCache,
-        context: ContextDrafts | None = None,
-        break_even: float | None = None,
-        **drafter_kwargs: Any,
-    ):
-        self.assistant_model = assistant_model
-        self.device = assistant_model.fc.weight.device
-        self.drafter = GumihoDrafter(assistant_model, lm_head, settings, cache, **drafter_kwargs)
-        self._context = context
-        self._pause = None if break_even is None else DraftingPause(break_even)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._pause = None if self.break_even is None else DraftingPause(self.break_even)
         self._unread: list[CommittedTokens] = []  # committed since the drafter drafted last
         self._num_drafted = 0  # nodes of the drafter's newest tree, root not included
         self.origin = DraftOrigin("drafter")
+
+    @classmethod
+    def after_prompt(
+        cls,
+        session: TargetSession,
+        assistant_model: GumihoModel,
+        settings: DraftingSettings,
+        states: TargetStates,
+        *,
+        read_text: Callable[[Sequence[int]], list[list[int]]],
+        prompt_length: int,
+        peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None],
+        around_pass: Callable[[], AbstractContextManager[None]],
+        prompt_chunk_size: int | None,
+    ) -> "GumihoCandidateGenerator":
+        """
+        Returns the candidate generator of a generation.
+
+        Args:
+            session: The target's session, after the prefill.
+            assistant_model: The drafter.
+            settings: Its settings for the batch.
+            states: The target's states of the prompt.
+            read_text: Takes an index for each row, and returns the row's tokens from it on.
+            prompt_length: Tokens of the prompt in each row, padding included.
+            peek_noise: Returns the Gumbel noise `(B, draws, K)` of the target's next draws; as in [`GumihoDrafter`].
+            around_pass: As in [`GumihoDrafter`].
+            prompt_chunk_size: As in [`GumihoDrafter`].
+        """
+        # Only their device and dtype: the drafter must not keep the states of the prompt.
+        device, dtype = states.last.device, states.last.dtype
+        num_rows, num_tokens = states.last.shape[:2]
+        # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
+        num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)
+        num_new = max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
+        target, memory = session.model, session.memory
+        head, token_ids = head_for_drafting(
+            target, assistant_model, settings.draft_vocabulary, device, dtype, memory is not None
+        )
+        break_even = settings.break_even
+        if break_even is None:
+            break_even = estimate_break_even(target, assistant_model, settings, num_rows)
+        context = None
+        if settings.prompt_lookup_num_tokens:
+            mask, starts = session.prompt.mask, [0] * num_rows
+            # A prompt given as `inputs_embeds` has a mask, but no tokens.
+            if mask is not None and prompt_length == mask.shape[1]:
+                starts = mask.long().argmax(dim=1).tolist()
+            # No tree has a longer path.
+            num_context = min(settings.prompt_lookup_num_tokens, settings.longest_path)
+            vocab_size = session.traits.config.vocab_size
+            context = ContextDrafts(read_text, starts, num_context, settings.max_matching_ngram_size, vocab_size)
+        return cls(
+            assistant_model,
+            lm_head=head,
+            settings=settings,
+            cache=TreeCache(num_rows, num_tokens + session.prompt.num_reserved + num_new, memory),
+            shapes=session.shapes,
+            token_ids=token_ids,
+            head_module=target.get_output_embeddings(),
+            peek_noise=peek_noise,
+            # A compiled function cannot call observers.
+            around_pass=nullcontext if session.shapes.are_compiled else around_pass,
+            prompt_chunk_size=prompt_chunk_size,
+            context=context,
+            break_even=break_even,
+        )
 
     def draft_tree(self, committed: CommittedTokens, num_missing: int | None = None) -> DraftTree:
         """
@@ -80,30 +197,32 @@ class GumihoCandidateGenerator(CandidateGenerator):
             num_missing: Most tokens that may follow in any row. The target chooses the last of them itself, so no path
                 is as long, except in fixed shapes. By default any number may follow.
         """
-        max_depth = None if num_missing is None or self.drafter.has_fixed_shapes else num_missing - 1
+        max_depth = None if num_missing is None or self.has_fixed_shapes else num_missing - 1
         if max_depth == 0:
             self.origin = DraftOrigin("end")
             return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
         branch = None
-        if self._context is not None:
-            branch = self._context.draft(committed.tokens.device, self._run_lengths(num_missing or 0), max_depth)
+        if self.context is not None:
+            branch = self.context.draft(committed.tokens.device, self._run_lengths(num_missing or 0))
         self.origin = self._next_origin(committed, is_run=branch is not None and branch.is_run)
         is_drafted = self.origin.source == "drafter"
         # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
         self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
         if not is_drafted:
-            return self._make_undrafted(branch)
+            return self._make_undrafted(branch, max_depth)
         committed, self._unread = CommittedTokens.join(self._unread), []
-        tree = self.drafter.draft(committed.to(self.device), max_depth).to(committed.tokens.device)
+        tree = self.draft(committed.to(self.device)).to(committed.tokens.device)
         self._num_drafted = tree.tokens.shape[1] - 1
-        return self._add_branch(tree, branch)
+        tree = self._add_branch(tree, branch)
+        # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
+        return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
 
     def _next_origin(self, committed: CommittedTokens, is_run: bool) -> DraftOrigin:
         """Counts the gain of the last cycle, and returns where the next tree comes from."""
         pause = self._pause
         if pause is not None and self._num_drafted and self.origin.source == "drafter":
             is_open = [length > 0 for length in committed.accepted_lengths]
-            right = [0] * len(is_open) if self._context is None else self._context.num_right
+            right = [0] * len(is_open) if self.context is None else self.context.num_right
             num_open = max(sum(is_open), 1)
             pause.observe(sum(committed.accepted_lengths) / num_open, sum(compress(right, is_open)) / num_open)
         if is_run:
@@ -118,26 +237,28 @@ class GumihoCandidateGenerator(CandidateGenerator):
         target chooses the last one itself. No runs are made with fixed shapes, when the drafter has many tokens to
         read, and in chains, because a target with recurrent states may have to run rejected tokens again.
         """
-        settings, num_unread = self.drafter.settings, sum(part.tokens.shape[1] for part in self._unread)
-        if self.drafter.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
+        settings, num_unread = self.settings, sum(part.tokens.shape[1] for part in self._unread)
+        if self.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
             return range(0)
         return range(settings.num_assistant_tokens + 1, num_missing)
 
-    def _make_undrafted(self, branch: ContextBranch | None) -> DraftTree:
+    def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:
         """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""
         newest = self._unread[-1]
         root = last_of_rows(newest.tokens, newest.accepted_lengths).squeeze(1)
-        if self.drafter.has_fixed_shapes:
-            return self._add_branch(padded_root(root, self._num_drafted, self.drafter.settings.longest_path), branch)
-        return bare_root(root) if branch is None else single_path(root, branch.tokens, branch.log_probs.cumsum(dim=1))
+        if self.has_fixed_shapes:
+            return self._add_branch(padded_root(root, self._num_drafted, self.settings.longest_path), branch)
+        if branch is None:
+            return bare_root(root)
+        return single_path(root, branch.tokens[:, :max_depth], branch.log_probs[:, :max_depth].cumsum(dim=1))
 
     def _add_branch(self, tree: DraftTree, branch: ContextBranch | None) -> DraftTree:
         """Returns the best nodes of a tree and a branch, as many as the tree has; of a chain, the better path."""
-        settings = self.drafter.settings
+        settings = self.settings
         if branch is not None:
             merge = take_better_chain if settings.branching_factor == 1 else merge_branch
             tree = merge(tree, branch.tokens, branch.log_probs)
-        if self._context is None or not self.drafter.has_fixed_shapes:
+        if self.context is None or not self.has_fixed_shapes:
             return tree
         # With fixed shapes all trees are equally deep, with or without a branch.
         return replace(tree, max_depth=settings.longest_path)

@@ -150,9 +150,7 @@ class ContextDrafts:
         self._vocab_size = vocab_size
         self._rows = [RowDrafts(num_tokens, max_ngram_size) for _ in starts]
 
-    def draft(
-        self, device: torch.device, run_lengths: range = range(0), max_tokens: int | None = None
-    ) -> ContextBranch | None:
+    def draft(self, device: torch.device, run_lengths: range = range(0)) -> ContextBranch | None:
         """
         Reads what was committed since the last call, and drafts `num_tokens` tokens for each row with a match. If all
         of the newest draft was right, a single row gets a run: twice as many tokens.
@@ -160,7 +158,6 @@ class ContextDrafts:
         Args:
             device: Device of the branch.
             run_lengths: Possible lengths of a run. By default there is none.
-            max_tokens: Most tokens that may be drafted. By default any number.
 
         Returns:
             The branch, or `None` if no row has a draft.
@@ -174,7 +171,7 @@ class ContextDrafts:
         if len(self._rows) == 1 and run_lengths:
             length = min(self._rows[0].run_length, run_lengths[-1])
             run_length = length if length in run_lengths else 0
-        width = run_length or min(self.num_tokens, max_tokens or self.num_tokens)
+        width = run_length or self.num_tokens
         tokens, log_probs = [[0] * width for _ in texts], [[-math.inf] * width for _ in texts]
         has_draft = False
         for index, row in enumerate(self._rows):

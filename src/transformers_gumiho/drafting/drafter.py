@@ -2,25 +2,27 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ..internals import mark_static_address
+from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..model.parallel_heads import run_batched_heads
 from ..model.transition import NUM_CANDIDATES
 from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
 from ..uploads import upload
-from ..verification.attention import groups_in_place
+from ..verification.attention import gqa_without_copies
 from ..verification.attention_kind import attention_kind
 from ..verification.cycle_shapes import CycleShapes
 from ..verification.session import CommittedTokens
 from ..verification.tree_cache import TreeCache
-from .settings import DraftingSettings
 from .transitions import DraftTransitions, extend_paths
 
 
+@dataclass(eq=False)
 class GumihoDrafter:
     """
     Drafts trees for one call of `generate()`, and keeps the serial head's cache up to date with the committed text.
@@ -28,8 +30,8 @@ class GumihoDrafter:
     `K` is the number of tokens that may be drafted. Levels of a tree hold their indices, from 0 to `K - 1`.
 
     Args:
-        model ([`GumihoModel`]): The drafter.
-        lm_head: Maps hidden states `(..., H)` on the target's device to logits `(..., K)`.
+        assistant_model ([`GumihoModel`]): The drafter, on any device.
+        lm_head: The target's output head. Maps hidden states `(..., H)` to logits `(..., K)` on the target's device.
         settings ([`DraftingSettings`]): Shape of the tree.
         cache ([`TreeCache`]): An empty cache for the serial head. With fixed shapes it must have room for all cycles.
         shapes: Shapes of the cycles. By default they follow the text.
@@ -41,61 +43,52 @@ class GumihoDrafter:
         prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
     """
 
-    def __init__(
-        self,
-        model: GumihoModel,
-        lm_head: Callable[[torch.Tensor], torch.Tensor],
-        settings: DraftingSettings,
-        cache: TreeCache,
-        shapes: CycleShapes | None = None,
-        token_ids: torch.Tensor | None = None,
-        head_module: nn.Module | None = None,
-        peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None,
-        around_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
-        prompt_chunk_size: int | None = None,
-    ):
-        self.model, self.lm_head, self.settings, self.cache = model, lm_head, settings, cache
-        self.token_ids = token_ids
-        self._peek_noise = peek_noise
-        self._around_pass = around_pass
-        self._prompt_chunk_size = prompt_chunk_size
+    assistant_model: GumihoModel
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
+    settings: DraftingSettings
+    cache: TreeCache
+    shapes: CycleShapes = field(default_factory=CycleShapes)
+    token_ids: torch.Tensor | None = None
+    head_module: nn.Module | None = None
+    peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None
+    around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
+    prompt_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        model, settings = self.assistant_model, self.settings
+        self.device = model.fc.weight.device
         self._has_read_prompt = False
         self._num_serial = min(model.config.num_serial_tokens, settings.tree_depth)
         self._num_heads = settings.tree_depth - self._num_serial
         self._head_weights = model.mlp.batched_weights()
-        self._attention = attention_kind(model, model.config.get_text_config())
+        self._takes_boolean_masks = attention_kind(model, model.config.get_text_config()).masks == "boolean"
         self._transitions = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
                 self._transitions = DraftTransitions(
-                    model, self._num_heads, lm_head, token_ids, head_module, cache.memory
+                    model, self._num_heads, self.lm_head, self.token_ids, self.head_module, self.cache.memory
                 )
-        device = model.fc.weight.device
         # The masks and offsets of the tokens that a cycle may commit, made once for all cycles.
         self._max_committed = settings.longest_path + 1
         self._causal, self._offsets = self._causal_block(self._max_committed)
         # Logits are multiplied by 1 / draft temperature. With the noise of the target's draws, they are divided by the
         # target's temperature, too, because its tokens are drawn under both.
-        self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=device)
+        self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=self.device)
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
-        self._shapes = shapes or CycleShapes()
         if self.has_fixed_shapes:
             for tensor in [tensor for pair in self._head_weights or [] for tensor in pair]:
                 mark_static_address(tensor)
-        self._draft_fixed = self._shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
+        self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
 
     @property
     def has_fixed_shapes(self) -> bool:
         """Whether all cycles run in the same shapes."""
-        return self._shapes.are_fixed
+        return self.shapes.are_fixed
 
     @torch.no_grad()
-    @groups_in_place()
-    def draft(self, committed: CommittedTokens, max_depth: int | None = None) -> DraftTree:
-        """
-        Reads what was committed since the last draft, and drafts a tree under the last token of each row. With
-        `max_depth` no path is longer, except in fixed shapes.
-        """
+    @gqa_without_copies()
+    def draft(self, committed: CommittedTokens) -> DraftTree:
+        """Reads what was committed since the last draft, and drafts a tree under the last token of each row."""
         noise = self._scaled_noise()
         if self._has_read_prompt and self.has_fixed_shapes:
             *older, newest = committed.split(self._max_committed)
@@ -108,16 +101,15 @@ class GumihoDrafter:
             return tree
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
         if self._has_read_prompt:
-            feature = last_of_rows(self._read(tokens, committed.drafter_input, position_ids, lengths), lengths)
+            feature = last_of_rows(self._read(tokens, committed.target_states, position_ids, lengths), lengths)
         else:
             feature = self._read_prompt(committed)
         root, position = (last_of_rows(tensor, lengths) for tensor in (tokens, position_ids))
-        depth = min(self.settings.tree_depth, max_depth or self.settings.tree_depth)
-        return self._grow_tree(root, feature, position, noise, depth)
+        return self._grow_tree(root, feature, position, noise)
 
     def _scaled_noise(self) -> torch.Tensor | None:
         """Returns the noise `(B, tree_depth, K)` of the coming draws, divided by the draft temperatures."""
-        noise = None if self._peek_noise is None else self._peek_noise(self.settings.tree_depth, self.token_ids)
+        noise = None if self.peek_noise is None else self.peek_noise(self.settings.tree_depth, self.token_ids)
         return None if noise is None else noise * self._scales[:, None].to(noise.device)
 
     def _read_prompt(self, prompt: CommittedTokens) -> torch.Tensor:
@@ -125,10 +117,10 @@ class GumihoDrafter:
         self._has_read_prompt = True
         mask, (num_rows, num_tokens) = prompt.attention_mask, prompt.tokens.shape
         self.cache.hide(mask)
-        chunk_size = self._prompt_chunk_size or num_tokens
+        chunk_size = self.prompt_chunk_size or num_tokens
         for start in range(0, num_tokens, chunk_size):
             chunk = slice(start, min(start + chunk_size, num_tokens))
-            fused = self._fuse(prompt.tokens[:, chunk], prompt.drafter_input[:, chunk], are_targets=True)
+            fused = self._fuse(prompt.tokens[:, chunk], prompt.target_states[:, chunk], are_targets=True)
             seen = None if mask is None else mask[:, : chunk.stop]
             features = self._run_serial_head(fused, seen, prompt.position_ids[:, chunk])
             self.cache.commit([chunk.stop - start] * num_rows)
@@ -139,7 +131,7 @@ class GumihoDrafter:
     def _read(
         self,
         tokens: torch.Tensor,
-        drafter_input: torch.Tensor,
+        target_states: torch.Tensor,
         position_ids: torch.Tensor,
         accepted_lengths: list[int] | torch.Tensor,
     ) -> torch.Tensor:
@@ -148,7 +140,7 @@ class GumihoDrafter:
         causal, offsets = self._causal[:, :n, :n], self._offsets[:, :n]
         if n > self._max_committed:
             causal, offsets = self._causal_block(n)
-        fused = self._fuse(tokens, drafter_input, are_targets=True)
+        fused = self._fuse(tokens, target_states, are_targets=True)
         features = self._run_block(fused, causal, offsets, position_ids)
         if isinstance(accepted_lengths, torch.Tensor):
             self.cache.commit_on_device(accepted_lengths)
@@ -159,21 +151,21 @@ class GumihoDrafter:
     def _draft_in_fixed_shapes(
         self,
         tokens: torch.Tensor,
-        drafter_input: torch.Tensor,
+        target_states: torch.Tensor,
         position_ids: torch.Tensor,
         accepted_lengths: torch.Tensor,
         noise: torch.Tensor | None,
     ) -> DraftTree:
         """As [`draft`] after the prompt, with `accepted_lengths` `(B,)` on the device."""
-        features = self._read(tokens, drafter_input, position_ids, accepted_lengths)
+        features = self._read(tokens, target_states, position_ids, accepted_lengths)
         last = (accepted_lengths - 1).clamp(min=0)
         root, feature, position = (_pick(tensor, last) for tensor in (tokens, features, position_ids))
-        return self._grow_tree(root, feature, position, noise, self.settings.tree_depth)
+        return self._grow_tree(root, feature, position, noise)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
         batch_size = len(self.cache.lengths)
-        offsets = torch.arange(num_tokens, device=self.model.fc.weight.device)
+        offsets = torch.arange(num_tokens, device=self.device)
         return (offsets[:, None] >= offsets).expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
 
     def _grow_tree(
@@ -182,7 +174,6 @@ class GumihoDrafter:
         feature: torch.Tensor,
         position_ids: torch.Tensor,
         noise: torch.Tensor | None,
-        depth: int,
     ) -> DraftTree:
         """
         Drafts a tree.
@@ -192,16 +183,16 @@ class GumihoDrafter:
             feature (`(B, 1, H)`): The serial feature that predicts the token after them.
             position_ids (`(B, 1)`): The position of that feature.
             noise (`(B, tree_depth, K)`, *optional*): Scaled noise of each depth.
-            depth: Drafted tokens of the longest path.
         """
-        levels, path_inputs = self._draft_serially(feature, position_ids, noise, depth)
-        if depth > self._num_serial:
-            levels += self._draft_in_parallel(levels[-1], path_inputs, noise, depth)
+        levels, path_inputs = self._draft_serially(feature, position_ids, noise)
+        if self._num_heads > 0:
+            levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
         root_tokens = root_tokens.squeeze(1).to(levels[0].tokens.device)
-        return build_tree(root_tokens, levels, self.settings.num_assistant_tokens, depth, self.token_ids)
+        settings = self.settings
+        return build_tree(root_tokens, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
 
     def _draft_serially(
-        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None, depth: int
+        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
     ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
         """
         Drafts the serial tokens one after the other. The arguments are those of [`_grow_tree`].
@@ -213,7 +204,7 @@ class GumihoDrafter:
         level, levels = None, []
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
-        for step in range(1, min(self._num_serial, depth) + 1):
+        for step in range(1, self._num_serial + 1):
             found = self._topk(feature[:, None], settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
             if level is None:
@@ -221,7 +212,7 @@ class GumihoDrafter:
             else:
                 levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
             level = levels[-1].first(settings.branching_factor)
-            if step == depth:
+            if step == settings.tree_depth:
                 break
             # Each path has its own tokens, and the features that predict the next ones.
             parents = level.parents.to(feature.device)
@@ -237,11 +228,12 @@ class GumihoDrafter:
         return levels, path_inputs
 
     def _draft_in_parallel(
-        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None, depth: int
+        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None
     ) -> list[DraftLevel]:
         """Drafts all later tokens in one pass. Returns the levels of their combinations under the serial paths."""
-        settings, depths = self.settings, slice(self._num_serial, depth)
-        features = self._run_heads(torch.cat(path_inputs, dim=-1), depth - self._num_serial)
+        settings = self.settings
+        depths = slice(self._num_serial, settings.tree_depth)
+        features = self._run_heads(torch.cat(path_inputs, dim=-1))
         num_candidates = settings.beam if self._transitions is None else NUM_CANDIDATES
         tokens, log_probs = self._topk(features, num_candidates, depths, noise)
         if self._transitions is None:
@@ -291,33 +283,35 @@ class GumihoDrafter:
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the logits `(..., K)` of the tokens that may be drafted, for features `(..., H)`."""
-        with self._around_pass():
+        with self.around_pass():
             return self.lm_head(features)
 
     def _fuse(self, tokens: torch.Tensor, features: torch.Tensor, are_targets: bool = False) -> torch.Tensor:
         """Returns the serial head's inputs, for features of its own or for the target's hidden states."""
-        with self._around_pass():
-            return self.model.fuse(tokens, self.model.read_target(features) if are_targets else features)
+        with self.around_pass():
+            model = self.assistant_model
+            return model.fuse(tokens, model.read_target(features) if are_targets else features)
 
     def _run_serial_head(
         self, fused: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        with self._around_pass():
-            return self.model.run_serial_head(fused, mask, position_ids, self.cache)
+        with self.around_pass():
+            return self.assistant_model.run_serial_head(fused, mask, position_ids, self.cache)
 
     def _run_block(
         self, fused: torch.Tensor, visible: torch.Tensor, depths: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
-        mask = self.cache.attention_mask(visible, depths, self._attention.mask_dtype(fused.dtype))
+        dtype = torch.bool if self._takes_boolean_masks else fused.dtype
+        mask = self.cache.attention_mask(visible, depths, dtype)
         return self._run_serial_head(fused, mask, position_ids)
 
-    def _run_heads(self, inputs: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Returns the features `(B, num_heads, paths, H)` of the first parallel heads."""
-        with self._around_pass():
+    def _run_heads(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the features `(B, heads, paths, H)` of the parallel heads."""
+        with self.around_pass():
             if self._head_weights is None:
-                return self.model.mlp(inputs)[:, :num_heads]
-            return run_batched_heads(self._head_weights, inputs, num_heads)
+                return self.assistant_model.mlp(inputs)[:, : self._num_heads]
+            return run_batched_heads(self._head_weights, inputs, self._num_heads)
 
 
 def _append_candidates(
@@ -359,4 +353,4 @@ def _stage_inputs(committed: CommittedTokens) -> tuple[torch.Tensor, ...]:
     # A single row has the strides of the buffer that it was cut from, and these change.
     tokens = committed.tokens.flatten().view(committed.tokens.shape)
     lengths = upload(committed.accepted_lengths, tokens.device)
-    return tokens, committed.drafter_input, committed.position_ids, lengths
+    return tokens, committed.target_states, committed.position_ids, lengths

@@ -18,7 +18,7 @@ from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftLevel, extend_level, gather_rows
 from ..verification.cycle_shapes import StaticMemory
 from ..verification.kept import kept
-from ..verification.output_head import is_plain_linear
+from ..verification.target_states import is_plain_linear
 
 
 # The output head gets a small multiple of each direction, because it may cap its logits.

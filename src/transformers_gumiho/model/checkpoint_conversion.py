@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from ..user_errors import UserValueError
+from .checkpoint_files import PLACES, plain_name, read_entry
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import vocabulary_fault
-from .weight_files import PLACES, plain_name, read_entry
 
 
 logger = logging.get_logger(__name__)
@@ -59,7 +59,7 @@ def register_released_names() -> None:
     )
 
 
-def set_surplus_heads_aside(
+def drop_extra_heads(
     unexpected_keys: Iterable[str], config: GumihoConfig, generation_config: GenerationConfig, name_or_path: Any
 ) -> set[str]:
     """
@@ -86,7 +86,7 @@ def set_surplus_heads_aside(
     return unexpected.difference(*surplus)
 
 
-def set_transitions_aside(
+def accept_transitions(
     unexpected_keys: Iterable[str], missing_keys: Iterable[str], config: GumihoConfig, name_or_path: Any
 ) -> tuple[set[str], set[str]]:
     """
@@ -113,7 +113,7 @@ def set_transitions_aside(
     return unexpected - surplus, missing
 
 
-def set_new_fusion_aside(
+def accept_new_fusion(
     info: Mapping[str, Any], config: GumihoConfig, name_or_path: Any, kwargs: Mapping[str, Any]
 ) -> set[str]:
     """

@@ -11,10 +11,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..user_errors import UserOSError, UserValueError
-from .damaged_files import damaged_json_named
-from .released_configs import as_drafter_fields, find_packaged_folder, released_names
-from .target_layers import TargetLayers
-from .target_widths import embedding_width, state_width
+from .checkpoint_files import as_drafter_fields, damaged_json_named, find_packaged_folder, released_names
+from .target_shape import TargetLayers, embedding_width, state_width
 
 
 logger = logging.get_logger(__name__)

@@ -1,13 +1,20 @@
-"""The decoding settings of a drafter, which live in its `generation_config` and come and go with its files."""
+"""
+The decoding settings of a drafter: kept in its `generation_config`, which comes and goes with its files, and read and
+checked for each call.
+"""
 
+import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from transformers import GenerationConfig
 
+from ..user_errors import UserValueError
+from .checkpoint_files import DamagedFileError, damaged_json_named, find_packaged_folder
 from .configuration_gumiho import GumihoConfig
-from .damaged_files import DamagedFileError, damaged_json_named
-from .released_configs import find_packaged_folder
 
 
 # Decoding settings that live in `GumihoModel.generation_config`. `None`, which they are unless set, stands for the
@@ -27,6 +34,59 @@ NEVER_PAUSES = 1.0
 _right_vocabulary: list[tuple[int, list[int]]] = []
 # Of earlier releases; ignored.
 _DROPPED_SETTINGS = ("cycle_costs",)
+# Arguments of `from_pretrained` that say where a file is read.
+_LOADING_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+# Below 1, because the target takes the most likely token (under the noise of its draw when sampling), which the
+# drafter ranks first more often than its probability says.
+DRAFT_TEMPERATURE = 2 / 3
+
+# On a CPU, each node of each row adds to the time of a pass.
+_CPU_NODES, _CPU_BRANCHING = {"1": 12, "4": 4, "8": 2}, 4
+_ACCELERATOR_NODES, _ACCELERATOR_BRANCHING = 63, 14
+# Of drafters without parallel heads, as EAGLE's. Each level costs a pass, and each of its nodes a slot in a cache.
+_SERIAL_DEPTH, _SERIAL_BRANCHING = 5, 10
+_WHERE = "Set it in the drafter's `generation_config`."
+_KINDS_OF_DECODING = ("greedy", "sampled")
+_MIN_LOOKUP = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
+
+
+class DecodingSettingsMixin:
+    """Keeps decoding settings with a drafter, which does not generate by itself; for `PreTrainedModel`s."""
+
+    config: GumihoConfig
+    generation_config: GenerationConfig
+
+    def load_generation_config(self, loading: dict[str, Any]) -> None:
+        """
+        Loads `generation_config.json` from where the drafter was loaded. `loading` are the arguments of
+        `from_pretrained`; a `generation_config` among them is taken instead.
+        """
+        name, given = self.name_or_path, loading.get("generation_config")  # type: ignore[attr-defined]
+        if given is not None:
+            self.set_generation_config(given)
+        elif name is not None:
+            where = {argument: loading[argument] for argument in _LOADING_ARGUMENTS if argument in loading}
+            try:
+                with damaged_json_named("generation_config.json", name):
+                    self.set_generation_config(GenerationConfig.from_pretrained(name, **where))
+            except DamagedFileError:
+                raise
+            except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
+                if packaged := find_packaged_folder(name):
+                    settings = GenerationConfig.from_pretrained(packaged)
+                    if (getattr(settings, "tree_depth", None) or 0) <= self.config.max_draft_depth:
+                        self.set_generation_config(settings)
+
+    def set_generation_config(self, generation_config: GenerationConfig) -> None:
+        """Copies a generation config, with every decoding setting; each is `None` unless it is set."""
+        # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
+        settings = {
+            name: value
+            for name, value in generation_config.to_dict().items()
+            if not name.startswith("_") and name not in _DROPPED_SETTINGS
+        }
+        self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
 
 
 def override_settings(generation_config: GenerationConfig, **values: Any) -> None:
@@ -61,43 +121,230 @@ def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:
     return None
 
 
-# Arguments of `from_pretrained` that say where a file is read.
-_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+@dataclass(frozen=True)
+class DraftingSettings:
+    """
+    The decoding settings of a drafter for one call of `generate()`, read from its `generation_config`.
 
+    There, `num_assistant_tokens` and `break_even` may be a number, or a mapping from rows of a batch to numbers, such
+    as `{"1": 12, "4": 4, "8": 2}`. The largest key that does not exceed the number of rows applies; if all keys
+    exceed it, the smallest one does. Rows are counted after `num_return_sequences`.
 
-class DecodingSettingsMixin:
-    """Keeps decoding settings with a drafter, which does not generate by itself; for `PreTrainedModel`s."""
+    Attributes:
+        num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, and
+            `{"1": 12, "4": 4, "8": 2}` on a CPU.
+        branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
+            and 4 on a CPU. Without parallel heads, at most 10.
+        tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads; without
+            parallel heads 5 by default. It never exceeds `num_assistant_tokens`.
+        full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`). With `False`,
+            extend only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens
+            (EAGLE-2's tree).
+        draft_temperature: Temperature of the draft scores: a number, or a list with one for each depth from 1 on. The
+            last also applies to all greater depths. By default (`None`) 2/3.
+        draft_vocabulary: Ids of the tokens that may be drafted, as a list; by default (`None`) all.
+        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding. The drafter pauses
+            while it commits fewer. A number, a mapping from rows to numbers, or one of these for each of `greedy` and
+            `sampled`. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune` measures it.
+        sampling_temperature: Temperature of the target, `None` if greedy. Not a setting of the drafter.
+        prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup, except for runs; 0 (the default)
+            for none. Can also be passed to `generate()`.
+        max_matching_ngram_size: Number of newest tokens to look up in the context: 2 by default, at most 8. Can also
+            be passed to `generate()`.
+    """
 
-    config: GumihoConfig
-    generation_config: GenerationConfig
+    num_assistant_tokens: int
+    branching_factor: int
+    tree_depth: int
+    full_tree_attention: bool
+    draft_temperature: float | tuple[float, ...]
+    draft_vocabulary: Sequence[int] | None = None
+    break_even: float | None = None
+    sampling_temperature: float | None = None
+    prompt_lookup_num_tokens: int = 0
+    max_matching_ngram_size: int = 2
 
-    def load_generation_config(self, loading: dict[str, Any]) -> None:
+    @classmethod
+    def from_generation_config(
+        cls,
+        generation_config: GenerationConfig,
+        config: GumihoConfig,
+        sampling_temperature: float | None,
+        num_rows: int = 1,
+        device_type: str = "cpu",
+    ) -> "DraftingSettings":
         """
-        Loads `generation_config.json` from where the drafter was loaded. `loading` are the arguments of
-        `from_pretrained`; a `generation_config` among them is taken instead.
-        """
-        name, given = self.name_or_path, loading.get("generation_config")  # type: ignore[attr-defined]
-        if given is not None:
-            self.set_generation_config(given)
-        elif name is not None:
-            where = {argument: loading[argument] for argument in _WHERE if argument in loading}
-            try:
-                with damaged_json_named("generation_config.json", name):
-                    self.set_generation_config(GenerationConfig.from_pretrained(name, **where))
-            except DamagedFileError:
-                raise
-            except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
-                if packaged := find_packaged_folder(name):
-                    settings = GenerationConfig.from_pretrained(packaged)
-                    if (getattr(settings, "tree_depth", None) or 0) <= self.config.max_draft_depth:
-                        self.set_generation_config(settings)
+        Reads and checks the settings for a batch.
 
-    def set_generation_config(self, generation_config: GenerationConfig) -> None:
-        """Copies a generation config, with every decoding setting; each is `None` unless it is set."""
-        # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
-        settings = {
-            name: value
-            for name, value in generation_config.to_dict().items()
-            if not name.startswith("_") and name not in _DROPPED_SETTINGS
-        }
-        self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
+        Args:
+            generation_config: The drafter's generation config.
+            config: The drafter's config.
+            sampling_temperature: Temperature of the target, `None` if greedy.
+            num_rows: Rows of the batch.
+            device_type: Type of the target's device.
+
+        Raises:
+            ValueError: A setting is out of range.
+        """
+
+        def read(name: str, default: Any) -> Any:
+            value = getattr(generation_config, name, None)
+            return default if value is None else value
+
+        on_cpu = device_type == "cpu"
+        depth, branching = config.max_draft_depth, _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING
+        if config.num_parallel_heads == 0:
+            depth, branching = min(depth, _SERIAL_DEPTH), min(branching, _SERIAL_BRANCHING)
+        break_even = read("break_even", None)
+        if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
+            break_even = break_even.get(_KINDS_OF_DECODING[sampling_temperature is not None])
+        settings = cls(
+            num_assistant_tokens=_for_rows(
+                "num_assistant_tokens",
+                read("num_assistant_tokens", _CPU_NODES if on_cpu else _ACCELERATOR_NODES),
+                num_rows,
+            ),
+            branching_factor=read("branching_factor", branching),
+            tree_depth=read("tree_depth", depth),
+            full_tree_attention=read("full_tree_attention", True),
+            draft_temperature=_as_tuple(read("draft_temperature", DRAFT_TEMPERATURE)),
+            draft_vocabulary=read("draft_vocabulary", None),
+            break_even=_for_rows("break_even", break_even, num_rows),
+            sampling_temperature=sampling_temperature,
+            prompt_lookup_num_tokens=read("prompt_lookup_num_tokens", 0),
+            max_matching_ngram_size=read("max_matching_ngram_size", 2),
+        )
+        settings._validate(config)
+        # No path has more nodes than the tree.
+        return replace(settings, tree_depth=min(settings.tree_depth, settings.num_assistant_tokens))
+
+    def as_chain(self) -> "DraftingSettings":
+        """Returns the same settings for a chain."""
+        return replace(self, branching_factor=1, num_assistant_tokens=self.tree_depth)
+
+    def with_prompt_lookup(self, generation_config: GenerationConfig) -> "DraftingSettings":
+        """
+        Returns the same settings with the prompt-lookup arguments of a call of `generate()`, if any.
+
+        Args:
+            generation_config: Generation config of the call.
+
+        Raises:
+            ValueError: An argument is no number of tokens.
+        """
+        given = {name: getattr(generation_config, name) for name in _MIN_LOOKUP}
+        settings = replace(self, **{name: value for name, value in given.items() if value is not None})
+        _check_lookup(settings, "It was given to `generate()`.")
+        return settings
+
+    @cached_property
+    def longest_path(self) -> int:
+        """Most drafted tokens on a path, including those of prompt lookup."""
+        if self.branching_factor == 1:
+            return self.tree_depth
+        return max(self.tree_depth, min(self.prompt_lookup_num_tokens, self.num_assistant_tokens))
+
+    def _validate(self, config: GumihoConfig) -> None:
+        for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
+        if self.tree_depth > config.max_draft_depth:
+            raise UserValueError(
+                f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
+                f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
+            )
+        if self.break_even is not None and not _is_positive(self.break_even):
+            raise UserValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")
+        if not isinstance(self.full_tree_attention, bool):
+            raise UserValueError(
+                f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
+            )
+        self._validate_temperature()
+        _check_lookup(self, _WHERE)
+        vocab_size = config.get_text_config().vocab_size
+        if self.draft_vocabulary is not None and (fault := vocabulary_fault(self.draft_vocabulary, vocab_size)):
+            raise UserValueError(
+                f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
+                f"{fault}. {_WHERE}"
+            )
+
+    def _validate_temperature(self) -> None:
+        given = self.draft_temperature
+        values = given if isinstance(given, tuple) else (given,)
+        if not values or not all(map(_is_positive, values)):
+            shown = list(given) if isinstance(given, tuple) else given
+            raise UserValueError(
+                f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
+                f"depth 1 down) or None, got {shown!r}. {_WHERE}"
+            )
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The draft temperature of each depth, from depth 1 down to `tree_depth`."""
+        given = self.draft_temperature if isinstance(self.draft_temperature, tuple) else (self.draft_temperature,)
+        return (*given, *[given[-1]] * self.tree_depth)[: self.tree_depth]
+
+    @cached_property
+    def beam(self) -> int:
+        """Below the serial tokens: how many nodes of a depth are extended, each by as many tokens."""
+        # A beam as wide as the tree holds every node that can be among its best.
+        is_full = self.full_tree_attention and self.branching_factor > 1
+        return self.num_assistant_tokens if is_full else self.branching_factor
+
+
+def _for_rows(name: str, value: Any, num_rows: int) -> Any:
+    try:
+        return value_for_rows(value, num_rows)
+    except ValueError as error:
+        raise UserValueError(f"`{name}` is {value!r}, but {error}. {_WHERE}") from None
+
+
+def _check_lookup(settings: DraftingSettings, where: str) -> None:
+    for name, least in _MIN_LOOKUP.items():
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserValueError(
+                f"`{name}` must be an integer of at least {least}, got {value!r}. {where} With "
+                f"`prompt_lookup_num_tokens` 0 there is no prompt lookup."
+            )
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def value_for_rows(value: Any, num_rows: int) -> Any:
+    """
+    Returns a setting's value for a batch: that of the largest key not above `num_rows`, else that of the smallest.
+
+    Args:
+        value: One value for all batches, or a mapping from rows to values. Keys are integers, or strings as in JSON.
+        num_rows: Rows of the batch, after `num_return_sequences`.
+
+    Raises:
+        ValueError: The mapping is empty, or a key is not a number of rows.
+
+    Example:
+
+        >>> value_for_rows({"1": 12, "4": 4, "8": 2}, 5)
+        4
+    """
+    if not isinstance(value, Mapping):
+        return value
+    by_rows = {_rows(key): item for key, item in value.items()}
+    if not by_rows:
+        raise UserValueError("a mapping from rows to values must not be empty")
+    fitting = [rows for rows in by_rows if rows <= num_rows]
+    return by_rows[max(fitting) if fitting else min(by_rows)]
+
+
+def _rows(key: Any) -> int:
+    text = key.strip() if isinstance(key, str) else key
+    if isinstance(key, bool) or not str(text).isdecimal() or int(text) < 1:
+        raise UserValueError(f"{key!r} is not a number of rows")
+    return int(text)

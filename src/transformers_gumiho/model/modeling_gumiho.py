@@ -18,13 +18,14 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from ..user_errors import UserValueError
 from .checkpoint_conversion import (
+    accept_new_fusion,
+    accept_transitions,
     adopt_released_vocabulary,
     check_fit,
+    drop_extra_heads,
     entry_token_ids,
-    set_new_fusion_aside,
-    set_surplus_heads_aside,
-    set_transitions_aside,
 )
+from .checkpoint_files import damaged_weights_named
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
@@ -35,7 +36,6 @@ from .serial_head import SERIAL_HEADS
 from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, is_split
 from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unroll_serial_head
-from .weight_files import damaged_weights_named
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -218,11 +218,11 @@ class GumihoModel(GumihoPreTrainedModel):
             )
         model.load_generation_config(kwargs)
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
-        info["missing_keys"] = set_new_fusion_aside(info, config, name, kwargs)
-        unexpected, info["missing_keys"] = set_transitions_aside(
+        info["missing_keys"] = accept_new_fusion(info, config, name, kwargs)
+        unexpected, info["missing_keys"] = accept_transitions(
             info["unexpected_keys"], info["missing_keys"], config, name
         )
-        unexpected = set_surplus_heads_aside(unexpected, config, settings, name)
+        unexpected = drop_extra_heads(unexpected, config, settings, name)
         info["unexpected_keys"] = adopt_released_vocabulary(model, unexpected, name, kwargs)
         check_fit(info, name, allow_mismatch)
         if config.draft_vocab_size is not None:
@@ -244,16 +244,16 @@ class GumihoModel(GumihoPreTrainedModel):
         embeddings = self.embed_tokens(input_ids)
         return self.serial_head.fuse(self, embeddings, hidden_states.to(embeddings))
 
-    def read_target(self, drafter_input: torch.Tensor) -> torch.Tensor:
+    def read_target(self, target_states: torch.Tensor) -> torch.Tensor:
         """
         Returns the state that [`fuse`] takes for each token that the target has read. (For later tokens it takes the
         drafter's own features.)
 
         Args:
-            drafter_input (`(B, T, k * H)`): The target's states of the layers that the drafter reads, side by side;
+            target_states (`(B, T, k * H)`): The target's states of the layers that the drafter reads, side by side;
                 without such, its last ones `(B, T, H)`, which are returned.
         """
-        return self.serial_head.read_target(self, drafter_input)
+        return self.serial_head.read_target(self, target_states)
 
     def run_serial_head(
         self,
@@ -280,7 +280,7 @@ class GumihoModel(GumihoPreTrainedModel):
             past_length = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
         mask = create_causal_mask(
-            config=self.config.get_text_config(),
+            config=self.rotary_emb.config,  # the drafter's text config
             inputs_embeds=fused,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -398,6 +398,6 @@ class GumihoModel(GumihoPreTrainedModel):
         if self.transition is None:
             return features
         above = self.embed_tokens(input_ids[:, self.config.num_serial_tokens :])
-        # Behind the end of the text nothing counts.
+        # After the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))

@@ -32,7 +32,7 @@ class GumihoParallelHeads(nn.ModuleList):
     heads share that input and do not see each other.
 
     Each head is stored as its own modules, under the names of the published checkpoints. For inference
-    [`batched_weights`] lays the heads' parameters behind each other in memory without changing them, so that one
+    [`batched_weights`] lays the heads' parameters one after the other in memory without changing them, so that one
     product serves all heads.
     """
 

@@ -6,7 +6,7 @@ from torch import nn
 from .configuration_gumiho import GumihoConfig
 
 
-# In drafting, the tokens that are candidates of a head under a serial path: its own best. One that it ranks behind
+# In drafting, the tokens that are candidates of a head under a serial path: its own best. One that it ranks after
 # them is not drafted, even if the token above speaks for it.
 NUM_CANDIDATES = 32
 
@@ -16,7 +16,7 @@ class GumihoTransition(nn.Module):
     Moves the feature of one parallel head by `up @ down @ e`, with the embedding `e` `(E,)` of the token above.
 
     With row `w_b` of the output head, this adds `(up.T @ w_b) @ (down @ e_a)` to the logit of token b under token a:
-    a low-rank term for each pair of tokens. `up` starts at zero, with which nothing moves.
+    a low-rank term for each pair of tokens. `up` starts at zero, so that logits are unchanged at first.
     """
 
     def __init__(self, embedding_size: int, hidden_size: int, rank: int):
@@ -51,5 +51,5 @@ class GumihoTransitions(nn.ModuleList):
             embeddings (`(B, T + P - 1, E)`): Of the tokens above: head i at position t reads entry `t + i`.
         """
         num_paths = features.shape[2]
-        moves = [transition(embeddings[:, head : head + num_paths]) for head, transition in enumerate(self)]
-        return features + torch.stack(moves, dim=1)
+        offsets = [transition(embeddings[:, head : head + num_paths]) for head, transition in enumerate(self)]
+        return features + torch.stack(offsets, dim=1)

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..drafting.settings import DraftingSettings
-from ..model.decoding_settings import override_settings
+from ..model.decoding_settings import DraftingSettings, override_settings
 from ..model.modeling_gumiho import GumihoModel
 from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
 from ..verification.placement import drafter_device

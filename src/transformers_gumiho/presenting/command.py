@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Of each way of decoding before the two are compared: what only first calls do counts for neither.
 _WARM_UP_TOKENS = 8
 # No cycle commits more: the longest run of drafts from the context, and the bonus token.
-_MOST_COMMITTED = 65
+_MAX_COMMITTED = 65
 
 
 def generate(args: GenerateArguments) -> list[Answer]:
@@ -201,7 +201,7 @@ def _decode_until(
             raise KeyboardInterrupt
 
     # There is room for one more cycle, as paths near the end of a text are shorter.
-    most = (step + 1) * max(_MOST_COMMITTED, drafter.config.max_draft_depth + 1)
+    most = (step + 1) * max(_MAX_COMMITTED, drafter.config.max_draft_depth + 1)
     stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
     if answer.progress == "stopped" and len(answer.cycles) < step:
         raise KeyboardInterrupt

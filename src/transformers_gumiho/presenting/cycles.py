@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from ..decoding.observers import GenerationObserver, observing
-from ..drafting.pause import DraftOrigin
+from ..drafting.candidate_generator import DraftOrigin
 from ..tree.draft_tree import DraftTree
 from ..tree.walk import AcceptedPath, ChildFinder
 from ..user_errors import UserValueError

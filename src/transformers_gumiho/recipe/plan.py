@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel
-from ..model.target_widths import state_width
+from ..model.target_shape import state_width
 from ..training import GumihoTrainingArguments
 from ..training.feature_extraction import state_bytes
 from ..user_errors import UserOSError, UserValueError

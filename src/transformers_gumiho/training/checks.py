@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..internals import attention_implementation
 from ..losses.positions import count_positions
 from ..model.modeling_gumiho import GumihoModel
-from ..model.target_widths import state_width
+from ..model.target_shape import state_width
 from ..model.wrappers import unwrap_drafter
 from ..resumable_file import Record
 from ..user_errors import UserValueError

@@ -24,8 +24,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import Record
 from ..user_errors import UserFileNotFoundError, UserValueError
-from ..verification.feature_reader import TargetStates
-from ..verification.output_head import cut_head, scaled_head
+from ..verification.target_states import TargetStates, cut_head, scaled_head
 from .shards import damaged, load_checked, open_file, read_row, shard_path
 from .target_features import OnlineFeatures
 

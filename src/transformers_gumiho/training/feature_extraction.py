@@ -20,13 +20,13 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.configuration_gumiho import resolve_layer_ids
-from ..model.target_widths import state_width
+from ..model.target_shape import state_width
 from ..model.token_embedding import fitting_rows
 from ..resumable_file import Record, sole_writer
 from ..user_errors import UserOSError, UserValueError
-from ..verification.feature_reader import TargetStates
 from ..verification.fingerprint import model_fingerprint
 from ..verification.placement import input_device
+from ..verification.target_states import TargetStates
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
 from .feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, kept_layers, row_lengths
 from .fingerprint import rows_fingerprint, tokenizer_fingerprints
@@ -198,7 +198,7 @@ class _StatesOfBatch:
         self._chosen, self._manifest, self._on_device = chosen, manifest, {"hidden_states": states.last}
         if features.layer_ids is not None:
             width = len(kept_layers(features.layer_ids, features.config)) * states.last.shape[-1]
-            self._on_device["layer_states"] = states.drafter_input[..., :width]
+            self._on_device["layer_states"] = states.target_states[..., :width]
         dtype = getattr(torch, manifest.dtype)
         self._on_host = {name: t.to(dtype).to("cpu", non_blocking=True) for name, t in self._on_device.items()}
         self._arrived = None

@@ -18,7 +18,7 @@ NUM_TOKENS = 50_000
 # Relative to each input's diagonal entry, as embeddings may be hundreds of times smaller than states.
 RIDGE = 1e-4
 # Next to the mean of the diagonal, for inputs that are always zero.
-_LEAST = 1e-12
+_MIN_RIDGE = 1e-12
 _MAX_ROWS_PER_READING = 8
 
 
@@ -41,7 +41,7 @@ class LinearFit:
         """Returns the weight `(H, D)`."""
         squares = self._squares.clone()
         diagonal = squares.diagonal()
-        diagonal += RIDGE * diagonal + _LEAST * diagonal.mean()
+        diagonal += RIDGE * diagonal + _MIN_RIDGE * diagonal.mean()
         return torch.linalg.solve(squares, self._products).T.float()
 
 

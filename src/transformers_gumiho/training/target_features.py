@@ -10,10 +10,9 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ..internals import CACHE_NAME, has_placement_hook
 from ..model.layer_fusion import normalize_lower
-from ..model.target_layers import TargetLayers
+from ..model.target_shape import TargetLayers
 from ..user_errors import UserValueError
-from ..verification.feature_reader import FeatureReader, TargetStates
-from ..verification.output_head import output_head
+from ..verification.target_states import FeatureReader, TargetStates, output_head
 
 
 def why_not_finite(dtype: torch.dtype) -> str:

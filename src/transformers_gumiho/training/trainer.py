@@ -17,7 +17,7 @@ from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import Predictor, predictors
 from ..user_errors import UserFloatingPointError, UserValueError
-from ..verification.feature_reader import TargetStates
+from ..verification.target_states import TargetStates
 from .agreement import agreement_metrics, score_predictions
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
@@ -357,7 +357,7 @@ class GumihoTrainer(Trainer):
 
     def drafter_input(self, states: TargetStates) -> torch.Tensor:
         """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
-        return states.last if self.drafter.config.target_layer_ids is None else states.drafter_input
+        return states.last if self.drafter.config.target_layer_ids is None else states.target_states
 
     def _predictors(self, in_training: bool = False) -> list[Predictor]:
         config, args = self.drafter.config, self.args

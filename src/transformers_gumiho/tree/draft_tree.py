@@ -225,6 +225,37 @@ def choose_nodes(
     )
 
 
+def limit_depth(tree: DraftTree, max_depth: int, is_chain: bool) -> DraftTree:
+    """
+    Returns the tree without its nodes below `max_depth`; all rows keep as many as the row with the most above it.
+
+    Nodes below it that remain come last. No walk reaches them; they have the position of `max_depth`. On an
+    accelerator all of a tree's remain, because the host would have to wait for their number.
+
+    Args:
+        is_chain: Whether all rows are chains, whose number of nodes is their depth.
+    """
+    if tree.max_depth <= max_depth:
+        return tree
+    is_below, num_kept = tree.depths > max_depth, tree.tokens.shape[1]
+    if is_chain:
+        num_kept = min(max_depth + 1, num_kept)
+    elif is_below.device.type == "cpu":
+        num_kept -= int(is_below.sum(dim=1).min())
+    # Stable: nodes still come after their parents.
+    order = is_below.sort(dim=1, stable=True).indices
+    ranks = order.argsort(dim=1)
+    order = order[:, :num_kept]
+    return DraftTree(
+        tokens=tree.tokens.gather(1, order),
+        parents=ranks.gather(1, tree.parents.gather(1, order)),
+        depths=tree.depths.gather(1, order).clamp(max=max_depth),
+        scores=tree.scores.gather(1, order),
+        ancestors=gather_rows(tree.ancestors, order).gather(2, order[:, None].expand(-1, num_kept, -1)),
+        max_depth=max_depth,
+    )
+
+
 def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
     """
     Returns `(B, n, n)`: whether node j is node i or an ancestor of it, for parents `(B, n)` whose root is its own.

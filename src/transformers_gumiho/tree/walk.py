@@ -87,7 +87,9 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
     # Nodes come after their parents, so the visited indices in increasing order are the path. At most one child of a
     # node is visited, as siblings differ.
     nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
-    packed = torch.cat((visited.sum(dim=1, keepdim=True), choices.gather(1, nodes)), dim=1)
+    # Below the tree's depth nothing counts.
+    counts = visited.sum(dim=1, keepdim=True).clamp(max=nodes.shape[1])
+    packed = torch.cat((counts, choices.gather(1, nodes)), dim=1)
     return Walk(nodes, packed)
 
 

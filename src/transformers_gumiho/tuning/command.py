@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..drafting.settings import DraftingSettings
 from ..measuring.modes import PLAIN, DecodingMode, Runner
 from ..measuring.prompts import encode_turn, read_prompts
 from ..measuring.timing import DecodingTime
-from ..model.decoding_settings import NEVER_PAUSES
+from ..model.decoding_settings import NEVER_PAUSES, DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
 from ..user_errors import UserValueError, as_user_errors

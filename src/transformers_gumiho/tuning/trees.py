@@ -3,14 +3,14 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ..drafting.settings import DRAFT_TEMPERATURE
 from ..model.configuration_gumiho import GumihoConfig
+from ..model.decoding_settings import DRAFT_TEMPERATURE
 
 
 # Drafted tokens and branching factors, from small trees for slow processors to large ones for GPUs.
 _SHAPES = ((4, 2), (8, 2), (12, 4), (24, 4), (63, 14))
 # Maximum number of drafted tokens in trees that have only serial tokens.
-_MOST_SHALLOW = 12
+_MAX_SHALLOW = 12
 # Depths of drafters without parallel heads: each level takes a pass.
 _SERIAL_DEPTHS = (3, 5, 8)
 # Favors probable nodes more than the default does.
@@ -60,7 +60,7 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
         return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
     for size, branching in _SHAPES:
         trees += [Tree(size, branching, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
-        if size <= _MOST_SHALLOW:
+        if size <= _MAX_SHALLOW:
             # Without the parallel heads a cycle has one pass less.
             trees.append(Tree(size, branching, min(shallow, size)))
     return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))

@@ -44,7 +44,7 @@ _OTHER_OPTIONS = ("dropout", "position_bias", "cache", "softcap", "s_aux", "outp
 # Options that `sdpa` ignores or refuses.
 _KNOWN_OPTIONS = {"softcap", "s_aux"}
 # Options that the tree's mask replaces.
-_IN_THE_MASK = {"sliding_window"}
+_REPLACED_BY_MASK = {"sliding_window"}
 # Kernels need the rows of a mask to begin at multiples of this many numbers. Other masks are copied in each layer.
 _ROW_ALIGNMENT = 16
 # The functions that were registered, each with the one that it replaces. A mark on a function would not do: functions
@@ -66,9 +66,9 @@ def _pass_state(**values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def groups_in_place() -> Iterator[None]:
+def gqa_without_copies() -> Iterator[None]:
     """Returns a context in which this thread's passes read grouped keys and values in place."""
-    _install("sdpa", _choose_in_place)
+    _install("sdpa", _kernel_without_copies)
     with _pass_state(folded_masks={}):
         yield
 
@@ -80,7 +80,7 @@ def masked_attention(
     Returns a function that makes a context for each pass of `target` over a tree. In this context and thread, layers
     of these `kinds` use the tree's mask, though the `implementation` takes none.
     """
-    _install(implementation, _choose_masked)
+    _install(implementation, _kernel_that_takes_masks)
     eager = {kind: eager_attention(kind) for kind in kinds}
     return functools.partial(_pass_state, eager=eager, has_sdpa=supports_sdpa(target))
 
@@ -121,24 +121,24 @@ def _dispatching(plain: AttentionFunction, choose: Callable[..., AttentionFuncti
     return attend
 
 
-def _choose_masked(plain: AttentionFunction, module: nn.Module, *args: Any) -> AttentionFunction:
+def _kernel_that_takes_masks(plain: AttentionFunction, module: nn.Module, *args: Any) -> AttentionFunction:
     eager = (getattr(_passes, "eager", None) or {}).get(type(module))
     if eager is None:
         return plain
-    if not (_passes.has_sdpa and all(args[-1].get(name) is None for name in _beyond_sdpa(eager))):
+    if not (_passes.has_sdpa and all(args[-1].get(name) is None for name in _options_sdpa_lacks(eager))):
         return eager
     # Not what is registered as `sdpa`, which may be a function of the user's.
-    return _choose_in_place(SDPA_ATTENTION, module, *args)
+    return _kernel_without_copies(SDPA_ATTENTION, module, *args)
 
 
 @functools.cache
-def _beyond_sdpa(eager: AttentionFunction) -> frozenset[str]:
+def _options_sdpa_lacks(eager: AttentionFunction) -> frozenset[str]:
     """Returns the options that an eager function honors, and `sdpa` does not."""
     known = inspect.signature(SDPA_ATTENTION).parameters
-    return frozenset(_KNOWN_OPTIONS | set(inspect.signature(eager).parameters) - set(known) - _IN_THE_MASK)
+    return frozenset(_KNOWN_OPTIONS | set(inspect.signature(eager).parameters) - set(known) - _REPLACED_BY_MASK)
 
 
-def _choose_in_place(
+def _kernel_without_copies(
     plain: AttentionFunction,
     module: nn.Module,
     query: torch.Tensor,

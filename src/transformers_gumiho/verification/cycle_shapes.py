@@ -25,10 +25,10 @@ from ..internals import (
     uncompiled_copy,
     would_compile,
 )
-from ..model.target_layers import TargetLayers
+from ..model.target_shape import TargetLayers
 from ..model.wrappers import unwrap_model
-from .feature_reader import find_decoder, find_layers
 from .kept import forget
+from .target_states import find_decoder, find_layers
 
 
 # Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.

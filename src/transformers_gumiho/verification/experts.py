@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..internals import GROUPED_EXPERTS, experts_function, replace_experts_function
 
@@ -26,12 +25,11 @@ _passes = threading.local()
 
 
 @contextmanager
-def experts_of_decoding(target: PreTrainedModel, num_tokens: int) -> Iterator[None]:
-    """Returns a context for a pass of `target` over `num_tokens` tokens in each row."""
+def experts_of_decoding() -> Iterator[None]:
+    """Returns a context for a pass over a single token in each row, on an accelerator."""
     before = getattr(_passes, "are_single_tokens", False)
-    # The condition of `generate()`.
-    _passes.are_single_tokens = num_tokens == 1 and target.device.type != "cpu"
-    if _passes.are_single_tokens and experts_function("grouped_mm") is GROUPED_EXPERTS:
+    _passes.are_single_tokens = True
+    if experts_function("grouped_mm") is GROUPED_EXPERTS:
         replace_experts_function("grouped_mm", _dispatch)
     try:
         yield

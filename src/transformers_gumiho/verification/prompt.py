@@ -6,14 +6,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
-from ..model.target_layers import TargetLayers
+from ..model.target_shape import TargetLayers
 from ..uploads import upload
 from ..user_errors import UserValueError
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, StaticMemory
-from .feature_reader import FeatureReader, TargetStates, begin_capture, end_capture
 from .placement import input_device
 from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
+from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
 

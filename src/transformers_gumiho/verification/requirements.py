@@ -1,4 +1,4 @@
-"""What drafting refuses before any model runs, each with its cause and the way out."""
+"""Checks of a call before any model runs. Each error names the cause and a fix."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ from transformers.utils import logging
 
 from ..internals import attention_implementation, is_pipeline_stage
 from ..model.modeling_gumiho import GumihoModel
-from ..model.target_widths import state_width
+from ..model.target_shape import state_width
 from ..user_errors import UserValueError
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
-from .feature_reader import find_layers
 from .placement import input_device
+from .target_states import find_layers
 from .traits import TargetTraits
 from .tree_cache import is_convertible
 
@@ -31,7 +31,13 @@ class Unsupported(UserValueError):
 
 
 # Settings that replace the loop or the rule by which drafts are accepted.
-_OTHER_WAYS = ("dola_layers", "assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
+_CONFLICTING_SETTINGS = (
+    "dola_layers",
+    "assistant_early_exit",
+    "use_mtp",
+    "speculation_type",
+    "assistant_ensemble_weight",
+)
 # Prompt lookup counts as assisted generation.
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 # The ways out.
@@ -40,7 +46,7 @@ _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
 _LOAD_WITH_SDPA = "Load it with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
 
 
-def reason_against(check: Callable[..., None], *args: Any) -> str | None:
+def unsupported_reason(check: Callable[..., None], *args: Any) -> str | None:
     """Returns why one of these checks refuses a call; `None` where the call can be drafted."""
     try:
         check(*args)
@@ -59,7 +65,7 @@ def check_request(
     Raises [`Unsupported`] where the target, the drafter or the way of generating does not allow drafting.
     `mode_kwargs` are the arguments of `generate()` that choose how it decodes, such as `tokenizer`.
     """
-    for name in _OTHER_WAYS:
+    for name in _CONFLICTING_SETTINGS:
         if (value := getattr(generation_config, name, None)) not in (None, False):
             raise Unsupported(f"`{name}={value!r}` is another way of decoding. Leave it unset, or {_WITHOUT_DRAFTER}")
     if (mode := generation_config.get_generation_mode()) not in _DRAFTED_MODES:

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from ..tree.draft_tree import DraftTree, bare_root
 from ..tree.walk import AcceptedPath, pick
 from ..uploads import upload
-from .attention import groups_in_place, masked_attention
+from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes, StaticMemory
 from .experts import experts_of_decoding
-from .feature_reader import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
+from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
 
@@ -47,14 +47,14 @@ class CommittedTokens:
 
     Attributes:
         tokens (`(B, n)`): The token ids.
-        drafter_input (`(B, n, k * H)`): The target's states of the layers that the drafter reads, one state per token.
+        target_states (`(B, n, k * H)`): The target's states of the layers that the drafter reads, one state per token.
         position_ids (`(B, n)`): The positions of these states.
         accepted_lengths: Number of committed tokens in each row. Entries after them have no meaning.
         attention_mask (`(B, n)`, *optional*): For the prompt: 0 if the state belongs to padding.
     """
 
     tokens: torch.Tensor
-    drafter_input: torch.Tensor
+    target_states: torch.Tensor
     position_ids: torch.Tensor
     accepted_lengths: list[int]
     attention_mask: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class CommittedTokens:
         return replace(
             self,
             tokens=function(self.tokens),
-            drafter_input=function(self.drafter_input),
+            target_states=function(self.target_states),
             position_ids=function(self.position_ids),
             attention_mask=None if self.attention_mask is None else function(self.attention_mask),
         )
@@ -90,7 +90,7 @@ class CommittedTokens:
             start += part.tokens.shape[1]
         joined = cls(
             torch.cat([part.tokens for part in parts], dim=1),
-            torch.cat([part.drafter_input for part in parts], dim=1),
+            torch.cat([part.target_states for part in parts], dim=1),
             torch.cat([part.position_ids for part in parts], dim=1),
             [],
         )
@@ -111,10 +111,10 @@ class CommittedTokens:
     def _pick(self, columns: Sequence[list[int]], width: int) -> "CommittedTokens":
         """Returns the tokens in these columns of each row, aligned left, padded with any tokens to `width`."""
         index = upload([[*row, *[0] * (width - len(row))] for row in columns], self.tokens.device)
-        states = index.to(self.drafter_input.device)[:, :, None].expand(-1, -1, self.drafter_input.shape[2])
+        states = index.to(self.target_states.device)[:, :, None].expand(-1, -1, self.target_states.shape[2])
         return CommittedTokens(
             self.tokens.gather(1, index),
-            self.drafter_input.gather(1, states),
+            self.target_states.gather(1, states),
             self.position_ids.gather(1, index.to(self.position_ids.device)),
             [len(row) for row in columns],
         )
@@ -175,6 +175,7 @@ class TargetSession:
     def __post_init__(self) -> None:
         self.device = self.prompt.next_position.device
         self._listening = ExitStack()
+        self._mask_dtype = self.traits.attention.mask_dtype(self.dtype)
         self._has_ended = [False] * len(self.cache.lengths)
         # Plain decoding runs no later token, and a table of positions (without a rotary embedding) may end there.
         self._last_offset = self.max_new_tokens - 2
@@ -209,9 +210,8 @@ class TargetSession:
         position_ids = self._position_ids(tree)
         tree_masks = self.shapes.stage(_tree_masks, tree.tokens.shape[1])
         attention = self.traits.attention
-        dtype = attention.mask_dtype(self.dtype)
         # Attention is faster without a mask, where the implementation is known to do without one.
-        masks = tree_masks(tree, self.cache, dtype, self.traits.windows, attention.omits_masks)
+        masks = tree_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
         model_inputs = self.model.prepare_inputs_for_generation(
             tree.tokens,
             **self._node_kwargs(tree.tokens.shape[1]),
@@ -248,7 +248,7 @@ class TargetSession:
         nodes = path.nodes[:, :width]
         return CommittedTokens(
             path.tokens[:, :width],
-            pick(output.states.drafter_input, nodes),
+            pick(output.states.target_states, nodes),
             output.position_ids.gather(1, nodes.to(output.position_ids.device)),
             path.accepted_lengths,
         )
@@ -262,7 +262,7 @@ class TargetSession:
             output: What [`read_prompt`] returned.
             vocab_size: Number of tokens that the drafter knows. A multimodal prompt may mark its images by others.
         """
-        states, mask = output.states.drafter_input, self.prompt.mask
+        states, mask = output.states.target_states, self.prompt.mask
         num_known = min(states.shape[1], text.shape[1])
         return CommittedTokens(
             text[:, -num_known:].clamp(0, vocab_size - 1),
@@ -301,7 +301,9 @@ class TargetSession:
 
     def _run_target(self, model_inputs: dict[str, Any], num_tokens: int) -> tuple[Any, tuple[CapturedPass, ...]]:
         """Returns the output for `num_tokens` tokens in each row, and the states that were captured."""
-        with groups_in_place(), experts_of_decoding(self.model, num_tokens):
+        # The condition of `generate()`.
+        is_step_of_decoding = num_tokens == 1 and self.model.device.type != "cpu"
+        with gqa_without_copies(), experts_of_decoding() if is_step_of_decoding else nullcontext():
             return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
 
     def _position_ids(self, tree: DraftTree) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ..internals import (
     keeps_dynamic_cache,
 )
 from .attention_kind import AttentionKind, attention_kind
-from .feature_reader import find_decoder
+from .target_states import find_decoder
 from .trial import follows_tree_masks
 
 

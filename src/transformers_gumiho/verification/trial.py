@@ -191,7 +191,7 @@ class Trial:
             self.cache = outputs[traits.cache_argument]
 
     def run(self, tokens: torch.Tensor, end: int) -> torch.Tensor:
-        """Runs `tokens` `(B, n)`, behind which the text is `end` long. Returns their logits `(B, n, V)`."""
+        """Runs `tokens` `(B, n)`, after which the text is `end` long. Returns their logits `(B, n, V)`."""
         logits: torch.Tensor = self._outputs(tokens, end).logits
         return logits
 

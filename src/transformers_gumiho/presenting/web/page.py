@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 from transformers import PreTrainedModel
 
-from ...drafting.settings import DraftingSettings
+from ...model.decoding_settings import DraftingSettings
 from ...user_errors import UserError, UserValueError
 from ..arguments import GenerateArguments
 from .markup import shown

@@ -1,4 +1,10 @@
-"""How wide a target's token embedding is, and how wide the states are that become its logits."""
+"""
+What of a target a drafter is made for: the layers whose states it reads, how wide the token embedding is, and how wide
+the states are that become logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
@@ -7,6 +13,26 @@ from transformers import PreTrainedConfig
 # projects its embedding and its states.
 _EMBEDDING_FIELDS = ("input_embedding_size", "embedding_size", "word_embed_proj_dim", "hidden_size")
 _STATE_FIELDS = ("output_embedding_size", "embedding_size", "word_embed_proj_dim", "hidden_size")
+
+
+@dataclass(frozen=True)
+class TargetLayers:
+    """
+    Layers of a target, by number: i is the output of layer i.
+
+    Attributes:
+        ids: The numbers, from 0 up and in rising order.
+        is_last_normed: Whether the state of the last layer is the one after the final norm, which becomes logits. An
+            EAGLE-3 head reads the one before.
+    """
+
+    ids: tuple[int, ...]
+    is_last_normed: bool = True
+
+    @classmethod
+    def of(cls, ids: Sequence[int] | None) -> "TargetLayers | None":
+        """Returns the layers of `target_layer_ids`; `None` for a drafter that reads the last state alone."""
+        return None if ids is None else cls(tuple(ids))
 
 
 def embedding_width(target_config: PreTrainedConfig) -> int:
