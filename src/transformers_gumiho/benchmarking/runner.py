@@ -65,7 +65,6 @@ class _Batch:
         return max(len(question.turns) for question in self.questions)
 
 
-@torch.inference_mode()
 class Stopped(KeyboardInterrupt):
     """A benchmark was interrupted. `samples` are those that it had."""
 
@@ -74,6 +73,7 @@ class Stopped(KeyboardInterrupt):
         self.samples = samples
 
 
+@torch.inference_mode()
 def run_benchmark(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
