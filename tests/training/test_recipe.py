@@ -74,7 +74,7 @@ def test_one_command_makes_a_drafter_from_nothing(
     plan, *_ = output.out.partition("[1/5]")
     for stage in ("write", "features", "train", "tune", "evaluate", "all"):
         assert re.search(rf"^{stage} +[\d.]+ [GM]B +[\d.]+ [GM]B$", plan, re.MULTILINE)
-    for bar in ("target answers", "extracting features", "decoding in turns", "decoding:"):
+    for bar in ("target answers", "extracting features", "tuning:", "decoding:"):
         assert bar in output.err
     assert "tokens/s" in output.err
     assert re.search(r"serial 1/2  step 2/4  .*tokens/s  .*agreement .*expected [\d.]+ tokens per pass", output.out)

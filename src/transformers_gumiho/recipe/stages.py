@@ -241,7 +241,6 @@ class Run:
     def train(self) -> None:
         """Trains the drafter."""
         args, contents = self.args, {}
-        self._limit_vocabulary()
         if args.features is not None:
             folders, contents = args.features, cached_contents(args.features, args.num_eval_rows)
             data = cached_data(folders, args.num_eval_rows, seed=self.training_args.seed)
@@ -253,6 +252,7 @@ class Run:
         else:
             folders, contents = [], self.rows_contents
             data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
+        self._limit_vocabulary()
         train_phases(
             args, self.phases, self.fields, data,
             lambda: CachedFeatures(folders[0]) if folders else self.target, contents, self.folder,

@@ -39,7 +39,7 @@ def find_settings(
     seen, unseen = _split(prompts)
     first, *further = _check_rows(args.batch_sizes)
     contest, texts = Contest(seen, first, args.temperature), dict[int, Sequence[int]]()
-    with tqdm(total=_max_measured(trees, vocab_size, len(further), args), desc="decoding", unit="batch") as bar:
+    with tqdm(total=_max_measured(trees, vocab_size, len(further), args), desc="tuning", unit="batch") as bar:
 
         def decode_turn(asked: Contest, competing: Sequence[Tree], turn: int) -> list[DecodingTime]:
             taken = decode(asked, competing, turn)
