@@ -168,7 +168,7 @@ class GumihoModel(GumihoPreTrainedModel):
         embedding = embedding_of(target)
         if not self.config.has_embedding:
             self.adopt_embedding(embedding)
-            return bool(address_of(self.embed_tokens.weight) == address_of(embedding))
+            return embedding is not None and address_of(self.embed_tokens.weight) == address_of(embedding)
         own = self.embed_tokens.weight
         if embedding is None or is_split(embedding):
             return False

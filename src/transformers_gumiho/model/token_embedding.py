@@ -1,6 +1,6 @@
 """The token embedding of a drafter: a copy of the target's, or the target's own."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ def embedding_of(target: PreTrainedModel) -> torch.Tensor | None:
     return None if weight is None else weight.detach()
 
 
-def is_split(embedding: torch.Tensor) -> bool:
+def is_split(embedding: torch.Tensor) -> TypeGuard[Any]:
     """Whether a process holds a part of a tensor (a `DTensor`), as with `tp_plan`."""
     # Not by its class: not every build of PyTorch has it.
     return hasattr(embedding, "full_tensor")
@@ -88,7 +88,7 @@ def fitting_rows(embedding: torch.Tensor | None, vocab_size: int, embedding_size
         ValueError: There is no embedding in this process, it is offloaded, or it has another shape.
     """
     if embedding is None:
-        raise ValueError(
+        raise UserValueError(
             "The target's token embedding is not in this process, so a drafter cannot read it. Use a drafter that was "
             "saved with an embedding, or load the target without pipeline stages."
         )
@@ -102,5 +102,5 @@ def fitting_rows(embedding: torch.Tensor | None, vocab_size: int, embedding_size
             f"The target's embedding has shape {tuple(embedding.shape)}, but its config asks for a drafter with "
             f"{(vocab_size, embedding_size)}. Pass `vocab_size`, and `hidden_size` or `embedding_size`, as overrides."
         )
-    whole: torch.Tensor = embedding.full_tensor() if is_split(embedding) else embedding  # type: ignore[operator]
+    whole: torch.Tensor = embedding.full_tensor() if is_split(embedding) else embedding
     return whole[:vocab_size]

@@ -357,7 +357,7 @@ def _in_its_dtype(head: Any) -> LogitsFunction:
     """
     weight = getattr(head, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.element_size() == 1:
-        return head  # type: ignore[no-any-return]
+        return head
     return lambda features: head(features.to(head.weight.dtype))
 
 
