@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
+from transformers_gumiho.drafting import break_even
 from transformers_gumiho.drafting.break_even import estimate_break_even
 from transformers_gumiho.drafting.candidate_generator import DraftingPause
 from transformers_gumiho.model.decoding_settings import override_settings, value_for_rows
@@ -173,7 +174,10 @@ def test_the_estimate_of_the_demo_pair() -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_estimate_by_parameters_alone(name: str, target: dict, device_type: str, expected: float) -> None:
+def test_the_estimate_by_parameters_alone(
+    name: str, target: dict, device_type: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(break_even, "input_device", lambda target: target.device)
     config = GumihoConfig.from_pretrained(ROOT / name)
     with torch.device("meta"):
         drafter, model = GumihoModel(config), AutoModelForCausalLM.from_config(LlamaConfig(**target))
