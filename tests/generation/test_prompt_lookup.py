@@ -81,11 +81,13 @@ def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
             return_dict_in_generate=True,
             **LOOKUP,
         )
+    assert {tree.tokens.shape for tree in trees.trees[:-3]} == {(3, 10)}, "as many nodes as without"
     for tree in trees.trees:
-        assert tree.tokens.shape == (3, 10), "as many nodes as without"
+        num_nodes = tree.tokens.shape[1]
+        assert num_nodes <= 10, "the last trees lack what is too deep for the text"
         for row in range(3):
             pairs = set(zip(tree.parents[row, 1:].tolist(), tree.tokens[row, 1:].tolist(), strict=True))
-            assert len(pairs) == 9
+            assert len(pairs) == num_nodes - 1
     longest = drafter.config.max_draft_depth + 1
     assert max(map(max, output.accepted_lengths)) > longest, "more than the drafter drafts, and the bonus token"
 
@@ -114,8 +116,10 @@ def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
     assert torch.equal(drafted, plain)
     sizes = [tree.tokens.shape[1] - 1 for tree in trees.trees]
     assert {10, 20} <= set(sizes), "random targets repeat themselves: twice as many, and at most four times"
-    assert set(sizes) <= {9, *range(10, 21)}
-    assert len(calls) == sizes.count(9), "trees have nine tokens, and runs more"
+    last = [size for size in sizes if size < 9]
+    assert sizes[len(sizes) - len(last) :] == last, "only trees at the end of the text are smaller"
+    assert max(sizes) <= 20
+    assert sizes.count(9) <= len(calls) <= sizes.count(9) + len(last), "trees have nine tokens, and runs more"
 
 
 @pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
