@@ -81,10 +81,11 @@ def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
             return_dict_in_generate=True,
             **LOOKUP,
         )
-    assert {tree.tokens.shape for tree in trees.trees[:-3]} == {(3, 10)}, "as many nodes as without"
+    half = trees.trees[: len(trees.trees) // 2]
+    assert {tree.tokens.shape for tree in half} == {(3, 10)}, "as many nodes as without"
     for tree in trees.trees:
         num_nodes = tree.tokens.shape[1]
-        assert num_nodes <= 10, "the last trees lack what is too deep for the text"
+        assert num_nodes <= 10, "trees lack what is too deep for a row that ends soon"
         for row in range(3):
             pairs = set(zip(tree.parents[row, 1:].tolist(), tree.tokens[row, 1:].tolist(), strict=True))
             assert len(pairs) == num_nodes - 1
