@@ -73,7 +73,8 @@ def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
     expected |= {f"transformers_gumiho/hub_configs/{path.relative_to(configs)}" for path in configs.rglob("*.json")}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     entry_points = {"transformers_gumiho_cli.py", "transformers_gumiho_vllm.py"}
-    assert held == expected | entry_points | {"transformers_gumiho/py.typed"}
+    data = {"py.typed", "recipe/defaults.yaml", "training/model_card.md"}
+    assert held == expected | entry_points | {f"transformers_gumiho/{name}" for name in data}
 
 
 def test_installed_package_finds_its_configs(wheel: Path, tmp_path: Path) -> None:

@@ -87,5 +87,5 @@ def test_the_package_raises_user_errors() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
                 bare += [f"{path}:{node.lineno}"] if node.exc.func.id in built_in | {"FileNotFoundError"} else []
-    assert built_in == {"ValueError", "OSError", "ImportError"}
+    assert built_in == {"FloatingPointError", "ImportError", "OSError", "ValueError"}
     assert bare == []
