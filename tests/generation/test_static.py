@@ -128,10 +128,11 @@ class Backend:
 def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else graphs would be captured, or compiled, anew in every call."""
     marked: list[int] = []
-    for module in ("cycle_shapes", "tree_cache"):
+    shared: list[int] = []  # by all calls, which only read it
+    for module, found in (("cycle_shapes", marked), ("tree_cache", marked), ("kept", shared)):
         monkeypatch.setattr(
             f"transformers_gumiho.verification.{module}.mark_static_address",
-            lambda tensor: marked.append(tensor.data_ptr()),
+            lambda tensor, found=found: found.append(tensor.data_ptr()),
         )
     target, drafter = make_pair(transition_rank=3, draft_vocabulary=[6, 1, 5, 2], num_assistant_tokens=12)
     kwargs = {"do_sample": False, "cache_implementation": "static", "assistant_model": drafter}
@@ -147,9 +148,11 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
         assert torch.equal(output.sequences, plain)
         return set(marked), output[CACHE_NAME]
 
-    # Of a first call all are new: keys and values of five layers, two counts, the cut head, and two tables.
+    # Of a first call all are new: keys and values of five layers, and two counts.
     first, cache = generate([9], 0)
-    assert len(first) == 2 * 5 + 2 + 1 + 2
+    assert len(first) == 2 * 5 + 2
+    of_weights = set(shared)  # the cut head, and two tables
+    assert len(of_weights) == 1 + 2
     num_graphs, states = Backend.num_graphs, [layer.keys.clone() for layer in cache.layers]
     assert num_graphs > 0
     again, _ = generate([9], 1)
@@ -175,6 +178,7 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
         marked.clear()
         drafted = target.generate(**prompts, **kwargs, max_new_tokens=20, compile_config=compiling)
     assert nested[0]
+    assert set(shared) == of_weights
     assert torch.equal(drafted, target.generate(**prompts, max_new_tokens=20, do_sample=False))
 
 
