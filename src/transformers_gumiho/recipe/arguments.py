@@ -31,19 +31,17 @@ class WritingArguments:
         "lets it write its own."
     )
     data_split: str = option("Split of the dataset, if its name has none.", "train")
-    num_prompts: int = option("With `--data none`: number of prompts that the target writes.", 10_000)
+    num_prompts: int = option("With `--data none`: prompts that the target writes.", 10_000)
     num_rows: int | None = option("Number of rows of the data to read (default: all).")
     target_dtype: str = option("Precision of the target, e.g. `bfloat16`.", "auto")
     device_map: str | None = option("`device_map` for the target, e.g. `auto`; needs a single process.")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
-    chat_template_kwargs: str | None = option(
-        """Arguments of the chat template as JSON, e.g. '{"enable_thinking": false}'."""
-    )
+    chat_template_kwargs: str | None = option("""Template arguments as JSON, e.g. '{"enable_thinking": false}'.""")
     openings: Path | None = option(
         "With `--data none`: file with a user's first words in each line; \\n breaks lines."
     )
     writing_batch_size: int = option("Prompts or answers to write at a time.", 32)
-    max_prompt_tokens: int = option("Maximum number of tokens of a prompt that the target writes.", 256)
+    max_prompt_tokens: int = option("Maximum tokens of a prompt that the target writes.", 256)
     max_new_tokens: int = option("Maximum number of tokens of an answer.", _MAX_NEW_TOKENS)
     max_length: int = option("Maximum number of tokens of a row.", _MAX_LENGTH)
     sampled_share: float | None = option(
@@ -51,8 +49,8 @@ class WritingArguments:
         "quarter); the others are greedy."
     )
     temperature: float | None = option("Temperature of sampled text (default: the target's, or 1).")
-    top_p: float | None = option("Nucleus sampling threshold of sampled text (default: the target's, or 0.95).")
-    top_k: int | None = option("Most probable tokens that text is sampled from (default: the target's, or all).")
+    top_p: float | None = option("Nucleus sampling threshold (default: the target's, or 0.95).")
+    top_k: int | None = option("Most probable tokens to sample from (default: the target's, or all).")
     endpoint: list[str] | None = option(
         "Addresses of servers that run the target, e.g. http://localhost:8000. ENDPOINT_API_KEY holds their key."
     )
@@ -110,17 +108,15 @@ class RecipeArguments(WritingArguments):
     config: Path | None = option("File with defaults, in the form of the package's `recipe/defaults.yaml`.")
     plan: bool = option("Print the plan (disk and memory) and stop.", False)
     ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
-    regenerate: bool = option("Let the target answer the data; `false` trains on the answers in it.", True)
+    regenerate: bool = option("Let the target answer; `false` trains on the data's answers.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
     cache_features: str = option(
         "`true` runs the target once and keeps its states; `false` runs it in every step; `auto` keeps them where the "
         "disk has room and the data is passed more than once.",
         "auto",
     )
-    features_batch_tokens: int = option("Tokens that the target reads at a time to keep their states.", 2048)
-    tokens_per_step: int | None = option(
-        "Tokens of a step over all processes, on average (default: --per_device_train_batch_size rows)."
-    )
+    features_batch_tokens: int = option("Tokens that the target reads at a time.", 2048)
+    tokens_per_step: int | None = option("Mean tokens of a step of all processes; sets the rows per step.")
     features_dtype: str = option("Precision of the cached features.", "bfloat16")
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = option("Processes that prepare the data.")
@@ -134,9 +130,7 @@ class RecipeArguments(WritingArguments):
     )
     lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0)
     calibrate: bool = option("Fit the draft temperature of each depth after training.", True)
-    num_acceptance_prompts: int = option(
-        "Held-out prompts on which evaluations measure tau; needs --cache_features false.", 0
-    )
+    num_acceptance_prompts: int = option("Held-out prompts to measure tau on; needs --cache_features false.", 0)
     num_measured_prompts: int = option("Held-out prompts to tune and evaluate with.", 18)
     measured_new_tokens: int = option("Tokens to generate for each of these prompts.", 64)
 

@@ -32,25 +32,19 @@ class GumihoTrainingArguments(TrainingArguments):
     feature_weight: float = option("Weight of smooth L1 between features and states.", 1.0)
     serial_ce_weight: float = option("Weight of the serial head's soft cross-entropy.", 0.1)
     parallel_ce_weight: float = option("Weight of the parallel heads' soft cross-entropy.", 0.1)
-    parallel_ce_start: float = option(
-        "Share of the training after which the parallel heads' soft cross-entropy counts.", 0.1
-    )
+    parallel_ce_start: float = option("Share of the training after which --parallel_ce_weight counts.", 0.1)
     parallel_decay: float = option("Weight of parallel head i: this to the power of i+1.", 0.8)
     parallel_weight: float = option("Weight of the sum over the parallel heads.", 1 / 9)
     feature_noise: float = option(
         "Width of the uniform noise on the states that the drafter reads, times 512 / row length.", 0.2
     )
-    unroll_serial_head: bool = option(
-        "Train serial tokens beyond the first on the drafter's own features, as in drafting.", False
-    )
-    linear_start: bool = option(
-        "Begin a new drafter with the best linear map to the target's next state, fitted on first answers.", False
-    )
+    unroll_serial_head: bool = option("Train later serial tokens on the drafter's own features.", False)
+    linear_start: bool = option("Begin a new drafter with the best linear map to the next state.", False)
     train_only: str | None = option(
         "Train one part and keep the rest: `serial` (the serial head), `parallel` (the parallel heads and their "
         "transitions) or `transition` (the transitions)."
     )
-    muon: bool = option("Train matrices with Muon, all else with AdamW. `--learning_rate` is for both.", False)
+    muon: bool = option("Train matrices with Muon, all else with AdamW, at one rate.", False)
     assistant_only_loss: bool = option(
         "Train on the answers alone; `false` also trains on prompts: right if the target wrote them.", True
     )
@@ -60,9 +54,7 @@ class GumihoTrainingArguments(TrainingArguments):
     )
     loss_chunk_size: int = option("Rows of tokens x vocabulary logits to hold at a time.", DEFAULT_CHUNK_SIZE)
 
-    acceptance_max_new_tokens: int = option(
-        "Tokens to generate for each prompt on which evaluations measure tau.", 128
-    )
+    acceptance_max_new_tokens: int = option("Tokens to generate for each of these prompts.", 128)
 
     def __post_init__(self) -> None:
         super().__post_init__()
