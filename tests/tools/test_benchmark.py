@@ -124,7 +124,7 @@ def test_speeds_are_those_of_the_clock(target: PreTrainedModel) -> None:
     samples = run_benchmark(target, make_tokenizer(None), QUESTIONS[1:], modes, BenchmarkSettings(max_new_tokens=8))
     plain, slow = ([s.seconds for s in samples if s.mode == mode] for mode in ("plain", "slow"))
     difference = statistics.median(slow) - statistics.median(plain)
-    assert difference == pytest.approx(0.2, abs=0.1)
+    assert 0.15 < difference < 1, "a busy machine may sleep longer"
     row = next(row for row in summarize(samples) if row.mode == "slow" and row.category == "overall")
     assert row.speedup < 1
     assert "**slower than plain**" in markdown([row])
