@@ -387,7 +387,7 @@ def test_two_visitors_in_a_browser(browser: Any, address: str, gate: Gate, pair:
         assert visitor.number("drafted", "speed") > 0
         assert visitor.page.locator("#drafted .gumiho-drafts").count() > 1
         assert visitor.page.locator("#plain .gumiho-drafts").count() == 0
-        assert visitor.page.locator("#tree svg rect").count() > 12
+        assert visitor.page.locator("#tree svg rect").count() > 1, "the last tree of the text, which may be small"
         visitor.page.context.close()
 
 
