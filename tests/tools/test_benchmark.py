@@ -5,7 +5,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,18 +112,22 @@ def test_stages_add_up_to_the_time_of_the_run(samples: list[Sample]) -> None:
                 assert stages["num_cycles"] - len(sample.accepted_lengths[0]) in (0, 1)
 
 
-def test_speeds_are_those_of_the_clock(target: PreTrainedModel) -> None:
+def test_speeds_are_those_of_the_clock(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mode that is made slower by a known time is measured to be so."""
+    clock = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
-    def sleep(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.025)  # 8 times in a text
-        return scores
+    def taking(seconds: float) -> dict[str, list]:
+        def wait(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            clock[0] += seconds  # 8 times in a text
+            return scores
 
-    modes = [DecodingMode("plain"), DecodingMode("slow", {"logits_processor": [sleep]})]
+        return {"logits_processor": [wait]}
+
+    modes = [DecodingMode("plain", taking(0.01)), DecodingMode("slow", taking(0.035))]
     samples = run_benchmark(target, make_tokenizer(None), QUESTIONS[1:], modes, BenchmarkSettings(max_new_tokens=8))
     plain, slow = ([s.seconds for s in samples if s.mode == mode] for mode in ("plain", "slow"))
-    difference = statistics.median(slow) - statistics.median(plain)
-    assert 0.15 < difference < 1, "a busy machine may sleep longer"
+    assert statistics.median(slow) - statistics.median(plain) == pytest.approx(0.2)
     row = next(row for row in summarize(samples) if row.mode == "slow" and row.category == "overall")
     assert row.speedup < 1
     assert "**slower than plain**" in markdown([row])
