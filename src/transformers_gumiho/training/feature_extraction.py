@@ -178,7 +178,7 @@ def _extract(
 
 
 def _batches(rows: Sequence[int], lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Returns rows in batches of at most so many tokens, padding included, the longest first."""
+    """Returns rows in batches of at most `tokens_per_batch` tokens, padding included, the longest rows first."""
     batches: list[list[int]] = []
     for row in sorted(rows, key=lambda row: -lengths[row]):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= tokens_per_batch:

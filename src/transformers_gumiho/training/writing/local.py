@@ -49,7 +49,7 @@ class LocalEngine:
 
     @property
     def fingerprint(self) -> str:
-        """What tells targets apart."""
+        """Fingerprint of the target."""
         return model_fingerprint(self.target)
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:

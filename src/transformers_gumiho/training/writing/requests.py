@@ -73,7 +73,7 @@ class Engine(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What tells targets apart."""
+        """Fingerprint of the target."""
         ...
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:

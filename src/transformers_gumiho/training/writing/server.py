@@ -16,7 +16,7 @@ from .requests import Completion, Request, Task
 
 
 _REFUSALS = (400, 413, 422)  # what concerns one request: it is too long, or filtered
-_NUM_REFUSALS = 32  # so many tasks in the beginning, all refused, say that something else is wrong
+_NUM_REFUSALS = 32  # refusals in a row at the start, after which the run stops
 # What may go wrong in reading an answer that is not one.
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
