@@ -80,8 +80,12 @@ def phases_of(
     otherwise they are the recipe's phases, each with the options that are given.
     """
     phases: Sequence[Phase] = RECIPES[args.recipe].phases
-    if args.drafter is not None or training_args.train_only is not None:
-        phases = [Phase("train")]
+    part = training_args.train_only
+    if args.drafter is not None or part is not None:
+        # New heads learn as in the recipe's phase for them.
+        adds_heads = args.num_parallel_heads is not None and part == "parallel"
+        like = [phase.training for phase in phases if adds_heads and phase.training.get("train_only") == part]
+        phases = [Phase("train", *like)]
     found = {}
     order = {} if args.packing else {"train_sampling_strategy": "group_by_length"}
     for phase in phases:

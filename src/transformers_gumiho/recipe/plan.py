@@ -71,7 +71,8 @@ def estimate(
     trained = sum(p.numel() for name, p in drafter.named_parameters() if not name.startswith("embed_tokens"))
     longest = min(args.max_prompt_tokens if args.writes_prompts else row_length, args.max_length) + args.max_new_tokens
     cache = args.writing_batch_size * longest * _cache_bytes(config, dtype)
-    features = state_bytes(target_config, getattr(torch, args.features_dtype), drafter_config.target_layer_ids) + 12
+    layers = drafter_config.layers_read(target_config)
+    features = state_bytes(target_config, getattr(torch, args.features_dtype), layers) + 12
     step = args.tokens_per_step / first.world_size if args.tokens_per_step else first.train_batch_size * row_length
     vocabulary = first.draft_vocabulary_size or config.vocab_size
     loss = _KEPT_LOGITS * 4 * first.loss_chunk_size * vocabulary + _KEPT_STATES * 4 * step * width

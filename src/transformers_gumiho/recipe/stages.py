@@ -14,7 +14,8 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, PreTrainedModel
 
-from ..model.configuration_gumiho import GumihoConfig, resolve_layer_ids
+from ..model.configuration_gumiho import GumihoConfig
+from ..model.target_shape import TargetLayers
 from ..resumable_file import Record
 from ..training import (
     CachedFeatures,
@@ -25,7 +26,7 @@ from ..training import (
     write_feature_cache,
 )
 from ..training.data.usable_rows import split_rows
-from ..training.feature_cache import MADE_FROM, row_lengths
+from ..training.feature_cache import MADE_FROM, layer_fields, row_lengths
 from ..training.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..user_errors import UserValueError, as_user_errors
 from .arguments import STAGES, RecipeArguments
@@ -33,7 +34,16 @@ from .measure import evaluate_drafter, tune_drafter
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
 from .records import cached_contents, rows_contents, target_contents, writing_contents
-from .training import cached_data, online_data, prepared, prompt_of, train_phases, unsplit_models
+from .training import (
+    cached_data,
+    drafter_fields,
+    online_data,
+    prepared,
+    prompt_of,
+    resolved,
+    train_phases,
+    unsplit_models,
+)
 from .writing import load_rows, load_target, load_tokenizer, write_answers
 
 
@@ -57,10 +67,7 @@ class Run:
         self.is_main = self.training_args.process_index == 0
         self.answers = self.work / "answers.jsonl"
         self._target: PreTrainedModel | None = None
-        recipe = RECIPES[args.recipe]
-        given = {"transition_rank": args.transition_rank, "target_layer_ids": args.target_layer_ids}
-        new = recipe.config if args.drafter is None else {}
-        self.fields = new | {name: value for name, value in given.items() if value is not None}
+        self.fields = drafter_fields(args)
         self.has_begun = (self.work / MADE_FROM).exists()
 
     @property
@@ -86,17 +93,26 @@ class Run:
     @cached_property
     def _cache_contents(self) -> dict[str, Any]:
         """What a cache of the states is made from."""
-        args = self.args
-        layers = args.target_layer_ids
-        if layers is not None:
-            layers = resolve_layer_ids(self.target_config, layers)
-        return self.rows_contents | {"dtype": args.features_dtype, "target_layer_ids": layers}
+        return self.rows_contents | {"dtype": self.args.features_dtype, **layer_fields(self.layers)}
 
     @cached_property
     def target_config(self) -> Any:
         """The target's config."""
         with as_user_errors():
             return AutoConfig.from_pretrained(self.args.target)
+
+    @cached_property
+    def drafter_config(self) -> GumihoConfig:
+        """The config of the drafter."""
+        if self.args.drafter is None:
+            return GumihoConfig.from_target(self.target_config, **self.fields)
+        with as_user_errors():
+            return GumihoConfig.from_pretrained(self.args.drafter, **resolved(self.fields, self.target_config))
+
+    @property
+    def layers(self) -> TargetLayers | None:
+        """The target's layers that the drafter reads, if not the last states alone."""
+        return self.drafter_config.layers_read(self.target_config)
 
     def _rows(self) -> Any:
         """Returns the rows of the data that can be used; `None` where the target writes its own questions."""
@@ -138,14 +154,13 @@ class Run:
         if args.features is not None:
             return
         rows, target_config = self._rows(), self.target_config
-        config = GumihoConfig.from_target(target_config, **self.fields)
         num_rows, length = self._row_length(rows, target_config)
-        needs = estimate(args, phases, target_config, config, num_rows, length)
+        needs = estimate(args, phases, target_config, self.drafter_config, num_rows, length)
         if args.cache_features == "auto":
             reason = caching_pays(args, phases, sum(need.disk for need in needs.values()), self.folder)
             args.cache_features = "false" if reason else "true"
             self._say(f"states: {f'the target runs in every step, as {reason}' if reason else 'kept on the disk'}")
-            needs = estimate(args, phases, target_config, config, num_rows, length)
+            needs = estimate(args, phases, target_config, self.drafter_config, num_rows, length)
         self._say(f"{describe(needs)}\n{num_rows:,} rows of data, {length:.0f} tokens each")
         self._say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
         if (expected := tau_to_expect(target_config)) is not None:
@@ -231,10 +246,10 @@ class Run:
         for name, rows in parts:
             with self.training_args.main_process_first(desc="preparing the data"):
                 dataset, report = prepared(args, tokenizer, self.target.config, rows)
-            size = cache_size(dataset, self.target.config, dtype, args.target_layer_ids)
+            size = cache_size(dataset, self.target.config, dtype, self.layers)
             self._say(f"{name}: {report}\n{name}: {size / 1e9:.2f} GB in {self.work / name}")
             write_feature_cache(
-                dataset, self.target, tokenizer, self.work / name, dtype=dtype, target_layer_ids=args.target_layer_ids,
+                dataset, self.target, tokenizer, self.work / name, dtype=dtype, target_layer_ids=self.layers,
                 tokens_per_batch=args.features_batch_tokens, made_from=contents,
             )  # fmt: skip
 

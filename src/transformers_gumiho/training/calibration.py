@@ -39,7 +39,7 @@ def score_choices(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
     position_ids: torch.Tensor | None = None,
-    vocabulary: tuple[torch.Tensor, LMHead] | None = None,
+    vocabulary: tuple[torch.Tensor | None, LMHead] | None = None,
     positions_per_row: int = NUM_POSITIONS,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> torch.Tensor:
@@ -53,8 +53,8 @@ def score_choices(
         input_ids (`(B, L)`): The texts.
         loss_mask (`(B, L)`): 1 at the states that count.
         position_ids (`(B, L)`, *optional*): Where a row holds several texts.
-        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head for them alone. Other
-            choices do not count.
+        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head that scores features for
+            them alone. Other choices do not count.
         positions_per_row: Positions of each depth in a row, at most, on average.
         chunk_size: Rows of logits held at a time.
 

@@ -18,10 +18,11 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import ConcatDataset, Subset
-from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
+from transformers import AutoConfig, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..model.modeling_gumiho import GumihoModel
+from ..model.target_shape import TargetLayers
 from ..resumable_file import Record
 from ..user_errors import UserFileNotFoundError, UserValueError
 from ..verification.target_states import TargetStates, cut_head, scaled_head
@@ -46,6 +47,7 @@ class CacheManifest:
         machine: The machine that wrote it. Elsewhere the shards are checked once when the cache is opened.
         target_layer_ids: The target's layers whose states the rows hold, if not the last one alone. Those of the last
             one are in `hidden_states`, those of the others side by side in `layer_states`.
+        is_last_normed: As in [`TargetLayers`]. If not, the state of the last layer is among the `layer_states`, too.
     """
 
     columns: list[str]
@@ -55,6 +57,13 @@ class CacheManifest:
     rows_per_shard: int
     machine: str
     target_layer_ids: list[int] | None = None
+    is_last_normed: bool = True
+
+    @property
+    def layers(self) -> TargetLayers | None:
+        """The layers whose states the rows hold, if not the last ones alone."""
+        ids = self.target_layer_ids
+        return None if ids is None else TargetLayers(tuple(ids), self.is_last_normed)
 
     @property
     def feature_columns(self) -> list[str]:
@@ -149,7 +158,7 @@ class CachedFeatures:
         target = Path(folder) / TARGET_FOLDER
         self.manifest = CacheManifest.load(Path(folder))
         self.made_from = Record(Path(folder) / MADE_FROM).made_from
-        self.layer_ids = self.manifest.target_layer_ids
+        self.layers = self.manifest.layers
         try:
             self.config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError) as error:
@@ -185,12 +194,12 @@ class CachedFeatures:
         if "hidden_states" not in inputs:
             raise UserValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
         last = inputs["hidden_states"]
-        if self.layer_ids is None:
+        if self.layers is None:
             return TargetStates.from_last(last)
-        layers = inputs["layer_states"]
-        if len(kept_layers(self.layer_ids, self.config)) < len(self.layer_ids):
-            layers = torch.cat((layers, last), dim=-1)
-        return TargetStates(layers, last)
+        states = inputs["layer_states"]
+        if len(self.layers.besides_last_states(self.config)) < len(self.layers.ids):
+            states = torch.cat((states, last), dim=-1)
+        return TargetStates(states, last)
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
@@ -207,10 +216,11 @@ class CachedFeatures:
 TargetFeatures = OnlineFeatures | CachedFeatures
 
 
-def kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> list[int]:
-    """Returns those of a target's layers whose states are kept next to the last ones."""
-    last = config.get_text_config(decoder=True).num_hidden_layers - 1
-    return [number for number in layer_ids or () if number < last]
+def layer_fields(layers: TargetLayers | None) -> dict[str, Any]:
+    """Returns how files name these layers."""
+    if layers is None:
+        return {"target_layer_ids": None}
+    return {"target_layer_ids": list(layers.ids), "is_last_normed": layers.is_last_normed}
 
 
 def rows_without_states(dataset: Any, indices: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from .checks import check_is_no_adapter
 
 # The modules of each part.
 PARTS = {
-    "serial": ("layer_fusion", "fc", "layers"),
+    "serial": ("layer_fusion", "input_norm", "fc_norm", "fc", "layers", "norm"),
     "parallel": ("mlp", "transition"),
     "transition": ("transition",),
 }
@@ -35,6 +35,6 @@ def freeze_all_but(part: str, model: nn.Module, drafter: GumihoModel) -> None:
         )
     drafter.requires_grad_(False)
     for name in PARTS[part]:
-        module = getattr(drafter, name)
+        module = getattr(drafter, name, None)
         if module is not None:
             module.requires_grad_(True)
