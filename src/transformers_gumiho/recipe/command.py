@@ -9,7 +9,7 @@ from accelerate import PartialState
 from ..training import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
-from .recipes import RECIPES, Phase
+from .recipes import RECIPES
 from .stages import Run
 from .writing import load_tokenizer, write_answers
 
@@ -79,14 +79,13 @@ def phases_of(
     Returns the trainings of a command line. One that names a drafter or a part of it asks for a single training;
     otherwise they are the recipe's phases, each with the options that are given.
     """
-    phases: Sequence[Phase] = RECIPES[args.recipe].phases
-    if args.drafter is not None or training_args.train_only is not None:
-        phases = [Phase("train")]
-    found = {}
+    is_single = args.drafter is not None or training_args.train_only is not None
+    phases: dict[str, dict[str, Any]] = {"train": {}} if is_single else RECIPES[args.recipe].phases
     order = {} if args.packing else {"train_sampling_strategy": "group_by_length"}
-    for phase in phases:
-        folder = str(Path(training_args.output_dir) / "work" / phase.name)
-        found[phase.name] = _parse([*words, "--output_dir", folder], order | phase.training)[1]
+    found = {}
+    for name, options in phases.items():
+        folder = str(Path(training_args.output_dir) / "work" / name)
+        found[name] = _parse([*words, "--output_dir", folder], order | options)[1]
     return found
 
 
