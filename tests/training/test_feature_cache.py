@@ -27,8 +27,8 @@ from transformers_gumiho.training import (
     GumihoTrainer,
     GumihoTrainingArguments,
     cache_size,
+    feature_cache,
     feature_extraction,
-    shards,
     write_feature_cache,
 )
 
@@ -166,7 +166,7 @@ def test_a_killed_extraction_goes_on_where_it_was(
 ) -> None:
     write(target, tmp_path / "whole")
     killed, saved = tmp_path / "killed", []
-    real = shards.save_file
+    real = feature_cache.save_file
 
     def dying_save(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         real(tensors, path, metadata)
@@ -175,14 +175,14 @@ def test_a_killed_extraction_goes_on_where_it_was(
             raise KeyboardInterrupt
         saved.append(path)
 
-    monkeypatch.setattr(shards, "save_file", dying_save)
+    monkeypatch.setattr(feature_cache, "save_file", dying_save)
     with pytest.raises(KeyboardInterrupt):
         write(target, killed)
     if killed_at:  # the first file is the target's head
         with pytest.raises(ValueError, match=f"has {killed_at - 1} of 4 shards. Run the extraction again"):
             FeatureDataset(killed)
     num_saved = len(saved)
-    monkeypatch.setattr(shards, "save_file", lambda *args: (real(*args), saved.append(args[1])))
+    monkeypatch.setattr(feature_cache, "save_file", lambda *args: (real(*args), saved.append(args[1])))
     write(target, killed)
     assert len(saved) == 5  # nothing that was whole is written again
     assert num_saved == killed_at
@@ -207,7 +207,7 @@ def test_a_second_extraction_into_a_folder_is_refused(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the first one ends as if it had been alone."""
-    real, refused = shards.save_file, []
+    real, refused = feature_cache.save_file, []
 
     def save_and_start_again(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         real(tensors, path, metadata)
@@ -215,47 +215,37 @@ def test_a_second_extraction_into_a_folder_is_refused(
             write(target, tmp_path / "cache")
         refused.append(error)
 
-    monkeypatch.setattr(shards, "save_file", save_and_start_again)
+    monkeypatch.setattr(feature_cache, "save_file", save_and_start_again)
     write(target, tmp_path / "cache")
     assert len(refused) == 5
-    monkeypatch.setattr(shards, "save_file", real)
+    monkeypatch.setattr(feature_cache, "save_file", real)
     write(target, tmp_path / "whole")
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
-def test_another_error_than_a_full_disk_is_named_as_it_is(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device.*Make room and run this"),
+        (SafetensorError("I/O error: No such file (os error 2)"), r"No such file \(os error 2\).*Remove the cause"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_with_what_is_kept(
+    target: PreTrainedModel, tmp_path: Path, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(*_: Any) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No such file or directory (os error 2)")
+    real = feature_cache.save_file
 
-    monkeypatch.setattr(shards, "save_file", lost)
-    with pytest.raises(OSError, match=r"No such file or directory .*Remove the cause and run this again") as error:
-        write(target, tmp_path / "cache")
-    assert "room" not in str(error.value)
-
-
-def test_a_full_disk_ends_in_an_error_that_says_what_is_kept(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = shards.save_file
-
-    def full_disk(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
+    def fail(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         if "shard-00002" in path.name:
             path.write_bytes(b"half of it")
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
         real(tensors, path, metadata)
 
-    monkeypatch.setattr(shards, "save_file", full_disk)
-    with pytest.raises(
-        OSError, match=r"shard-00002.*No space left on device.*Make room and run this again: it continues here"
-    ):
-        write(target, tmp_path / "cache")
-    assert sorted(path.name for path in (tmp_path / "cache").glob("shard*")) == [
-        "shard-00000.safetensors",
-        "shard-00001.safetensors",
-    ]
-    monkeypatch.setattr(shards, "save_file", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_cache, "save_file", fail)
+        with pytest.raises(OSError, match=rf"shard-00002.*{message}"):
+            write(target, tmp_path / "cache")
+    assert sorted(path.name[:11] for path in (tmp_path / "cache").glob("shard*")) == ["shard-00000", "shard-00001"]
     write(target, tmp_path / "cache")
     write(target, tmp_path / "whole")
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
@@ -278,8 +268,8 @@ def test_a_damaged_cache_is_named_and_extraction_repairs_it(
         patch.setattr(platform, "node", lambda: "another machine")
         with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*Run what wrote it again"):
             (CachedFeatures if name.startswith("target") else FeatureDataset)(tmp_path / "cache")
-    saved, real = [], shards.save_file
-    monkeypatch.setattr(shards, "save_file", lambda *args: (real(*args), saved.append(args[1].name)))
+    saved, real = [], feature_cache.save_file
+    monkeypatch.setattr(feature_cache, "save_file", lambda *args: (real(*args), saved.append(args[1].name)))
     write(target, tmp_path / "cache")
     assert contents(tmp_path / "cache") == before
     # What is intact stays.
@@ -400,7 +390,7 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
         with pytest.raises(ValueError, match=message):
             GumihoTrainer(
                 features.make_drafter(), GumihoTrainingArguments(output_dir=tmp_path, use_cpu=True), target=features,
-                train_dataset=torch.utils.data.Subset(rows, range(3)),
+                train_dataset=torch.utils.data.Subset(rows, range(5, 9)),
             )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "serial_head": "eagle3", "target_layer_ids": [2, 7], "fc_norm": True, "norm_output": True,
     },
 }  # fmt: skip
-HEADS = dict(RECIPES["recommended"].phases[-1].training) | {"warmup_steps": 0, "learning_rate": 5e-3}
+HEADS = RECIPES["recommended"].phases["heads"] | {"warmup_steps": 0, "learning_rate": 5e-3}
 
 
 def make_head(target: PreTrainedModel, texts: torch.Tensor, num_steps: int = 80, **fields: Any) -> GumihoModel:

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.training.trained_parts import PARTS
+from transformers_gumiho.training.arguments import PARTS
 
 
 def make_trainer(folder: Path, **settings: object) -> GumihoTrainer:

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from ..model.outputs import GumihoOutput
-from .closed_forms import CLOSED_FORMS
 from .positions import select_positions
-from .predictors import predictions_of
+from .predictors import LossWeights, predictions_of
 from .terms import TERMS, LMHead, Readout
-from .weights import LossWeights
 
 
 # Rows of logits held at a time: 131 MB in float32 with a vocabulary of 128k. Fewer would not keep a GPU busy.
@@ -66,9 +64,7 @@ def chunked_gumiho_loss(
     selected = select_positions(predictions, hidden_states, loss_mask, position_ids)
     if counts is None:
         counts = selected.valid.sum(dim=1)
-    term_weights = [
-        {name: weight for name, weight in predictor.weights.items() if weight} for predictor, _ in predictions
-    ]
+    term_weights = [{name: weight for name, weight in p.weights.items() if weight} for p, _ in predictions]
     loss, means = _ChunkedLoss.apply(
         selected.features, selected.targets, selected.valid, counts, term_weights, lm_head, draft_head or lm_head,
         chunk_size,
@@ -103,7 +99,7 @@ class _ChunkedLoss(torch.autograd.Function):
         zero = shares.new_zeros(())
         means = [dict.fromkeys(weights, zero) for weights in term_weights]
         for piece in pieces(len(targets), chunk_size):
-            target = Readout.of_target(targets[piece], lm_head)
+            target = Readout(targets[piece], lm_head)
             for index, weights in enumerate(term_weights):
                 terms = _piece_terms(features[index, piece], target, valid[index, piece], list(weights), draft_head)
                 for name, (value, term_gradient) in terms.items():
@@ -133,8 +129,7 @@ def _piece_terms(
         leaf = features.detach().float().requires_grad_()
         prediction = Readout(leaf, lambda states: draft_head(states.to(features.dtype)))
         for name in names:
-            term = CLOSED_FORMS.get(name) or TERMS[name]
-            value = term(prediction, target, valid.float()).sum()
+            value = (TERMS[name](prediction, target) * valid.float()).sum()
             # Neither weight nor average has been applied, and the terms go through the head one by one: it computes in
             # its own precision, in which the scaled gradient would underflow.
             (gradient,) = torch.autograd.grad(value, leaf, retain_graph=name != names[-1])

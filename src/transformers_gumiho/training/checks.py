@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import ConcatDataset, Subset
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -18,8 +17,9 @@ from ..model.target_shape import state_width
 from ..model.wrappers import unwrap_drafter
 from ..resumable_file import Record
 from ..user_errors import UserValueError
+from .arguments import PARTS
 from .collator import GumihoDataCollator
-from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, rows_without_states
+from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
 
 
 _ROWS_OF_STREAM = 1000
@@ -85,15 +85,11 @@ def check_collator(collator: Any, assistant_only_loss: bool) -> None:
 
 def check_rows(dataset: Any, features: TargetFeatures) -> None:
     """Raises `ValueError` where cached rows were not made as the target's features were."""
-    if isinstance(dataset, Subset):
-        check_rows(dataset.dataset, features)
-    elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            check_rows(part, features)
-    elif isinstance(dataset, FeatureDataset) and isinstance(features, CachedFeatures):
-        wanted = {name: features.made_from.get(name) for name in _SAME_OF_CACHES}
-        way_out = "Give caches that were made as that of `target`."
-        Record(dataset.folder / MADE_FROM).check(wanted, way_out)
+    if not isinstance(features, CachedFeatures) or dataset is None or not has_length(dataset):
+        return
+    wanted = {name: features.made_from.get(name) for name in _SAME_OF_CACHES}
+    for folder in {holder.folder for holder, _ in located(dataset) if isinstance(holder, FeatureDataset)}:
+        Record(folder / MADE_FROM).check(wanted, "Give caches that were made as that of `target`.")
 
 
 def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:
@@ -150,6 +146,26 @@ def check_starts_linearly(model: nn.Module) -> None:
             "`linear_start` begins a serial head that predicts states of the target, and that of EAGLE-3 predicts "
             "none. Leave it out."
         )
+
+
+def freeze_all_but(part: str, model: nn.Module, drafter: GumihoModel) -> None:
+    """
+    Freezes what is not of a `part`, one of `PARTS`. Raises `ValueError` for a drafter that has no such part, or that
+    is in an adapter.
+    """
+    check_is_no_adapter(model, "train_only")
+    if part == "transition" and drafter.transition is None:
+        raise UserValueError(
+            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
+            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
+        )
+    if part == "parallel" and not len(drafter.mlp):
+        raise UserValueError(
+            "`train_only='parallel'` needs a drafter with parallel heads, and this one has none. Leave `train_only` "
+            "out, or make one with `num_parallel_heads`."
+        )
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(name.startswith(tuple(f"{module}." for module in PARTS[part])))
 
 
 def count_broken(drafter: nn.Module) -> torch.Tensor:

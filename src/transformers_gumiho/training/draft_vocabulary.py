@@ -28,9 +28,6 @@ class DraftRestriction:
 
     An EAGLE-3 head brings its tokens, and an output head of its own that scores what is predicted.
 
-    Args:
-        trainer: The drafter's trainer.
-
     Raises:
         ValueError: The size is out of range, the training's data is a stream, in which nothing can be counted, or the
             drafter brings its tokens.
@@ -54,7 +51,7 @@ class DraftRestriction:
                 f"vocabulary) to the target's {self._vocab_size} tokens, got {self._size}. Choose one in between, or "
                 f"`None` for all tokens."
             )
-        if trainer.train_dataset is not None and not self._has_own and not isinstance(trainer.train_dataset, Sized):
+        if self._counts and not isinstance(trainer.train_dataset, Sized):
             raise UserValueError(
                 "A draft vocabulary is counted on the training answers before the first step, and a stream can only "
                 "be read while training. Give a dataset with a length, or set `draft_vocabulary_size=None`."
@@ -96,12 +93,11 @@ class DraftRestriction:
 
         Raises `ValueError` if the checkpoint's or the drafter's vocabulary is of another size.
         """
-        if self._size is None:
-            return
-        found, owner = vocabulary_of_checkpoint(checkpoint) if checkpoint else None, f"the checkpoint {checkpoint!r}"
-        if found is None and self._token_ids is not None:
-            return  # in an earlier training or evaluation
-        if found is None and self._trainer.train_dataset is not None and not self._has_own:
+        found = None if self._size is None or checkpoint is None else _vocabulary_of(checkpoint)
+        if self._size is None or (found is None and self._token_ids is not None):
+            return  # there is none, or it was found in an earlier training or evaluation
+        owner = f"the checkpoint {checkpoint!r}"
+        if found is None and self._counts:
             found = self._count(self._size)
         elif found is None:
             found, owner = self._own(), "the drafter, which has no training data to count in,"
@@ -130,17 +126,21 @@ class DraftRestriction:
         return list(self._trainer.drafter.generation_config.draft_vocabulary or ())
 
     @property
-    def _has_own(self) -> bool:
-        """Whether the drafter has a complete vocabulary of this size, so that there is nothing to count."""
+    def _counts(self) -> bool:
+        """Whether tokens are counted: there is training data, and the drafter has no complete vocabulary."""
         own = self._own()
-        return len(own) == self._size and self._kept() <= set(own)
+        has_own = len(own) == self._size and self._kept() <= set(own)
+        return self._trainer.train_dataset is not None and not has_own
 
     def _kept(self) -> set[int]:
         """Returns the tokens that end a text, by what is known of the target."""
-        features = self._trainer.target_features
+        features, found = self._trainer.target_features, set()
         generation_config = getattr(getattr(features, "target", None), "generation_config", None)
         configs = (features.config, features.config.get_text_config(decoder=True), generation_config)
-        return ending_tokens((*configs, self._trainer.processing_class), self._vocab_size)
+        for source in (*configs, self._trainer.processing_class):
+            ids = getattr(source, "eos_token_id", None)
+            found |= set(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
+        return {token for token in found if 0 <= token < self._vocab_size}
 
 
 def choose_draft_vocabulary(
@@ -157,55 +157,25 @@ def choose_draft_vocabulary(
 
 
 def count_answer_tokens(
-    dataset: Any,
-    collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
-    vocab_size: int,
-    first: int = 0,
-    step: int = 1,
+    dataset: Any, collate: Callable[..., Any], vocab_size: int, first: int = 0, step: int = 1
 ) -> torch.Tensor:
     """
-    Counts the tokens that states which count in the loss predict.
-
-    Args:
-        dataset: A training's rows, with a length. The states of a [`FeatureDataset`] are not read.
-        collate: Makes batches of rows, as the training does, and refuses broken ones.
-        vocab_size: `V`, the target's.
-        first: The first row to count in.
-        step: The distance to the next one, for processes that share the rows.
-
-    Returns:
-        `(V,)`: How often each token occurs.
+    Returns `(V,)`: how often each token follows a state that counts in the loss, in every `step`-th row from `first`
+    on, for processes that share the rows. States are not read, and `collate` refuses broken rows.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
     for row in rows_without_states(dataset, range(first, len(dataset), step)):
-        batch = collate([row])
-        names = [name for name in ("input_ids", "loss_mask", "position_ids") if name in batch]
-        # Without the padding, whose first token a row's last state does not predict.
-        tokens = {name: batch[name][0, : len(row["input_ids"])] for name in names}
-        counts += torch.bincount(_predicted_tokens(**tokens), minlength=vocab_size)
+        batch, length = collate([row]), len(row["input_ids"])  # what follows is padding
+        tokens, mask = batch["input_ids"][0, :length], batch["loss_mask"][0, :length].bool()
+        positions = batch.get("position_ids", torch.arange(length, device="cpu")[None])[0, :length]
+        # The token must be of the same text, and not its second: nothing predicts the state at the first.
+        counts_here = mask[:-1] & (positions[:-1] > 0) & (positions[1:] > positions[:-1])
+        counts += torch.bincount(tokens[1:][counts_here], minlength=vocab_size)
     return counts
 
 
-def vocabulary_of_checkpoint(folder: str | Path) -> list[int] | None:
+def _vocabulary_of(checkpoint: str) -> list[int] | None:
     """Returns the draft vocabulary that a checkpoint was trained with; `None` where it does not say."""
-    if not (Path(folder) / GENERATION_CONFIG_NAME).exists():  # of an adapter, or of weights in shards
+    if not (Path(checkpoint) / GENERATION_CONFIG_NAME).exists():  # of an adapter, or of weights in shards
         return None
-    return getattr(GenerationConfig.from_pretrained(folder), "draft_vocabulary", None)
-
-
-def ending_tokens(sources: Iterable[Any], vocab_size: int) -> set[int]:
-    """Returns the tokens that end a text according to any of these configs and tokenizers."""
-    found: set[int] = set()
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        found |= set(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
-    return {token for token in found if 0 <= token < vocab_size}
-
-
-def _predicted_tokens(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, position_ids: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Returns the tokens after the states of a row `(L,)` that count: those of the same text, but for its first."""
-    positions = torch.arange(len(input_ids), device="cpu") if position_ids is None else position_ids
-    same_text = positions[1:] > positions[:-1]
-    return input_ids[1:][loss_mask[:-1].bool() & (positions[:-1] > 0) & same_text]
+    return getattr(GenerationConfig.from_pretrained(checkpoint), "draft_vocabulary", None)
