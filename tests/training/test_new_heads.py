@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 HEADS = RECIPES["recommended"].phases["heads"] | {"warmup_steps": 0, "learning_rate": 5e-3}
 
 
-def make_head(target: PreTrainedModel, texts: torch.Tensor, num_steps: int = 80, **fields: Any) -> GumihoModel:
+def make_head(target: PreTrainedModel, texts: torch.Tensor, num_steps: int = 50, **fields: Any) -> GumihoModel:
     """Returns a head that has learned to draft three tokens of the target's own texts `(B, T)`."""
     torch.manual_seed(0)
     drafter = GumihoModel.from_target(
@@ -67,13 +67,16 @@ def make_head(target: PreTrainedModel, texts: torch.Tensor, num_steps: int = 80,
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
-    return make_eagle_target().float().requires_grad_(False)
+    # With small layers a token follows from the one before it, and with a large output head it is certain.
+    target = make_eagle_target(initializer_range=0.05).float().requires_grad_(False)
+    target.lm_head.weight.mul_(20)
+    return target
 
 
 @pytest.fixture(scope="module")
 def texts(target: PreTrainedModel) -> torch.Tensor:
-    prompts = torch.randint(1, target.config.vocab_size, (48, 4), generator=torch.Generator().manual_seed(5))
-    return target.generate(prompts, max_new_tokens=28, do_sample=False)
+    prompts = torch.randint(1, target.config.vocab_size, (32, 4), generator=torch.Generator().manual_seed(5))
+    return target.generate(prompts, max_new_tokens=24, do_sample=False)
 
 
 @pytest.mark.parametrize("is_cached", [False, True], ids=["running target", "cached states"])
@@ -92,7 +95,7 @@ def test_heads_are_added_to_a_head_that_stays_as_it_is(
         cache, tokenizer = tmp_path / "cache", make_tokenizer()
         write_feature_cache(rows, target, tokenizer, cache, dtype=torch.float32, target_layer_ids=layers)
         source, rows = CachedFeatures(cache), FeatureDataset(cache)
-    args = make_args(tmp_path, **HEADS | {"max_steps": 60, "logging_steps": 60})
+    args = make_args(tmp_path, **HEADS | {"max_steps": 40, "logging_steps": 40})
     trainer = GumihoTrainer(drafter, args, target=source, train_dataset=rows, eval_dataset=rows)
     before = trainer.evaluate()
     trainer.train()
@@ -113,7 +116,7 @@ def test_heads_are_added_to_a_head_that_stays_as_it_is(
     for assistant in (cut, loaded):
         found = measure_acceptance(target, assistant, [ids[:6] for ids in texts[:8]], max_new_tokens=20)
         taus.append(sum(map(sum, found)) / sum(map(len, found)))
-    assert taus[1] > taus[0] + 0.2, taus
+    assert taus[1] > taus[0] + 0.5, taus
     for call in ({}, {"do_sample": True}, {"cache_implementation": "static"}):
         equals_plain(target, loaded, input_ids=texts[:2, :5], max_new_tokens=12, **call)
 
@@ -126,7 +129,7 @@ def test_the_serial_layers_of_a_head_are_trained(
     head = publish(tmp_path / "head", make_head(target, texts[8:], num_steps=5, **KINDS[kind]), torch.float32)
     drafter = GumihoModel.from_pretrained(head, num_serial_tokens=3)
     rows = [{"input_ids": ids} for ids in texts[8:].tolist()]
-    args = make_args(tmp_path, train_only=part, unroll_serial_head=True, max_steps=40, learning_rate=5e-3)
+    args = make_args(tmp_path, train_only=part, unroll_serial_head=True, max_steps=40, logging_steps=40)
     trainer = GumihoTrainer(drafter, args, target=target, train_dataset=rows, eval_dataset=rows)
     before, own = trainer.evaluate(), {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     trainer.train()
@@ -169,7 +172,7 @@ def test_one_command_adds_them(kind: str, dtype: torch.dtype, tmp_path: Path) ->
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     fields = {"num_hidden_layers": 1, "num_parallel_heads": 0, **KINDS[kind]}
     head = publish(tmp_path / "head", GumihoModel.from_target(target, **fields).float(), dtype)
-    data = write_jsonl(tmp_path / "q.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(12)])
+    data = write_jsonl(tmp_path / "q.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(20)])
     common = [
         "train", "--drafter", head, "--train_only", "parallel", "--num_parallel_heads", 3, "--use_cpu", "--max_steps",
         2, "--save_steps", 2, "--per_device_train_batch_size", 2, "--num_eval_rows", 2, "--num_measured_prompts", 2,
