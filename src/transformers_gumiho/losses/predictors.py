@@ -20,7 +20,7 @@ class LossWeights:
     Weights of the loss terms; the defaults are the published recipe's (arXiv 2503.10135).
 
     Attributes:
-        feature: Of the smooth-L1 term between features and hidden states.
+        feature: Of the smooth-L1 term between features and hidden states; `None` where features predict none.
         serial_cross_entropy: Of the soft cross-entropy of the serial head.
         parallel_cross_entropy: Of the soft cross-entropy of the parallel heads. The recipe holds it at zero for two of
             twenty epochs.
@@ -30,7 +30,7 @@ class LossWeights:
         parallel: Of the sum over all parallel heads.
     """
 
-    feature: float = 1.0
+    feature: float | None = 1.0
     serial_cross_entropy: float = 0.1
     parallel_cross_entropy: float = 0.1
     decay: float = 0.8
@@ -39,7 +39,8 @@ class LossWeights:
 
     def of_terms(self, cross_entropy: float, factor: float) -> dict[str, float]:
         """Returns the weight of each term of a predictor whose `cross_entropy` has this weight, times `factor`."""
-        return {"feature": factor * self.feature, "ce": factor * cross_entropy}
+        terms = {} if self.feature is None else {"feature": factor * self.feature}
+        return terms | {"ce": factor * cross_entropy}
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,9 @@ def register_released_names() -> None:
         [
             # As in vLLM, around the drafter or the serial head alone.
             RenamingOnLoad(
-                r"^(?:model\.){1,2}(embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition)\.",
-                r"\1.",
+                r"^(?:model\.){1,2}(d2t$|(?:embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm"
+                r"|transition)\.)",
+                r"\1",
             ),
             # The first layer of EAGLE-3, in most tools.
             RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
@@ -84,6 +85,26 @@ def drop_extra_heads(
         f"{config.max_draft_depth} tokens long."
     )
     return unexpected.difference(*surplus)
+
+
+def accept_new_heads(
+    drafter: Any, missing_keys: Iterable[str], name_or_path: Any, kwargs: Mapping[str, Any]
+) -> set[str]:
+    """
+    Accepts a checkpoint without parallel heads, such as an EAGLE head, for a config with them: they are new, and
+    settings for the depths of its drafts are removed. `kwargs` are the arguments of `from_pretrained`. Returns the
+    keys that are still missing.
+    """
+    missing, config = set(missing_keys), drafter.config
+    new = {key for key in missing if _HEAD_TENSOR.fullmatch(key)}
+    if not new or _own_fields(name_or_path, kwargs).get("num_parallel_heads") != 0:
+        return missing
+    drafter.generation_config.update(tree_depth=None, draft_temperature=None, break_even=None)
+    logger.warning(
+        f"The checkpoint {str(name_or_path)!r} has no parallel heads. The {config.num_parallel_heads} that its config "
+        f"asks for are new: they draft nothing of use until they are trained (`--train_only parallel`)."
+    )
+    return missing - new
 
 
 def accept_transitions(
@@ -129,7 +150,7 @@ def accept_new_fusion(
         return missing
     if layer_ids is None and _FUSION_TENSOR not in info["unexpected_keys"]:
         return missing
-    own_ids = _layer_ids_of(name_or_path, kwargs)
+    own_ids = _own_fields(name_or_path, kwargs).get("target_layer_ids")
     if own_ids is not None and own_ids != layer_ids:
         raise UserValueError(
             f"The drafter {str(name_or_path)!r} was trained to read the target's layers {own_ids}, and cannot be "
@@ -150,17 +171,16 @@ def accept_new_fusion(
     return missing - {_FUSION_TENSOR}
 
 
-def _layer_ids_of(name_or_path: Any, kwargs: Mapping[str, Any]) -> list[int] | None:
-    """Returns the `target_layer_ids` of a checkpoint's own config, whatever it is loaded with; `None` without any."""
+def _own_fields(name_or_path: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a checkpoint's own config, whatever it is loaded with; none where it has no config."""
     if name_or_path is None:
-        return None
+        return {}
     where = {name: kwargs[name] for name in PLACES if name in kwargs}
     try:
         fields, _ = GumihoConfig.get_config_dict(name_or_path, **where)
     except (OSError, ValueError):  # it has none, and was loaded with another one
-        return None
-    found: list[int] | None = fields.get("target_layer_ids")
-    return found
+        return {}
+    return fields
 
 
 def check_fit(info: Mapping[str, Any], name_or_path: Any, allow_mismatch: bool) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -193,6 +194,19 @@ def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tu
                 entries = _load_pickle(file, "meta")
                 shapes |= {plain_name(key): tuple(getattr(entry, "shape", ())) for key, entry in entries.items()}
     return shapes
+
+
+def stored_dtype(name_or_path: Any, options: Mapping[str, Any]) -> torch.dtype:
+    """Returns the narrowest dtype that holds all floating-point tensors of a checkpoint to the bit."""
+    dtypes: set[torch.dtype] = set()
+    for file in weight_files(name_or_path, options):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                dtypes |= {tensors.get_tensor(key).dtype for key in tensors.keys()}  # noqa: SIM118 (not a dict)
+        else:
+            entries = _load_pickle(file, "meta").values()
+            dtypes |= {entry.dtype for entry in entries if isinstance(entry, torch.Tensor)}
+    return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))
 
 
 def read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outp
 from ..user_errors import UserValueError
 from .checkpoint_conversion import (
     accept_new_fusion,
+    accept_new_heads,
     accept_transitions,
     adopt_released_vocabulary,
     check_fit,
@@ -212,6 +212,12 @@ class GumihoModel(GumihoPreTrainedModel):
                 another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        if kwargs.get("variant") is not None and not isinstance(kwargs.get("config"), GumihoConfig):
+            # An EAGLE head is recognized by its tensors, and transformers does not tell the config where they are.
+            where = kwargs.pop("config", None) or pretrained_model_name_or_path
+            config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
+            fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
+            kwargs = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
         with damaged_weights_named(pretrained_model_name_or_path, kwargs):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
@@ -219,6 +225,7 @@ class GumihoModel(GumihoPreTrainedModel):
         model.load_generation_config(kwargs)
         name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
         info["missing_keys"] = accept_new_fusion(info, config, name, kwargs)
+        info["missing_keys"] = accept_new_heads(model, info["missing_keys"], name, kwargs)
         unexpected, info["missing_keys"] = accept_transitions(
             info["unexpected_keys"], info["missing_keys"], config, name
         )
@@ -300,18 +307,12 @@ class GumihoModel(GumihoPreTrainedModel):
             )
         return self.serial_head.finish(self, features)
 
-    def score(
-        self, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def predict(self, features: torch.Tensor) -> torch.Tensor:
         """
-        Returns the logits `(..., K)` of the tokens after features `(..., H)`.
-
-        Args:
-            features: Features of the serial head.
-            head: The output head, the target's for all drafters but EAGLE-3's. Those have one of their own, which is
-                the default. Its rows are of the tokens [`own_tokens`].
+        Returns the states `(..., H)` that an output head scores, for features `(..., H)` of the serial head. These are
+        the features, but for EAGLE-3, which has a final norm. What the parallel heads make is scored as it is.
         """
-        return self.serial_head.score(self, features, head or self.lm_head)
+        return self.serial_head.predict(self, features)
 
     def own_tokens(self) -> torch.Tensor | None:
         """Returns the ids `(K,)` of the tokens that the drafter's own output head scores; `None` for all tokens."""
@@ -379,9 +380,9 @@ class GumihoModel(GumihoPreTrainedModel):
                 path_inputs = self._path_inputs(input_ids, serial_features)
             parallel_features = self._parallel_features(input_ids, path_inputs)
         return GumihoOutput(
-            serial_features=serial_features,
+            serial_features=self.predict(serial_features),
             parallel_features=parallel_features,
-            unrolled_features=unrolled_features,
+            unrolled_features=None if unrolled_features is None else tuple(map(self.predict, unrolled_features)),
             cache=cache,
         )
 

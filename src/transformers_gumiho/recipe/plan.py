@@ -56,7 +56,8 @@ def estimate(
     trained = sum(p.numel() for name, p in drafter.named_parameters() if not name.startswith("embed_tokens"))
     longest = min(args.max_prompt_tokens if args.writes_prompts else row_length, args.max_length) + args.max_new_tokens
     cache = args.writing_batch_size * longest * _cache_bytes(config, dtype)
-    states = state_bytes(target_config, getattr(torch, args.features_dtype), drafter_config.target_layer_ids) + 12
+    layers = drafter_config.layers_read(target_config)
+    states = state_bytes(target_config, getattr(torch, args.features_dtype), layers) + 12
     # Drafter, gradient, moments, and the target's output head; the states and logits of a step.
     static = 4 * size + (_MOMENTS + _GRADIENT) * trained + config.vocab_size * width * dtype.itemsize
     split = first.world_size if first.fsdp or first.deepspeed else 1

@@ -13,7 +13,8 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, PreTrainedModel
 
-from ..model.configuration_gumiho import GumihoConfig, resolve_layer_ids
+from ..model.configuration_gumiho import GumihoConfig
+from ..model.target_shape import TargetLayers
 from ..resumable_file import Record
 from ..training import (
     CachedFeatures,
@@ -25,7 +26,7 @@ from ..training import (
     write_feature_cache,
 )
 from ..training.data.usable_rows import split_rows
-from ..training.feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, row_lengths
+from ..training.feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_fields, row_lengths
 from ..training.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..user_errors import UserValueError, as_user_errors
 from .arguments import STAGES, RecipeArguments
@@ -33,7 +34,16 @@ from .measure import evaluate_drafter, tune_drafter
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
 from .records import cached_contents, rows_contents, target_contents, writing_contents
-from .training import Training, cached_data, online_data, prepared, prompt_of, unsplit_models
+from .training import (
+    Training,
+    cached_data,
+    drafter_fields,
+    online_data,
+    prepared,
+    prompt_of,
+    resolved,
+    unsplit_models,
+)
 from .writing import load_rows, load_target, load_tokenizer, say, write_answers
 
 
@@ -57,9 +67,7 @@ class Run:
         self.is_main = self.training_args.process_index == 0
         self.answers, self.prompt_file = self.work / "answers.jsonl", self.work / "prompts.jsonl"
         self._target: PreTrainedModel | None = None
-        given = {"transition_rank": args.transition_rank, "target_layer_ids": args.target_layer_ids}
-        new = RECIPES[args.recipe].config if args.drafter is None else {}
-        self.fields = new | {name: value for name, value in given.items() if value is not None}
+        self.fields = drafter_fields(args)
         self.has_begun = (self.work / MADE_FROM).exists()
 
     @property
@@ -85,6 +93,19 @@ class Run:
             return AutoConfig.from_pretrained(Path(folders[0]) / TARGET_FOLDER if folders else self.args.target)
 
     @cached_property
+    def drafter_config(self) -> GumihoConfig:
+        """The config of the drafter."""
+        if self.args.drafter is None:
+            return GumihoConfig.from_target(self.target_config, **self.fields)
+        with as_user_errors():
+            return GumihoConfig.from_pretrained(self.args.drafter, **resolved(self.fields, self.target_config))
+
+    @property
+    def layers(self) -> TargetLayers | None:
+        """The target's layers that the drafter reads, if not the last states alone."""
+        return self.drafter_config.layers_read(self.target_config)
+
+    @cached_property
     def target_contents(self) -> dict[str, Any]:
         """Fingerprints of the target and its tokenizer."""
         with as_user_errors():
@@ -99,9 +120,7 @@ class Run:
     @cached_property
     def cache_contents(self) -> dict[str, Any]:
         """What a cache of the states is made from."""
-        if (layers := self.args.target_layer_ids) is not None:
-            layers = resolve_layer_ids(self.target_config, layers)
-        return self.rows_contents | {"dtype": self.args.features_dtype, "target_layer_ids": layers}
+        return self.rows_contents | {"dtype": self.args.features_dtype, **layer_fields(self.layers)}
 
     @cached_property
     def rows(self) -> Any:
@@ -139,8 +158,7 @@ class Run:
         args, phases = self.args, list(self.phases.values())
         num_rows, length = self._size_of_data()
         self._limit_vocabulary()
-        config = GumihoConfig.from_target(self.target_config, **self.fields)
-        measures = self.target_config, config, num_rows, length
+        measures = self.target_config, self.drafter_config, num_rows, length
         needs = estimate(args, phases, *measures)
         if args.cache_features == "auto" and args.features is None:
             reason = caching_pays(args, phases, sum(need.disk for need in needs.values()), self.folder)
@@ -233,11 +251,11 @@ class Run:
                     continue
                 with self.training_args.main_process_first(desc="preparing the data"):
                     dataset, report = prepared(args, tokenizer, self.target.config, rows)
-                size = cache_size(dataset, self.target.config, dtype, args.target_layer_ids)
+                size = cache_size(dataset, self.target.config, dtype, self.layers)
                 say(f"{name}: {report}\n{name}: {size / 1e9:.2f} GB in {self.work / name}")
                 write_feature_cache(
                     dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
-                    target_layer_ids=args.target_layer_ids, tokens_per_batch=args.features_batch_tokens,
+                    target_layer_ids=self.layers, tokens_per_batch=args.features_batch_tokens,
                 )  # fmt: skip
 
         self._once("features", contents, extract, alone=False)

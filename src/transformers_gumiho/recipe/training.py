@@ -15,7 +15,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ..measuring.prompts import encode_turn
-from ..model.configuration_gumiho import resolve_layer_ids
+from ..model.checkpoint_files import stored_dtype
+from ..model.configuration_gumiho import GumihoConfig, resolve_layer_ids
 from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import Record
 from ..training import (
@@ -32,6 +33,7 @@ from ..training.feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
 from ..user_errors import UserValueError, as_user_errors
 from .arguments import RecipeArguments
 from .progress import Bar, Progress
+from .recipes import RECIPES
 from .records import training_contents
 from .writing import row_length, say
 
@@ -150,7 +152,10 @@ class Training:
         return replace(planned, **changes)
 
     def _finish(self, trainer: GumihoTrainer, training_args: Any) -> None:
-        """Calibrates and evaluates the drafter, and saves it in the target's precision with a card."""
+        """
+        Calibrates and evaluates the drafter, and saves it with a card: in the target's precision, or in its own where
+        it was only added to.
+        """
         args = self.args
         if trainer.eval_dataset is not None:
             if args.calibrate and not args.lora_rank and (temperatures := trainer.calibrate()):
@@ -158,8 +163,9 @@ class Training:
             trainer.save_metrics("eval", trainer.evaluate())
         if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             # Trained in float32, used next to the target.
-            dtype = str(trainer.target_features.config.dtype).removeprefix("torch.")
-            trainer.model.to(getattr(torch, dtype, torch.float32))
+            name = str(trainer.target_features.config.dtype).removeprefix("torch.")
+            is_added_to = args.drafter is not None and training_args.train_only in ("parallel", "transition")
+            trainer.model.to(stored_dtype(args.drafter, {}) if is_added_to else getattr(torch, name, torch.float32))
         trainer.save_model(str(self.folder))
         training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
         describe = trainer.push_to_hub if training_args.push_to_hub else trainer.create_model_card
@@ -254,8 +260,7 @@ def _make_drafter(
 ) -> torch.nn.Module:
     """Returns the drafter to train, or that is trained, in float32: mixed precision is the trainer's affair."""
     adapter, start = (start, args.drafter) if is_trained and args.lora_rank else (None, start)
-    if (layers := fields.get("target_layer_ids")) is not None:
-        fields = fields | {"target_layer_ids": resolve_layer_ids(source.config, layers)}
+    fields = resolved(fields, source.config)
     if start is not None:
         with as_user_errors():
             drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
@@ -271,6 +276,28 @@ def _make_drafter(
         return PeftModel.from_pretrained(drafter, adapter, is_trainable=True)
     config = LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=_ADAPTED)
     return get_peft_model(drafter, config)
+
+
+def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
+    """Returns the fields of the drafter's config that the options and the recipe decide."""
+    names = ("num_parallel_heads", "transition_rank", "target_layer_ids")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.drafter is None:
+        return RECIPES[args.recipe].config | given
+    with as_user_errors():
+        own = GumihoConfig.from_pretrained(args.drafter)
+    if args.num_parallel_heads is None or own.num_parallel_heads:
+        return given
+    # An EAGLE head gets its first parallel heads: they begin where a Gumiho drafter's do.
+    new = {"num_serial_tokens": min(own.num_serial_tokens, GumihoConfig.num_serial_tokens)}
+    return RECIPES[args.recipe].config | new | given
+
+
+def resolved(fields: dict[str, Any], target_config: Any) -> dict[str, Any]:
+    """Returns fields of a drafter's config, with `target_layer_ids` counted from 0."""
+    if (layers := fields.get("target_layer_ids")) is None:
+        return fields
+    return fields | {"target_layer_ids": resolve_layer_ids(target_config, layers)}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from ..user_errors import UserValueError
 
 # The modules of each part that can be trained alone.
 PARTS = {
-    "serial": ("layer_fusion", "fc", "layers"),
+    "serial": ("layer_fusion", "input_norm", "fc_norm", "fc", "layers", "norm"),
     "parallel": ("mlp", "transition"),
     "transition": ("transition",),
 }

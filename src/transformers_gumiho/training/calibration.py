@@ -41,7 +41,7 @@ def score_choices(
     loss_mask: torch.Tensor,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor | None = None,
-    vocabulary: tuple[torch.Tensor, LMHead] | None = None,
+    vocabulary: tuple[torch.Tensor | None, LMHead] | None = None,
     positions_per_row: int = NUM_POSITIONS,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> torch.Tensor:

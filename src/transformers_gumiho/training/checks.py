@@ -23,6 +23,8 @@ from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeat
 
 
 _ROWS_OF_STREAM = 1000
+# What two caches must have in common for one training.
+_SAME_OF_CACHES = ("target", "tokenizer", "dtype", "target_layer_ids", "is_last_normed")
 logger = logging.get_logger(__name__)
 
 
@@ -35,26 +37,23 @@ def drafter_of(model: nn.Module) -> GumihoModel:
 
 
 def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
-    """Raises `ValueError` for an EAGLE-3 head, and a drafter not made for this target or that reads other layers."""
-    if drafter.config.is_eagle3:
-        raise UserValueError(
-            "An EAGLE-3 head predicts no states of the target, which the losses compare with. Train a drafter that "
-            "`GumihoModel.from_target(target)` made."
-        )
+    """Raises `ValueError` for a drafter that was not made for this target, or that reads other layers of it."""
     config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
-    hidden_size = state_width(target_config)
-    if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
+    read_size, hidden_size = drafter.config.target_hidden_size or config.hidden_size, state_width(target_config)
+    if (read_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
         raise UserValueError(
-            f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
+            f"The drafter has hidden size {read_size} and {config.vocab_size} tokens, the target "
             f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
             f"`GumihoModel.from_target(target)`."
         )
-    layer_ids = drafter.config.target_layer_ids
-    if layer_ids is not None and list(features.layer_ids or ()) != layer_ids:
+    layers = drafter.config.layers_read(features.config)
+    if layers is not None and features.layers != layers:
+        ids, found = list(layers.ids), features.layers
         raise UserValueError(
-            f"The drafter reads the target's layers {layer_ids} (`target_layer_ids`), and the features are of "
-            f"{'the last one alone' if features.layer_ids is None else list(features.layer_ids)}. Extract them with "
-            f"`target_layer_ids={layer_ids}`, or train a drafter that reads what is there."
+            f"The drafter reads the target's layers {ids} (`target_layer_ids`), and the features are of "
+            f"{'the last one alone' if found is None else list(found.ids)}. Extract them with "
+            f"`target_layer_ids={ids if layers.is_last_normed else 'drafter.config.layers_read(target.config)'}`, or "
+            f"train a drafter that reads what is there."
         )
     implementation = attention_implementation(drafter.config)
     if implementation not in ("eager", "sdpa"):
@@ -88,7 +87,7 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
     """Raises `ValueError` where cached rows were not made as the target's features were."""
     if not isinstance(features, CachedFeatures) or dataset is None or not has_length(dataset):
         return
-    wanted = {name: features.made_from.get(name) for name in ("target", "tokenizer", "dtype", "target_layer_ids")}
+    wanted = {name: features.made_from.get(name) for name in _SAME_OF_CACHES}
     for folder in {holder.folder for holder, _ in located(dataset) if isinstance(holder, FeatureDataset)}:
         Record(folder / MADE_FROM).check(wanted, "Give caches that were made as that of `target`.")
 
@@ -136,6 +135,16 @@ def check_is_no_adapter(model: nn.Module, option: str) -> None:
         raise UserValueError(
             f"`{option}` changes a GumihoModel itself, got a {type(model).__name__}. Merge its adapters first "
             f"(`merge_and_unload()`), or leave `{option}` out."
+        )
+
+
+def check_starts_linearly(model: nn.Module) -> None:
+    """Raises `ValueError` where a serial head cannot begin as a linear map."""
+    check_is_no_adapter(model, "linear_start")
+    if drafter_of(model).config.is_eagle3:
+        raise UserValueError(
+            "`linear_start` begins a serial head that predicts states of the target, and that of EAGLE-3 predicts "
+            "none. Leave it out."
         )
 
 

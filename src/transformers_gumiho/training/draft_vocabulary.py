@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from transformers import GenerationConfig, Trainer
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..losses.terms import LMHead
+from ..model.modeling_gumiho import GumihoModel
 from ..user_errors import UserValueError
 from .feature_cache import TargetFeatures, rows_without_states
 
@@ -24,8 +26,11 @@ class DraftRestriction:
     position whose most likely token is none of them counts, too: it teaches the order of the others, and its feature
     is where drafting continues. So the loss averages over the same positions with any vocabulary.
 
+    An EAGLE-3 head brings its tokens, and an output head of its own that scores what is predicted.
+
     Raises:
-        ValueError: The size is out of range, or the training's data is a stream, in which nothing can be counted.
+        ValueError: The size is out of range, the training's data is a stream, in which nothing can be counted, or the
+            drafter brings its tokens.
     """
 
     def __init__(self, trainer: Trainer):
@@ -34,6 +39,9 @@ class DraftRestriction:
         self._token_ids: torch.Tensor | None = None
         self._features = trainer.target_features
         self._vocab_size = trainer.drafter.config.get_text_config().vocab_size
+        self._own_head: torch.Tensor | None = None
+        if trainer.drafter.config.is_eagle3:
+            self._adopt(trainer.drafter)
         if self._size is None:
             return
         smallest = max(len(self._kept()), 1)
@@ -49,6 +57,18 @@ class DraftRestriction:
                 "be read while training. Give a dataset with a length, or set `draft_vocabulary_size=None`."
             )
 
+    def _adopt(self, drafter: GumihoModel) -> None:
+        """Takes an EAGLE-3 head's tokens and its output head, which FSDP may split later."""
+        if self._size is not None:
+            raise UserValueError(
+                f"`draft_vocabulary_size` is {self._size}, but an EAGLE-3 head scores the tokens of its own output "
+                f"head (`d2t`). Leave it out."
+            )
+        self._own_head = drafter.lm_head.weight.detach().to(self._trainer.args.device)
+        if (token_ids := drafter.own_tokens()) is not None:
+            self._token_ids = token_ids.to(self._own_head.device)
+            self._features = self._features.restricted_to(self._token_ids)
+
     @property
     def features(self) -> TargetFeatures:
         """The target's features, with the logits of the tokens that may be drafted."""
@@ -56,10 +76,15 @@ class DraftRestriction:
             self.find(None)
         return self._features
 
-    def vocabulary(self, like: torch.Tensor) -> tuple[torch.Tensor, LMHead] | None:
-        """Returns the tokens `(K,)` and the output head that is cut to them, for states like `like`; `None`: all."""
-        features = self.features
-        return None if self._token_ids is None else (self._token_ids, features.lm_head(like))
+    def draft_head(self, like: torch.Tensor) -> LMHead:
+        """Returns the output head that scores what the drafter predicts, for states like `like`."""
+        weight = self._own_head
+        return self.features.lm_head(like) if weight is None else lambda states: linear(states.to(weight), weight)
+
+    def vocabulary(self, like: torch.Tensor) -> tuple[torch.Tensor | None, LMHead]:
+        """Returns the tokens `(K,)` that may be drafted, `None` for all, and the [`draft_head`]."""
+        draft_head = self.draft_head(like)
+        return self._token_ids, draft_head
 
     def find(self, checkpoint: str | None) -> None:
         """

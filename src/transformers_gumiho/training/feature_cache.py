@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import ConcatDataset, Subset
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from ..model.modeling_gumiho import GumihoModel
+from ..model.target_shape import TargetLayers
 from ..resumable_file import Record, way_out
 from ..user_errors import UserFileNotFoundError, UserOSError, UserValueError
 from ..verification.target_states import TargetStates, cut_head, scaled_head
@@ -47,6 +48,7 @@ class CacheManifest:
         machine: The machine that wrote it. Elsewhere the shards are checked once when the cache is opened.
         target_layer_ids: The target's layers whose states the rows hold, if not the last one alone. Those of the last
             one are in `hidden_states`, those of the others side by side in `layer_states`.
+        is_last_normed: As in [`TargetLayers`]. If not, the state of the last layer is among the `layer_states`, too.
     """
 
     columns: list[str]
@@ -56,6 +58,7 @@ class CacheManifest:
     rows_per_shard: int
     machine: str
     target_layer_ids: list[int] | None = None
+    is_last_normed: bool = True
 
     def shards(self, folder: Path) -> list[Path]:
         """Returns the shards of a complete cache."""
@@ -152,7 +155,8 @@ class CachedFeatures:
         target = Path(folder) / TARGET_FOLDER
         manifest = CacheManifest.load(Path(folder))
         self.made_from = Record(Path(folder) / MADE_FROM).made_from
-        self.layer_ids = manifest.target_layer_ids
+        ids = manifest.target_layer_ids
+        self.layers = None if ids is None else TargetLayers(tuple(ids), manifest.is_last_normed)
         try:
             self.config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError) as error:
@@ -182,12 +186,12 @@ class CachedFeatures:
         if "hidden_states" not in inputs:
             raise UserValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
         last = inputs["hidden_states"]
-        if self.layer_ids is None:
+        if self.layers is None:
             return TargetStates.from_last(last)
-        layers = inputs["layer_states"]
-        if len(kept_layers(self.layer_ids, self.config)) < len(self.layer_ids):
-            layers = torch.cat((layers, last), dim=-1)
-        return TargetStates(layers, last)
+        states = inputs["layer_states"]
+        if len(self.layers.besides_last_states(self.config)) < len(self.layers.ids):
+            states = torch.cat((states, last), dim=-1)
+        return TargetStates(states, last)
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
@@ -204,10 +208,11 @@ class CachedFeatures:
 TargetFeatures = OnlineFeatures | CachedFeatures
 
 
-def kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> list[int]:
-    """Returns those of a target's layers whose states are kept next to the last ones."""
-    last = config.get_text_config(decoder=True).num_hidden_layers - 1
-    return [number for number in layer_ids or () if number < last]
+def layer_fields(layers: TargetLayers | None) -> dict[str, Any]:
+    """Returns how files name these layers."""
+    if layers is None:
+        return {"target_layer_ids": None}
+    return {"target_layer_ids": list(layers.ids), "is_last_normed": layers.is_last_normed}
 
 
 def located(dataset: Any) -> list[tuple[Any, int]]:

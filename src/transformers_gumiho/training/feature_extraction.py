@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.configuration_gumiho import resolve_layer_ids
-from ..model.target_shape import state_width
+from ..model.target_shape import TargetLayers, state_width
 from ..model.token_embedding import fitting_rows
 from ..resumable_file import Record, sole_writer
 from ..user_errors import UserOSError, UserValueError
@@ -31,7 +31,7 @@ from .feature_cache import (
     WEIGHTS,
     CacheManifest,
     is_intact,
-    kept_layers,
+    layer_fields,
     row_lengths,
     save_completely,
     save_shard,
@@ -48,19 +48,24 @@ def cache_size(
     dataset: Dataset,
     target_config: PreTrainedConfig,
     dtype: torch.dtype,
-    target_layer_ids: Sequence[int] | None = None,
+    target_layer_ids: Sequence[int] | TargetLayers | None = None,
 ) -> int:
     """Returns the bytes that the features of a prepared dataset will take; arguments as in [`write_feature_cache`]."""
-    token_bytes = state_bytes(target_config, dtype, target_layer_ids) + 4 * len(_columns(dataset))
+    layers = _layers(target_config, target_layer_ids)
+    token_bytes = state_bytes(target_config, dtype, layers) + 4 * len(_columns(dataset))
     return sum(row_lengths(dataset) or ()) * token_bytes
 
 
-def state_bytes(target_config: PreTrainedConfig, dtype: torch.dtype, layer_ids: Sequence[int] | None) -> int:
+def state_bytes(target_config: PreTrainedConfig, dtype: torch.dtype, layers: TargetLayers | None) -> int:
     """Returns the bytes of the states of one token in a cache."""
-    if layer_ids is not None:
-        layer_ids = resolve_layer_ids(target_config, layer_ids)
-    width = state_width(target_config.get_text_config(decoder=True))
-    return width * dtype.itemsize * (1 + len(kept_layers(layer_ids, target_config)))
+    num_kept = 1 if layers is None else 1 + len(layers.besides_last_states(target_config))
+    return state_width(target_config.get_text_config(decoder=True)) * dtype.itemsize * num_kept
+
+
+def _layers(target_config: PreTrainedConfig, layers: Sequence[int] | TargetLayers | None) -> TargetLayers | None:
+    if layers is None or isinstance(layers, TargetLayers):
+        return layers
+    return TargetLayers.of(resolve_layer_ids(target_config, layers))
 
 
 def write_feature_cache(
@@ -72,7 +77,7 @@ def write_feature_cache(
     dtype: torch.dtype = torch.bfloat16,
     tokens_per_batch: int = 2048,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    target_layer_ids: Sequence[int] | None = None,
+    target_layer_ids: Sequence[int] | TargetLayers | None = None,
     made_from: dict[str, Any] | None = None,
 ) -> None:
     """
@@ -87,8 +92,9 @@ def write_feature_cache(
         dtype: Of the features.
         tokens_per_batch: Tokens that the target reads at a time, padding included; a batch has at least one row.
         shard_bytes: Size of a shard, at most; a shard has at least one row.
-        target_layer_ids: Layers whose states are written next to the last ones, as in [`GumihoConfig`]. Drafters
-            without `target_layer_ids` can be trained on such a cache, too.
+        target_layer_ids: Layers whose states are written next to the last ones, as in [`GumihoConfig`], or what a
+            drafter's `config.layers_read(target.config)` returns. Drafters of the last states can be trained on such a
+            cache, too.
         made_from: What identifies the cache, where that is known without looking at the loaded target and the rows.
 
     Raises:
@@ -98,13 +104,12 @@ def write_feature_cache(
     """
     folder, state = Path(folder), PartialState()
     folder.mkdir(parents=True, exist_ok=True)
-    if target_layer_ids is not None:
-        target_layer_ids = resolve_layer_ids(target.config, target_layer_ids)
-    features, columns = OnlineFeatures(target, target_layer_ids), _columns(dataset)
+    layers = _layers(target.config, target_layer_ids)
+    features, columns = OnlineFeatures(target, layers), _columns(dataset)
     if "loss_mask" not in dataset.column_names and "loss_mask" in columns:
         dataset = dataset.map(lambda row: {"loss_mask": loss_mask_of(row).tolist()})
     lengths = row_lengths(dataset) or []
-    size = cache_size(dataset, target.config, dtype, target_layer_ids)
+    size = cache_size(dataset, target.config, dtype, layers)
     manifest = CacheManifest(
         columns=columns,
         dtype=str(dtype).removeprefix("torch."),
@@ -112,12 +117,12 @@ def write_feature_cache(
         lengths=lengths,
         rows_per_shard=max(int(shard_bytes // (size / sum(lengths) * max(lengths))), 1),
         machine=platform.node(),
-        target_layer_ids=None if target_layer_ids is None else list(target_layer_ids),
+        **layer_fields(layers),
     )
     if made_from is None:
         data = conversations_fingerprint(dataset.select_columns(columns))
         made_from = {"target": model_fingerprint(target), "data": data, **tokenizer_fingerprints(tokenizer)}
-    made_from = made_from | {"dtype": manifest.dtype, "target_layer_ids": manifest.target_layer_ids}
+    made_from = made_from | {"dtype": manifest.dtype, **layer_fields(layers)}
     record, shards = Record(folder / MADE_FROM), manifest.shards(folder)
     with sole_writer(folder) if state.is_main_process else nullcontext():
         record.check(made_from, "Extract features into another folder, or delete this one.")
@@ -198,8 +203,8 @@ def _send_to_host(
     `ValueError` where states are not finite in the cache's dtype.
     """
     on_device = {"hidden_states": states.last}
-    if features.layer_ids is not None:
-        width = len(kept_layers(features.layer_ids, features.config)) * states.last.shape[-1]
+    if features.layers is not None:
+        width = len(features.layers.besides_last_states(features.config)) * states.last.shape[-1]
         on_device["layer_states"] = states.target_states[..., :width]
     dtype = getattr(torch, manifest.dtype)
     on_host = {name: tensor.to(dtype).to("cpu", non_blocking=True) for name, tensor in on_device.items()}

@@ -32,15 +32,16 @@ def score_predictions(
     position_ids: torch.Tensor | None = None,
     weights: LossWeights | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    vocabulary: tuple[torch.Tensor, LMHead] | None = None,
+    vocabulary: tuple[torch.Tensor | None, LMHead] | None = None,
 ) -> torch.Tensor:
     """
     Scores each prediction of each row. Arguments as in [`chunked_gumiho_loss`], with an output made with
     `unroll=True`, so that prediction q is the drafter's at draft position q + 1.
 
     Args:
-        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head for them alone. The loss
-            terms are then over these tokens. Where the target's choice cannot be drafted, the prediction disagrees.
+        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head that scores features for
+            them alone. The loss terms are then over these tokens. Where the target's choice cannot be drafted, the
+            prediction disagrees.
 
     Returns:
         `(B, Q, 2 + T)`: sums over the row's positions of the top-1 agreements with the target, of 1, and of each of
@@ -52,9 +53,10 @@ def score_predictions(
     names = list(predictions[0][0].weights)
     table = torch.zeros(len(loss_mask), len(predictions), FIRST_TERM + len(names), device=hidden_states.device)
     for piece in pieces(len(selected.rows), chunk_size):
-        target = Readout(selected.targets[piece], draft_head)
-        over_all = target if vocabulary is None else Readout(selected.targets[piece], lm_head)
-        top_tokens = over_all.probs.argmax(dim=-1)
+        logits = lm_head(selected.targets[piece])
+        top_tokens = logits.argmax(dim=-1)
+        logits = logits if token_ids is None else logits[:, token_ids]
+        target = Readout(selected.targets[piece], lambda _, logits=logits: logits)
         for index in range(len(predictions)):
             prediction = Readout(selected.features[index, piece], draft_head)
             drafts = prediction.logits.argmax(dim=-1)

@@ -5,6 +5,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
-from ..losses.predictors import Predictor, predictors
+from ..losses.predictors import LossWeights, Predictor, predictors
 from ..user_errors import UserFloatingPointError, UserValueError
 from ..verification.target_states import TargetStates
 from . import checks
@@ -94,14 +95,16 @@ class GumihoTrainer(Trainer):
         if not isinstance(args, GumihoTrainingArguments):
             raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
         self.drafter = drafter = checks.drafter_of(model)
-        layer_ids = drafter.config.target_layer_ids
-        self.target_features = OnlineFeatures(target, layer_ids) if isinstance(target, nn.Module) else target
+        layers = drafter.config.layers_read(target.config)
+        self.target_features = OnlineFeatures(target, layers) if isinstance(target, nn.Module) else target
         checks.check_drafter(drafter, self.target_features)
         for name in ("train_dataset", "eval_dataset"):
             checks.check_rows(kwargs.get(name), self.target_features)
         drafter.embed_tokens.requires_grad_(False)
+        if drafter.config.is_eagle3:  # the loss takes an output head as it is
+            drafter.lm_head.requires_grad_(False)
         if args.linear_start:
-            checks.check_is_no_adapter(model, "linear_start")
+            checks.check_starts_linearly(model)
         if args.train_only is not None:
             checks.freeze_all_but(args.train_only, model, drafter)
         if not drafter.config.has_embedding:
@@ -189,7 +192,8 @@ class GumihoTrainer(Trainer):
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
             width = self.drafter.config.get_text_config().hidden_size
-            drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
+            if not self.drafter.config.is_eagle3:  # the noise is of the size of normalized states
+                drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
         args = self.args
         settings = {"unroll": args.unroll_serial_head, "serial_only": args.train_only == "serial"}
         output = self._forward(model, inputs, drafter_input, **settings)
@@ -198,10 +202,11 @@ class GumihoTrainer(Trainer):
             states.last,
             self._restriction.features.lm_head(states.last),
             inputs["loss_mask"],
-            args.loss_weights(self.state.global_step / max(self.state.max_steps, 1)),
+            self._loss_weights(self.state.global_step / max(self.state.max_steps, 1)),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
             chunk_size=args.loss_chunk_size,
+            draft_head=self._restriction.draft_head(states.last),
         )
         if num_items_in_batch is not None:
             # Gradients are averaged over the processes, and this is a process's share of one average.
@@ -235,7 +240,7 @@ class GumihoTrainer(Trainer):
             if self._positions_per_row:
                 ids, count = inputs["input_ids"], self._positions_per_row
                 return None, score_choices(*scored, ids, positions_per_row=count, **settings), None
-            scores = score_predictions(*scored, weights=self.args.loss_weights(), **settings)
+            scores = score_predictions(*scored, weights=self._loss_weights(), **settings)
         if prediction_loss_only:
             metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
             return torch.tensor(metrics["loss"], device=scores.device), None, None
@@ -344,7 +349,13 @@ class GumihoTrainer(Trainer):
 
     def drafter_input(self, states: TargetStates) -> torch.Tensor:
         """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
-        return states.last if self.drafter.config.target_layer_ids is None else states.target_states
+        layers = self.drafter.config.layers_read(self.target_features.config)
+        return states.last if layers is None else states.target_states
+
+    def _loss_weights(self, progress: float = 1.0) -> LossWeights:
+        """Returns the weights of the loss terms; the features of an EAGLE-3 head predict no states of the target."""
+        weights = self.args.loss_weights(progress)
+        return replace(weights, feature=None) if self.drafter.config.is_eagle3 else weights
 
     def _predictors(self, in_training: bool = False) -> list[Predictor]:
         config, args = self.drafter.config, self.args
@@ -352,7 +363,7 @@ class GumihoTrainer(Trainer):
         if in_training:
             num_heads = 0 if args.train_only == "serial" else num_heads
             num_unrolled = num_unrolled if args.unroll_serial_head else 0
-        return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights())
+        return predictors(config.num_serial_tokens, num_heads, num_unrolled, self._loss_weights())
 
     def _shifts(self) -> list[int]:
         return [predictor.shift for predictor in self._predictors(in_training=True)]

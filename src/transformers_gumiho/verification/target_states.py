@@ -111,8 +111,7 @@ def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.M
             f"The {num_layers} layers of {name} were not found in one list of its decoder, so their states cannot be "
             f"read. Use a drafter without `target_layer_ids`."
         )
-    num_hooked = num_layers - 1 if layers.is_last_normed else num_layers
-    return {number: modules[number] for number in layers.ids if number < num_hooked}
+    return {number: modules[number] for number in layers.besides_last_states(target.config)}
 
 
 class FeatureReader:
@@ -237,8 +236,12 @@ def output_head(
     head = target.get_output_embeddings()
     if token_ids is not None:
         return scaled_head(cut_head(head, token_ids, has_static_addresses), target.config)
+    return scaled_head(_whole_head(head), target.config)
+
+
+def _whole_head(head: Any) -> LogitsFunction:
     read = _in_its_dtype(head)
-    return scaled_head(_by_rows(read) if is_plain_linear(head) else read, target.config)
+    return _by_rows(read) if is_plain_linear(head) else read
 
 
 def cut_head(head: Any, token_ids: torch.Tensor, has_static_addresses: bool = False) -> LogitsFunction:
@@ -272,9 +275,9 @@ def head_for_drafting(
     has_static_addresses: bool = False,
 ) -> tuple[LogitsFunction, torch.Tensor | None]:
     """
-    Returns the function from a drafter's features `(..., H)`, on any device, to the logits of the tokens that may be
-    drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states of this
-    device and dtype. A drafter with an output head of its own needs no other.
+    Returns the function from the states `(..., H)` that a drafter predicts, on any device, to the logits of the tokens
+    that may be drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states
+    of this device and dtype. A drafter with an output head of its own needs no other.
 
     Raises:
         ValueError: The draft vocabulary has tokens that the drafter's own output head does not score.
@@ -298,7 +301,7 @@ def _own_head(
     """Does the same with the drafter's own output head, cut to the rows of the draft vocabulary."""
     head, own = drafter.lm_head, drafter.own_tokens()
     if draft_vocabulary is None:
-        return drafter.score, own
+        return _whole_head(head), own
     ids, device = list(draft_vocabulary), head.weight.device
 
     def find_rows() -> list[torch.Tensor]:
@@ -316,8 +319,7 @@ def _own_head(
 
     mapped = () if own is None else (drafter.d2t,)
     token_ids, rows = kept("draft vocabulary", (head, head), mapped, (ids, device), find_rows)
-    cut = cut_head(head, rows, has_static_addresses)
-    return lambda features: drafter.score(features, cut), token_ids
+    return cut_head(head, rows, has_static_addresses), token_ids
 
 
 def scaled_head(head: LogitsFunction, target_config: PreTrainedConfig) -> LogitsFunction:
