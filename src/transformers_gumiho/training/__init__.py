@@ -12,19 +12,19 @@ if find_spec("datasets") is None:
 
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.weights import LossWeights
+from ..open_text import with_template_kwargs
+from ..text_files import load_conversations
 from .agreement import expected_acceptance_length
 from .arguments import GumihoTrainingArguments
 from .checkpoints import last_complete_checkpoint
 from .collator import GumihoDataCollator
 from .data.preparation import PreparationReport, prepare_dataset
-from .data.sources import load_conversations
 from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
 from .measured_tau import measure_acceptance
 from .target_features import OnlineFeatures
 from .trainer import GumihoTrainer
-from .writing.answer_file import regenerate_dataset
-from .writing.answers import WritingSettings
+from .writing.answers import WritingSettings, regenerate_dataset
 from .writing.local import LocalEngine
 from .writing.questions import UserTurnNotFoundError, synthesize_dataset
 from .writing.requests import Sampling
@@ -55,5 +55,6 @@ __all__ = [
     "prepare_dataset",
     "regenerate_dataset",
     "synthesize_dataset",
+    "with_template_kwargs",
     "write_feature_cache",
 ]
