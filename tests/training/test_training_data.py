@@ -28,7 +28,6 @@ from transformers_gumiho.training import (
     GumihoDataCollator,
     load_conversations,
     prepare_dataset,
-    with_template_kwargs,
 )
 from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
 
@@ -46,10 +45,8 @@ def config() -> PreTrainedConfig:
 def prepare(
     rows: list[dict[str, Any]], config: PreTrainedConfig, template: str | None = CHATML, **settings: Any
 ) -> Any:
-    tokenizer = with_template_kwargs(make_tokenizer(template), settings.pop("chat_template_kwargs", None))
-    return prepare_dataset(
-        Dataset.from_list(rows), tokenizer, config, **{"max_length": 256, "packing": False} | settings
-    )
+    settings = {"max_length": 256, "packing": False} | settings
+    return prepare_dataset(Dataset.from_list(rows), make_tokenizer(template), config, **settings)
 
 
 def texts_that_count(row: dict[str, Any], template: str | None = CHATML) -> list[str]:

@@ -30,7 +30,6 @@ from transformers_gumiho.training import (
     load_conversations,
     prepare_dataset,
     regenerate_dataset,
-    with_template_kwargs,
 )
 from transformers_gumiho.training.writing import local
 from transformers_gumiho.training.writing.answers import loops
@@ -50,11 +49,11 @@ def regenerate(
     rows: list[dict[str, Any]], target: PreTrainedModel, path: Path, template: str | None = CHATML, **settings: Any
 ) -> list[dict[str, Any]]:
     batch_size, tokenizer = settings.pop("batch_size", 2), settings.pop("tokenizer", make_tokenizer(template))
-    tokenizer = with_template_kwargs(tokenizer, settings.pop("chat_template_kwargs", None))
+    kwargs = settings.pop("chat_template_kwargs", None)
     written = WritingSettings(**{"max_length": 64, "sampling": GREEDY} | settings)
     engine, columns = LocalEngine(target, batch_size), {name: None for row in rows for name in row}
     dataset = Dataset.from_list([columns | row for row in rows])
-    regenerate_dataset(dataset, engine, tokenizer, path, written)
+    regenerate_dataset(dataset, engine, tokenizer, path, written, chat_template_kwargs=kwargs)
     return read(path)
 
 

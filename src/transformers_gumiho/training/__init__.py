@@ -12,7 +12,6 @@ if find_spec("datasets") is None:
 
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.weights import LossWeights
-from ..open_text import with_template_kwargs
 from ..text_files import load_conversations
 from .agreement import expected_acceptance_length
 from .arguments import GumihoTrainingArguments
@@ -55,6 +54,5 @@ __all__ = [
     "prepare_dataset",
     "regenerate_dataset",
     "synthesize_dataset",
-    "with_template_kwargs",
     "write_feature_cache",
 ]

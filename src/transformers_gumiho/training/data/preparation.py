@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...open_text import with_template_kwargs
 from ...text_files import JSON_LINE, MalformedRowError
 from ...user_errors import UserValueError
 from .conversations import read_row
@@ -62,6 +63,7 @@ def prepare_dataset(
     max_length: int = 2048,
     packing: bool = True,
     num_proc: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Dataset, PreparationReport]:
     """
     Encodes conversations and texts, and packs them into rows. Where the target wrote a row, its tokens are taken as
@@ -75,6 +77,7 @@ def prepare_dataset(
         packing: Put several texts into a row, each with positions of its own, so that next to no padding is computed.
             Without it, train with `train_sampling_strategy="group_by_length"`.
         num_proc: Processes to encode with.
+        chat_template_kwargs: Arguments of the chat template, such as `{"enable_thinking": False}`.
 
     Returns:
         Rows of `input_ids`, `loss_mask` (1 at the states that count as targets: those of assistant tokens that another
@@ -110,6 +113,7 @@ def prepare_dataset(
         )
     columns = _ROWS | dict.fromkeys(_COUNTS, Value("int64"))
     settings = {"max_length": max_length, "vocab_size": config.vocab_size}
+    tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
     rows, problems = _read_rows(dataset, _encode, columns, tokenizer, num_proc, **settings)
     counts = {name: sum(rows[name]) for name in _COUNTS}
     report = PreparationReport(problems, len(rows), **counts, num_rows=len(rows))

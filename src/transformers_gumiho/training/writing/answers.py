@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ...open_text import with_template_kwargs
 from ...text_files import MalformedRowError
 from ...user_errors import UserValueError
 from ..data.conversations import Example, read_row
@@ -58,6 +59,8 @@ def regenerate_dataset(
     tokenizer: PreTrainedTokenizerBase,
     output_file: str | Path,
     settings: WritingSettings | None = None,
+    *,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> None:
     """
     Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
@@ -77,6 +80,7 @@ def regenerate_dataset(
         tokenizer: The target's.
         output_file: The new dataset.
         settings: How the target answers.
+        chat_template_kwargs: Arguments of the chat template, such as `{"enable_thinking": False}`.
 
     Raises:
         EndpointError: The server does not answer. What was written stays.
@@ -84,7 +88,8 @@ def regenerate_dataset(
             not finite.
         OSError: The disk is full, or another run writes there. What was written stays.
     """
-    settings, renderer = settings or WritingSettings(), Renderer(tokenizer)
+    settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
+    renderer = Renderer(tokenizer)
     begun_with = {"rows": conversations_fingerprint(dataset), "target": engine.fingerprint}
     begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings) | {"batch_size": engine.batch_size}
 

@@ -54,7 +54,7 @@ class LocalEngine:
         return model_fingerprint(self.target)
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields the number and the row of each task as it ends; all are one batch."""
+        """Yields the numbers and rows of the `tasks`, one batch, as they end; `is_proven` is for servers."""
         running = dict(tasks)
         completions: dict[int, Any] = dict.fromkeys(running)
         while completions:

@@ -13,6 +13,7 @@ import jinja2
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ...open_text import with_template_kwargs
 from ...text_files import MalformedRowError
 from ...user_errors import UserValueError
 from ..data.preparation import normalized
@@ -66,6 +67,7 @@ def synthesize_dataset(
     max_prompt_tokens: int = 256,
     sampling: Sampling | None = None,
     seed: int = 0,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Dataset:
     """
     Returns questions: the target samples what a user says after its chat template's opening of a user turn (Magpie,
@@ -81,6 +83,7 @@ def synthesize_dataset(
         max_prompt_tokens: Tokens of a question after its first words, at most; a longer one is dropped.
         sampling: How they are sampled.
         seed: For sampling.
+        chat_template_kwargs: Arguments of the chat template.
 
     Raises:
         UserTurnNotFoundError: The chat template does not show where a user speaks.
@@ -88,6 +91,7 @@ def synthesize_dataset(
     """
     if num_prompts < 1 or max_prompt_tokens < 1:
         raise UserValueError(f"There must be at least 1 prompt of 1 token, got {num_prompts} of {max_prompt_tokens}.")
+    tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
     sampling, openings, useful = sampling or Sampling(), list(openings) or [""], list[str]()
     begun_with = {"target": engine.fingerprint, "openings": openings, "sampling": repr(sampling), "seed": seed}
     begun_with |= tokenizer_fingerprints(tokenizer) | {"max_prompt_tokens": max_prompt_tokens}

@@ -74,7 +74,7 @@ class ServerEngine:
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the number and the row of each task as it ends. If the server `is_proven`, it may refuse all of them.
+        Yields the numbers and rows of the `tasks` as they end. If the server `is_proven`, it may refuse all of them.
 
         Raises:
             EndpointError: The server does not answer, or answers none of the first tasks, of which none is yielded.
