@@ -4,8 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from ..benchmarking import BenchmarkSettings, decoding_modes, read_prompts, run_benchmark, summarize
-from ..benchmarking.journal import Journal, measuring_conditions
+from ..benchmarking import decoding_modes, read_prompts, run_benchmark, summarize
 from ..benchmarking.modes import PROMPT_LOOKUP, choose_modes
 from ..benchmarking.report import markdown
 from ..pairs import PairArguments, load_pair
@@ -26,20 +25,20 @@ def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts
     return describe(tune(options))
 
 
-def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, work: Path) -> str:
+def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path) -> str:
     """Compares the drafter with plain decoding and prompt lookup, adds the table to its card, and returns it."""
     pair = PairArguments(
         target=args.target, assistant=str(folder), dtype=args.target_dtype, device_map=args.device_map
     )
     target, _, drafter = load_pair(pair)
     modes = choose_modes(decoding_modes(drafter), [PROMPT_LOOKUP, "gumiho"])
-    conditions = measuring_conditions(target, drafter) | {"max_new_tokens": args.measured_new_tokens}
-    work.mkdir(exist_ok=True)
-    settings = BenchmarkSettings(max_new_tokens=args.measured_new_tokens)
-    questions, tokenizer = read_prompts(str(prompts)), AutoTokenizer.from_pretrained(folder)
-    journal = Journal(work / "samples.jsonl", conditions)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     try:
-        samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
+        samples = list(
+            run_benchmark(
+                target, tokenizer, read_prompts(str(prompts)), modes, max_new_tokens=args.measured_new_tokens
+            )
+        )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.") from None
     table = markdown(summarize(samples))

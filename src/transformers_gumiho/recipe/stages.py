@@ -268,8 +268,7 @@ class Run:
     def evaluate(self) -> None:
         """Compares the drafter with plain decoding and prompt lookup, and adds the table to its card."""
         if self._can_measure("evaluate"):
-            work = self.work / "evaluate"
-            self._measure("evaluate", lambda: evaluate_drafter(self.args, self.folder, self._prompt_file, work))
+            self._measure("evaluate", lambda: evaluate_drafter(self.args, self.folder, self._prompt_file))
 
     def _measure(self, stage: str, measure: Callable[[], str]) -> None:
         self.release_target()
