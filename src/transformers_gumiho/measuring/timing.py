@@ -4,13 +4,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
+from ..drafting.candidate_generator import DraftOrigin
 from ..internals import num_compiled_graphs
 from ..model.modeling_gumiho import GumihoModel
 from ..verification.placement import accelerators_of, input_device
@@ -31,6 +32,7 @@ class StageSeconds:
         after_prompt: After the target has read the prompt.
         num_cycles: Number of passes over trees.
         start: The clock's time at its beginning.
+        last_step: The time of the last cycle, if it drafted nothing because one token was missing.
     """
 
     prompt: float = 0.0
@@ -40,6 +42,7 @@ class StageSeconds:
     after_prompt: float = 0.0
     num_cycles: int = 0
     start: float = 0.0
+    last_step: float = 0.0
 
     @property
     def rest(self) -> float:
@@ -63,6 +66,7 @@ class DecodingTime:
         stages: The stages of cycles, where they were timed.
         peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
         num_compiled: Number of graphs that were compiled.
+        last_step: Time of the last cycle, if it drafted nothing because one token was missing.
     """
 
     seconds: float
@@ -74,6 +78,19 @@ class DecodingTime:
     stages: StageSeconds | None = None
     peak_bytes: int | None = None
     num_compiled: int = 0
+    last_step: float = 0.0
+
+    def of_drafted_cycles(self) -> "DecodingTime":
+        """Returns the same without the last cycle, if it was a step of plain decoding and not the only one."""
+        if not self.last_step or self.num_passes == 1:
+            return self
+        return replace(
+            self,
+            seconds=self.seconds - self.last_step,
+            num_tokens=self.num_tokens - 1,
+            num_passes=self.num_passes - 1,
+            last_step=0.0,
+        )
 
     @property
     def pass_seconds(self) -> float:
@@ -132,6 +149,7 @@ def time_decoding(
         stages=taken if stages and drafter is not None else None,
         peak_bytes=peak.num_bytes,
         num_compiled=num_compiled_graphs() - num_graphs,
+        last_step=taken.last_step,
     )
 
 
@@ -173,6 +191,7 @@ def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageSe
     taken.start, taken.total = timer.start, end - timer.start
     taken.after_prompt = end - timer.prompt_end
     taken.num_cycles = timer.num_cycles
+    taken.last_step = 0.0 if timer.end_of_drafts is None else end - timer.end_of_drafts
     taken.prompt = timer.first_cycle - timer.start if timer.num_cycles else taken.total
     taken.verify = timer.seconds["verify"]
     # If drafting is compiled, it is one function, whose passes are not observed.
@@ -188,6 +207,7 @@ class _StageTimer(GenerationObserver):
         self.num_cycles = 0
         self.seconds = defaultdict[Stage, float](float)
         self._begins: list[float] = []  # of the stages that have not ended
+        self.end_of_drafts: float | None = None  # when nothing more was drafted, as one token was missing
         self.start = self.prompt_end = self.first_cycle = time.perf_counter()
 
     def on_stage_begin(self, stage: Stage) -> None:
@@ -206,6 +226,10 @@ class _StageTimer(GenerationObserver):
             self.prompt_end = self.now()
         if self.stages:
             self.seconds[stage] += self.now() - self._begins.pop()
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        if origin.source == "end":
+            self.end_of_drafts = self.now()
 
     def now(self) -> float:
         synchronize(*self.devices)
