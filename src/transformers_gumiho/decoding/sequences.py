@@ -42,13 +42,9 @@ class CommittedSequences:
     The committed tokens of all rows, which grow by different lengths until the stopping criteria end them.
 
     Every criterion sees every prefix, so a row ends at the same token as in plain `generate()`. Length limits and
-    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix.
-
-    Args:
-        input_ids (`(B, T)`): The prompt.
-        stopping_criteria: As prepared by `generate()`.
-        generation_config: As prepared by `generate()`.
-        streamer: Receives the tokens of each step, `(B,)`, as soon as all rows have them.
+    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix. The
+    arguments are as prepared by `generate()`. A streamer receives the tokens of each step, `(B,)`, as soon as all rows
+    have them.
 
     Attributes:
         lengths: Number of tokens of each row, those of the prompt included.

@@ -65,13 +65,9 @@ class TokenDraws:
 
     - Without `reserve` a copy of the device's generator previews them. They are dropped if other code has drawn from
       the generator since, because plain decoding would then draw other numbers, too.
-    - With `reserve` they are taken from the device's generator, and always used. This is needed if rows may be at
-      different steps, or if several tokens are drawn at once. Otherwise the noise of a row would depend on how many of
-      its drafts were accepted, and so on the noise itself. [`return_unused`] gives the unused ones back.
-
-    Args:
-        batch_size: Number of rows, `B`.
-        reserve: See above.
+    - With `reserve` they are taken from the device's generator, and always used; [`return_unused`] gives the rest
+      back. This is needed if rows may be at different steps, or if several tokens are drawn at once: otherwise the
+      noise of a row would depend on how many of its drafts were accepted, and so on the noise itself.
     """
 
     def __init__(self, batch_size: int, reserve: bool):

@@ -77,23 +77,16 @@ def map_tensors(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) 
 
 def first_level(tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
     """
-    Returns the best `num_nodes` candidates for the depth below the root.
-
-    Args:
-        tokens (`(B, 1, M)`): Candidate tokens, best first.
-        log_probs (`(B, 1, M)`): Their draft log-probabilities.
+    Returns the best `num_nodes` candidates for the depth below the root, of `tokens` `(B, 1, M)`, best first, with
+    their draft log-probabilities `(B, 1, M)`.
     """
     return DraftLevel(tokens[:, 0], log_probs[:, 0], torch.zeros_like(tokens[:, 0])).first(num_nodes)
 
 
 def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
     """
-    Extends every node of `level` by each of its candidate tokens, and keeps the best `num_nodes` of the extensions.
-
-    Args:
-        level: The `n` nodes to extend.
-        tokens (`(B, n, M)`): Candidate tokens of each node, distinct for a node.
-        log_probs (`(B, n, M)`): Their draft log-probabilities.
+    Extends each of the `n` nodes of `level` by its candidate tokens `(B, n, M)`, distinct for a node, with their draft
+    log-probabilities `(B, n, M)`. Keeps the best `num_nodes` of the extensions.
     """
     num_candidates = tokens.shape[2]
     scores = (level.scores[:, :, None] + log_probs).flatten(1)
@@ -109,12 +102,8 @@ def bare_root(root_tokens: torch.Tensor) -> DraftTree:
 
 def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
     """
-    Returns the tree that is one path in each row.
-
-    Args:
-        root_tokens (`(B,)`): The newest committed tokens.
-        tokens (`(B, M)`): The path below them, from depth 1 down.
-        scores (`(B, M)`): Summed log-probabilities (nats) of the paths that end at its tokens.
+    Returns the tree that is one path in each row: under `root_tokens` `(B,)` the `tokens` `(B, M)` from depth 1 down,
+    with the summed log-probabilities (nats) of the paths that end at them as `scores` `(B, M)`.
     """
     shape, device = (len(tokens), tokens.shape[1] + 1), tokens.device
     depths = torch.arange(shape[1], device=device).repeat(shape[0], 1)
@@ -130,13 +119,9 @@ def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.T
 
 def padded_root(root_tokens: torch.Tensor, num_unused: int, max_depth: int) -> DraftTree:
     """
-    Returns the root with nodes that are no drafts, where all trees must have the same shapes.
-
-    Args:
-        root_tokens (`(B,)`): The newest committed tokens.
-        num_unused: Further nodes: a path of tokens 0 with scores of minus infinity. Where the target happens to choose
-            such a token, it is accepted as any draft is.
-        max_depth: That of the other trees. Nodes below it are never reached; they have its position.
+    Returns the roots `(B,)` with `num_unused` nodes that are no drafts, where all trees must have the same shapes: a
+    path of tokens 0 with scores of minus infinity. Where the target happens to choose such a token, it is accepted as
+    any draft is. Nodes below `max_depth`, that of the other trees, are never reached; they have its position.
     """
     unused = torch.zeros(len(root_tokens), num_unused, dtype=torch.long, device=root_tokens.device)
     tree = single_path(root_tokens, unused, torch.full_like(unused, -torch.inf, dtype=torch.float32))
@@ -183,14 +168,13 @@ def choose_nodes(
     tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, num_nodes: int, max_depth: int
 ) -> DraftTree:
     """
-    Returns the tree of the best `num_nodes` of `n` candidates under a root, which is the first of them.
+    Returns the tree of a root and its best `num_nodes` descendants, of `n` candidates of which the root is the first.
 
     Args:
         tokens (`(B, n)`): The tokens of the candidates.
         scores (`(B, n)`): Their scores, none better than that of the parent. Among equals the parent comes first.
         parents (`(B, n)`): For each the candidate that is its parent.
-        num_nodes: The most drafted nodes of the tree.
-        max_depth: No path is longer.
+        num_nodes, max_depth: The most drafted nodes of the tree, and of a path.
     """
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     chosen = order[:, : num_nodes + 1]
@@ -211,13 +195,11 @@ def choose_nodes(
 
 def limit_depth(tree: DraftTree, max_depth: int, is_chain: bool) -> DraftTree:
     """
-    Returns the tree without its nodes below `max_depth`; all rows keep as many as the row with the most above it.
+    Returns the tree without its nodes below `max_depth`; all rows keep as many as the row with the most above it. In
+    chains (`is_chain`) that is their depth.
 
     Nodes below it that remain come last. No walk reaches them; they have the position of `max_depth`. On an
     accelerator all of a tree's remain, because the host would have to wait for their number.
-
-    Args:
-        is_chain: Whether all rows are chains, whose number of nodes is their depth.
     """
     if tree.max_depth <= max_depth:
         return tree

@@ -202,15 +202,9 @@ def attend_folded(
     Attends with the query heads of a group folded into the rows of one head, so that PyTorch's fused kernels apply.
     On other devices than a CPU, `enable_gqa` with a mask copies keys and values, and keeps all scores.
 
-    Args:
-        query (`(B, groups * kv_heads, n, head_dim)`): The queries.
-        key (`(B, kv_heads, K, head_dim)`): The keys.
-        value (`(B, kv_heads, K, value_dim)`): The values.
-        mask (`(B, 1, n, K)`): Added to the scores, or false where a key is hidden.
-        scaling: Factor of the scores.
-
-    Returns:
-        `(B, groups * kv_heads, n, value_dim)`.
+    Queries `(B, groups * kv_heads, n, head_dim)` attend to keys `(B, kv_heads, K, head_dim)` with values of any width,
+    under a mask `(B, 1, n, K)` that is added to the scores, or false where a key is hidden. Returns
+    `(B, groups * kv_heads, n, value_dim)`.
     """
     batch_size, num_heads, num_queries, _ = query.shape
     num_groups = num_heads // key.shape[1]

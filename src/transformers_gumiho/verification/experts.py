@@ -2,11 +2,9 @@
 Experts of passes over single tokens, as plain decoding runs them.
 
 On accelerators `generate()` reads prompts with experts in `grouped_mm`, and decodes with `batched_mm`, which copies
-the weights of each token's experts. A pass over one token per row (a paused cycle) is such a step of decoding. Passes
-over trees have many tokens, and keep `grouped_mm`.
-
-transformers writes this choice to the target's config, which all threads share. Here the registered function chooses,
-in the thread that runs such a pass.
+the weights of each token's experts. A pass over one token per row (a paused cycle) is such a step; passes over trees
+keep `grouped_mm`. transformers writes this choice to the target's config, which all threads share. Here the registered
+function chooses, in the thread that runs such a pass.
 """
 
 import functools
