@@ -143,6 +143,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         head, token_ids = head_for_drafting(
             target, assistant_model, settings.draft_vocabulary, device, dtype, memory is not None
         )
+        is_own = assistant_model.config.is_eagle3
+        head_module = assistant_model.lm_head if is_own else target.get_output_embeddings()
         break_even = settings.break_even
         if break_even is None:
             break_even = estimate_break_even(target, assistant_model, settings, num_rows)
@@ -153,7 +155,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             cache=TreeCache(num_rows, num_tokens + session.prompt.num_reserved + num_new, memory),
             shapes=session.shapes,
             token_ids=token_ids,
-            head_module=target.get_output_embeddings(),
+            head_module=head_module,
             peek_noise=peek_noise,
             # A compiled function cannot call observers.
             around_pass=nullcontext if session.shapes.are_compiled else around_pass,

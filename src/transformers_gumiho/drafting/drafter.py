@@ -188,7 +188,8 @@ class GumihoDrafter:
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, self._num_serial + 1):
-            found = self._topk(feature[:, None], settings.branching_factor, slice(step - 1, step), noise)
+            states = self.assistant_model.predict(feature)[:, None]
+            found = self._topk(states, settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
             if level is None:
                 levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
@@ -257,7 +258,7 @@ class GumihoDrafter:
         return best.indices, best.values.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns the logits `(..., K)` of the tokens that may be drafted, for features `(..., H)`."""
+        """Returns the logits `(..., K)` of the tokens that may be drafted, for predicted states `(..., H)`."""
         with self.around_pass():
             return self.lm_head(features)
 

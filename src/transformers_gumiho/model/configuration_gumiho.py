@@ -245,17 +245,16 @@ class GumihoConfig(PreTrainedConfig):
         """
         if not self.is_eagle3:
             return TargetLayers.of(self.target_layer_ids)
-        ids = self.target_layer_ids
+        ids, num_layers = self.target_layer_ids, target_config.get_text_config(decoder=True).num_hidden_layers
         if ids is None:
             # Those of the paper.
-            num_layers = target_config.get_text_config(decoder=True).num_hidden_layers
             ids = [1, num_layers // 2 - 1, num_layers - 4]
             if not ids[0] < ids[1] < ids[2]:
                 raise UserValueError(
                     f"This EAGLE-3 head names no layers of the target, and a target of {num_layers} layers is too "
                     f"small for the three that EAGLE-3 reads by default. Pass `target_layer_ids=[...]`."
                 )
-        return TargetLayers(tuple(ids), is_last_normed=False)
+        return TargetLayers(tuple(ids), is_last_normed=num_layers - 1 not in ids)
 
     @property
     def has_transitions(self) -> bool:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -176,6 +177,19 @@ def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tu
     return shapes
 
 
+def stored_dtype(name_or_path: Any, options: Mapping[str, Any]) -> torch.dtype:
+    """Returns the narrowest dtype that holds all floating-point tensors of a checkpoint to the bit."""
+    dtypes: set[torch.dtype] = set()
+    for file in weight_files(name_or_path, options):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                dtypes |= {tensors.get_tensor(key).dtype for key in tensors.keys()}  # noqa: SIM118 (not a dict)
+        else:
+            entries = _load_pickle(file, "meta").values()
+            dtypes |= {entry.dtype for entry in entries if isinstance(entry, torch.Tensor)}
+    return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))
+
+
 def read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
     """Returns one entry of a checkpoint, without reading the others; `None` where it cannot be found."""
     if options.get("state_dict") is not None:
@@ -226,7 +240,7 @@ def register_released_names() -> None:
     # As in vLLM, around the drafter or the serial head alone.
     modules = "embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition"
     renamings = [
-        RenamingOnLoad(rf"^(?:model\.){{1,2}}({modules})\.", r"\1."),
+        RenamingOnLoad(rf"^(?:model\.){{1,2}}(d2t$|(?:{modules})\.)", r"\1"),
         # The first layer of EAGLE-3, in most tools.
         RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
         # As the reference's training writes them.
@@ -253,6 +267,7 @@ def accept_checkpoint(drafter: Any, info: dict[str, Any], options: Mapping[str, 
     name = repr(str(drafter.name_or_path))
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
     _accept_new_fusion(drafter, missing, unexpected, options)
+    _accept_new_heads(drafter, missing, options)
     _accept_transitions(drafter.config, missing, unexpected, name)
     _drop_extra_heads(drafter, unexpected, name)
     _adopt_vocabulary(drafter, unexpected, options)
@@ -270,19 +285,38 @@ def accept_checkpoint(drafter: Any, info: dict[str, Any], options: Mapping[str, 
     raise UserValueError(f"The checkpoint {name} {reason}\n" + "\n".join(problems))
 
 
+def _own_fields(drafter: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a checkpoint's own config, whatever it is loaded with; none where it has no config."""
+    if drafter.name_or_path:
+        places = {place: options[place] for place in PLACES if place in options}
+        with suppress(OSError, ValueError):  # it has none, and was loaded with another one
+            fields: dict[str, Any] = type(drafter.config).get_config_dict(drafter.name_or_path, **places)[0]
+            return fields
+    return {}
+
+
+def _accept_new_heads(drafter: Any, missing: set[str], options: Mapping[str, Any]) -> None:
+    """Accepts a checkpoint without parallel heads, such as an EAGLE head, for a config with them."""
+    new = {key for key in missing if _HEAD_TENSOR.fullmatch(key)}
+    if not new or _own_fields(drafter, options).get("num_parallel_heads") != 0:
+        return
+    # Settings for the depths of its drafts do not fit.
+    drafter.generation_config.update(tree_depth=None, draft_temperature=None, break_even=None)
+    logger.warning(
+        f"The checkpoint {drafter.name_or_path!r} has no parallel heads. The {drafter.config.num_parallel_heads} that "
+        f"its config asks for are new: they draft nothing of use until they are trained (`--train_only parallel`)."
+    )
+    missing -= new
+
+
 def _accept_new_fusion(drafter: Any, missing: set[str], unexpected: set[str], options: Mapping[str, Any]) -> None:
     """Accepts a checkpoint that reads one state of the target for a config with several layers."""
-    config, source, name = drafter.config, drafter.name_or_path, repr(str(drafter.name_or_path))
+    config, name = drafter.config, repr(str(drafter.name_or_path))
     layer_ids = config.target_layer_ids
     # An EAGLE-3 head fuses layers by `fc`, whichever they are.
     if config.is_eagle3 or (layer_ids is None and _FUSION_TENSOR not in unexpected):
         return
-    own_ids = None
-    if source:
-        # Of the checkpoint's own config, whatever it is loaded with.
-        with suppress(OSError, ValueError):  # it has none, and was loaded with another one
-            places = {place: options[place] for place in PLACES if place in options}
-            own_ids = type(config).get_config_dict(source, **places)[0].get("target_layer_ids")
+    own_ids = _own_fields(drafter, options).get("target_layer_ids")
     if own_ids is not None and own_ids != layer_ids:
         raise UserValueError(
             f"The drafter {name} was trained to read the target's layers {own_ids}, and cannot be loaded with "

@@ -1,6 +1,5 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -204,6 +203,12 @@ class GumihoModel(GumihoPreTrainedModel):
                 another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        if kwargs.get("variant") is not None and not isinstance(kwargs.get("config"), GumihoConfig):
+            # An EAGLE head is recognized by its tensors, and transformers does not tell the config where they are.
+            where = kwargs.pop("config", None) or pretrained_model_name_or_path
+            config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
+            fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
+            kwargs = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
         with damaged_weights_named(pretrained_model_name_or_path, kwargs):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
@@ -283,18 +288,12 @@ class GumihoModel(GumihoPreTrainedModel):
             )
         return self.serial_head.finish(self, features)
 
-    def score(
-        self, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def predict(self, features: torch.Tensor) -> torch.Tensor:
         """
-        Returns the logits `(..., K)` of the tokens after features `(..., H)`.
-
-        Args:
-            features: Features of the serial head.
-            head: The output head, the target's for all drafters but EAGLE-3's. Those have one of their own, which is
-                the default. Its rows are of the tokens [`own_tokens`].
+        Returns the states `(..., H)` that an output head scores, for features `(..., H)` of the serial head. These are
+        the features, but for EAGLE-3, which has a final norm. What the parallel heads make is scored as it is.
         """
-        return self.serial_head.score(self, features, head or self.lm_head)
+        return self.serial_head.predict(self, features)
 
     def own_tokens(self) -> torch.Tensor | None:
         """Returns the ids `(K,)` of the tokens that the drafter's own output head scores; `None` for all tokens."""
@@ -361,7 +360,12 @@ class GumihoModel(GumihoPreTrainedModel):
             if path_inputs is None:
                 path_inputs = self._path_inputs(input_ids, serial_features)
             parallel_features = self._parallel_features(input_ids, path_inputs)
-        return GumihoOutput(serial_features, parallel_features, unrolled_features, cache)
+        return GumihoOutput(
+            serial_features=self.predict(serial_features),
+            parallel_features=parallel_features,
+            unrolled_features=None if unrolled_features is None else tuple(map(self.predict, unrolled_features)),
+            cache=cache,
+        )
 
     def _path_inputs(self, input_ids: torch.Tensor, serial_features: torch.Tensor) -> torch.Tensor:
         """Returns `(B, max(T - S, 0), S * H)`: at t, the fused inputs of tokens t+1..t+S of the text itself."""

@@ -45,7 +45,6 @@ def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, work: P
     table = markdown(summarize(samples))
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8").split(_EVALUATION)[0] if card.exists() else ""
-    card.write_text(
-        f"{text}{_EVALUATION}\nHeld-out prompts, on the machine that trained the drafter:\n\n{table}", encoding="utf-8"
-    )
+    measured = f"{_EVALUATION}\nHeld-out prompts, on the machine that trained the drafter:\n\n{table}"
+    card.write_text(f"{text.rstrip()}\n{measured}", encoding="utf-8")
     return table

@@ -109,8 +109,7 @@ def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.M
             f"The {num_layers} layers of {name} were not found in one list of its decoder, so their states cannot be "
             f"read. Use a drafter without `target_layer_ids`."
         )
-    num_hooked = num_layers - 1 if layers.is_last_normed else num_layers
-    return {number: modules[number] for number in layers.ids if number < num_hooked}
+    return {number: modules[number] for number in layers.besides_last_states(target.config)}
 
 
 class FeatureReader:
@@ -274,9 +273,9 @@ def head_for_drafting(
     has_static_addresses: bool = False,
 ) -> tuple[LogitsFunction, torch.Tensor | None]:
     """
-    Returns the function from a drafter's features `(..., H)`, on any device, to the logits of the tokens that may be
-    drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states of this
-    device and dtype. A drafter with an output head of its own needs no other.
+    Returns the function from the states `(..., H)` that a drafter predicts, on any device, to the logits of the tokens
+    that may be drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states
+    of this device and dtype. A drafter with an output head of its own needs no other.
 
     Raises:
         ValueError: The draft vocabulary has tokens that the drafter's own output head does not score.
@@ -297,7 +296,7 @@ def _own_head(
     """Does the same with the drafter's own output head, cut to the rows of the draft vocabulary."""
     head, own = drafter.lm_head, drafter.own_tokens()
     if draft_vocabulary is None:
-        return drafter.score, own
+        return cut_head(head, None), own
     ids, device = list(draft_vocabulary), head.weight.device
 
     def find_rows() -> list[torch.Tensor]:
@@ -315,8 +314,7 @@ def _own_head(
 
     mapped = () if own is None else (drafter.d2t,)
     token_ids, rows = kept("draft vocabulary", (head, head), mapped, (ids, device), find_rows)
-    cut = cut_head(head, rows, has_static_addresses)
-    return lambda features: drafter.score(features, cut), token_ids
+    return cut_head(head, rows, has_static_addresses), token_ids
 
 
 def scaled_head(head: LogitsFunction, target_config: PreTrainedConfig) -> LogitsFunction:
