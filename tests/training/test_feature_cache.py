@@ -16,6 +16,7 @@ from datasets import Dataset
 from safetensors import SafetensorError
 from sweep_architectures import build
 from targets import make_target
+from trainers import losses_of, make_trainer
 from training_data import make_tokenizer
 from transformers import PreTrainedModel
 
@@ -24,8 +25,6 @@ from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
     GumihoDataCollator,
-    GumihoTrainer,
-    GumihoTrainingArguments,
     cache_size,
     feature_cache,
     feature_extraction,
@@ -84,11 +83,8 @@ def test_cached_features_give_the_losses_of_the_running_target(
         drafter = (features.make_drafter if is_cache else partial(GumihoModel.from_target, features))(
             target_layer_ids=layer_ids
         )
-        args = GumihoTrainingArguments(
-            output_dir=tmp_path, max_steps=4, logging_steps=1, per_device_train_batch_size=1, use_cpu=True,
-            report_to="none", parallel_ce_start=0, save_strategy="no", learning_rate=1e-2, warmup_steps=0,
-        )  # fmt: skip
-        trainer = GumihoTrainer(drafter, args, target=features, train_dataset=dataset, eval_dataset=dataset)
+        data = {"train_dataset": dataset, "eval_dataset": dataset, "per_device_train_batch_size": 1}
+        trainer = make_trainer(features, tmp_path, drafter, feature_noise=0.2, **data)
         trainer.train()
         numbers = [
             {k: v for k, v in entry.items() if "_ce" in k or "_feature" in k or k == "loss"}
@@ -110,15 +106,12 @@ def test_a_cache_of_several_layers_serves_drafters_of_the_last_one(target: PreTr
     for folder in ("one", "two"):
         torch.manual_seed(0)
         features, dataset = CachedFeatures(tmp_path / folder), FeatureDataset(tmp_path / folder)
-        args = GumihoTrainingArguments(
-            output_dir=tmp_path, max_steps=3, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no"
-        )
-        trainer = GumihoTrainer(features.make_drafter(), args, target=features, train_dataset=dataset)
+        trainer = make_trainer(features, tmp_path, features.make_drafter(), train_dataset=dataset, max_steps=3)
         trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses.append(losses_of(trainer))
     assert losses[0] == losses[1]
     with pytest.raises(ValueError, match=r"layers \[0, 1\] .*features are of \[0, 2\]"):
-        GumihoTrainer(features.make_drafter(target_layer_ids=[0, 1]), args, target=features, train_dataset=dataset)
+        make_trainer(features, tmp_path, features.make_drafter(target_layer_ids=[0, 1]), train_dataset=dataset)
     with pytest.raises(
         ValueError, match=r"different settings: target_layer_ids \(\[0, 2\], now \[1, 2\]\)\. Extract features"
     ):
@@ -299,12 +292,11 @@ def test_as_many_states_are_read_as_are_trained_on(
         write(target, tmp_path / str(number), of_cache)
     whole = torch.utils.data.ConcatDataset([FeatureDataset(tmp_path / str(number)) for number in range(2)])
     features, reads = CachedFeatures(tmp_path / "0"), Reads(monkeypatch)
-    args = GumihoTrainingArguments(
-        output_dir=tmp_path, max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to="none",
-        save_strategy="no", train_sampling_strategy=strategy, draft_vocabulary_size=4,
-    )  # fmt: skip
     dataset = torch.utils.data.Subset(whole, range(3, 53))
-    GumihoTrainer(features.make_drafter(), args, target=features, train_dataset=dataset).train()
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2, "train_sampling_strategy": strategy}
+    make_trainer(
+        features, tmp_path, features.make_drafter(), train_dataset=dataset, draft_vocabulary_size=4, **settings
+    ).train()
     # A data loader fetches one batch ahead.
     assert 4 <= reads.counts[True] <= 6
 
@@ -387,11 +379,9 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
     }  # fmt: skip
     for folder, message in messages.items():
         rows = torch.utils.data.ConcatDataset([first, FeatureDataset(tmp_path / folder)])
+        part = torch.utils.data.Subset(rows, range(5, 9))
         with pytest.raises(ValueError, match=message):
-            GumihoTrainer(
-                features.make_drafter(), GumihoTrainingArguments(output_dir=tmp_path, use_cpu=True), target=features,
-                train_dataset=torch.utils.data.Subset(rows, range(5, 9)),
-            )  # fmt: skip
+            make_trainer(features, tmp_path, features.make_drafter(), train_dataset=part)
 
 
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _read(path: Path, device: str) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Returns the options in a command line, each with its (first) value."""
+    """Returns the options in a command line, each with the word after it."""
     found = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):
