@@ -3,10 +3,17 @@
 import torch
 
 from transformers_gumiho.losses.positions import select_positions
-from transformers_gumiho.losses.predictors import predictions_of
-from transformers_gumiho.losses.terms import TERMS, LMHead, Readout
-from transformers_gumiho.losses.weights import LossWeights
+from transformers_gumiho.losses.predictors import LossWeights, predictions_of
+from transformers_gumiho.losses.terms import LMHead, Readout, smooth_l1
 from transformers_gumiho.model.outputs import GumihoOutput
+
+
+def soft_cross_entropy(prediction: Readout, target: Readout) -> torch.Tensor:
+    """The cross-entropy as autograd differentiates it."""
+    return -(target.probs * prediction.logits.log_softmax(dim=-1)).sum(dim=-1)
+
+
+TERMS = {"feature": smooth_l1, "ce": soft_cross_entropy}
 
 
 def gumiho_loss(
@@ -20,13 +27,13 @@ def gumiho_loss(
     """Computes what `chunked_gumiho_loss` computes for a whole batch; its arguments have the same meaning."""
     predictions = predictions_of(output, weights or LossWeights())
     selected = select_positions(predictions, hidden_states, loss_mask, position_ids)
-    target = Readout.of_target(selected.targets, lm_head)
+    target = Readout(selected.targets, lm_head)
     loss = hidden_states.new_zeros((), dtype=torch.float32)
     terms: dict[str, torch.Tensor] = {}
     for (predictor, _), features, valid in zip(predictions, selected.features, selected.valid, strict=True):
         prediction = Readout(features, lm_head)
         for name, weight in predictor.weights.items():
-            mean = TERMS[name](prediction, target, valid.float()).sum() / valid.sum().clamp(min=1)
+            mean = (TERMS[name](prediction, target) * valid).sum() / valid.sum().clamp(min=1)
             terms[f"{predictor.name}_{name}"] = mean.detach()
             loss = loss + weight * mean
     return loss, terms

@@ -244,3 +244,18 @@ def write_head(
     else:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def publish(folder: Path, drafter: Any, dtype: torch.dtype) -> Path:
+    """Writes a head as it is published: with a Llama's config, and without an embedding."""
+    config, llama = drafter.config, drafter.config.model.to_dict()
+    names = ("draft_vocab_size", "norm_output", "fc_norm")
+    fields = llama | {"architectures": ["LlamaForCausalLM"], "torch_dtype": str(dtype).removeprefix("torch.")}
+    fields |= {name: value for name in names if (value := getattr(config, name))} | {"dtype": None}
+    if config.is_eagle3 and config.target_layer_ids is not None:
+        fields["eagle_aux_hidden_state_layer_ids"] = [number + 1 for number in config.target_layer_ids]
+    weights = {name: tensor for name, tensor in drafter.to(dtype).state_dict().items() if "embed" not in name}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    torch.save(weights, folder / "pytorch_model.bin")
+    return folder

@@ -10,12 +10,11 @@ from datasets import Dataset
 from targets import make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainers import make_args, pack_pairs
+from trainers import make_trainer, pack_pairs
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model.decoding_settings import DraftingSettings
-from transformers_gumiho.training import GumihoTrainer
 
 
 def make_rows(target: PreTrainedModel, packed: bool) -> list[dict[str, Any]]:
@@ -76,8 +75,8 @@ def test_temperatures_are_the_most_likely_ones(tmp_path: Path, packed: bool, voc
     rows = make_rows(target, packed)
     # Its logits are far too large, as those of a head that is too sure.
     drafter = make_drafter(target)
-    args = make_args(tmp_path, per_device_eval_batch_size=4, draft_vocabulary_size=vocabulary_size)
-    trainer = GumihoTrainer(drafter, args, target=target, train_dataset=rows, eval_dataset=rows)
+    settings = {"per_device_eval_batch_size": 4, "draft_vocabulary_size": vocabulary_size}
+    trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, eval_dataset=rows, **settings)
     temperatures = trainer.calibrate()
     assert drafter.generation_config.draft_temperature == temperatures
     vocabulary = list(drafter.generation_config.draft_vocabulary or range(8))
@@ -103,9 +102,7 @@ class NoFloat64(TorchDispatchMode):
 def test_devices_without_float64_can_score_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target().float()
     rows = make_rows(target, packed=False)
-    trainer = GumihoTrainer(
-        GumihoModel.from_target(target), make_args(tmp_path), target=target, train_dataset=rows, eval_dataset=rows
-    )
+    trainer = make_trainer(target, tmp_path, GumihoModel.from_target(target), eval_dataset=rows)
     predict = trainer.predict
 
     def predict_on_device(*args: Any) -> Any:
@@ -120,7 +117,7 @@ def test_temperatures_are_saved_with_the_drafter(tmp_path: Path, caplog: pytest.
     target = make_target()
     rows = make_rows(target, packed=False)
     drafter = GumihoModel.from_target(target)
-    trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=rows, eval_dataset=rows)
+    trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, eval_dataset=rows)
     for change in (trainer.train, trainer.calibrate):
         drafter.generation_config.break_even = 1.5
         caplog.clear()
@@ -140,7 +137,7 @@ def test_without_held_out_texts_there_is_nothing_to_fit_on(tmp_path: Path) -> No
     target = make_target()
     rows = make_rows(target, packed=False)
     drafter = GumihoModel.from_target(target)
-    trainer = GumihoTrainer(drafter, make_args(tmp_path), target=target, train_dataset=rows)
+    trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, eval_dataset=None)
     with pytest.raises(ValueError, match=r"not trained on\. Give a `dataset`"):
         trainer.calibrate()
     for unfit in ([], Dataset.from_list(rows).to_iterable_dataset(), {"a": rows, "b": rows}):

@@ -16,6 +16,7 @@ from datasets import Dataset
 from safetensors import SafetensorError
 from sweep_architectures import build
 from targets import make_target
+from trainers import losses_of, make_trainer
 from training_data import make_tokenizer
 from transformers import PreTrainedModel
 
@@ -24,11 +25,9 @@ from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
     GumihoDataCollator,
-    GumihoTrainer,
-    GumihoTrainingArguments,
     cache_size,
+    feature_cache,
     feature_extraction,
-    shards,
     write_feature_cache,
 )
 
@@ -84,11 +83,8 @@ def test_cached_features_give_the_losses_of_the_running_target(
         drafter = (features.make_drafter if is_cache else partial(GumihoModel.from_target, features))(
             target_layer_ids=layer_ids
         )
-        args = GumihoTrainingArguments(
-            output_dir=tmp_path, max_steps=4, logging_steps=1, per_device_train_batch_size=1, use_cpu=True,
-            report_to="none", parallel_ce_start=0, save_strategy="no", learning_rate=1e-2, warmup_steps=0,
-        )  # fmt: skip
-        trainer = GumihoTrainer(drafter, args, target=features, train_dataset=dataset, eval_dataset=dataset)
+        data = {"train_dataset": dataset, "eval_dataset": dataset, "per_device_train_batch_size": 1}
+        trainer = make_trainer(features, tmp_path, drafter, feature_noise=0.2, **data)
         trainer.train()
         numbers = [
             {k: v for k, v in entry.items() if "_ce" in k or "_feature" in k or k == "loss"}
@@ -110,15 +106,12 @@ def test_a_cache_of_several_layers_serves_drafters_of_the_last_one(target: PreTr
     for folder in ("one", "two"):
         torch.manual_seed(0)
         features, dataset = CachedFeatures(tmp_path / folder), FeatureDataset(tmp_path / folder)
-        args = GumihoTrainingArguments(
-            output_dir=tmp_path, max_steps=3, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no"
-        )
-        trainer = GumihoTrainer(features.make_drafter(), args, target=features, train_dataset=dataset)
+        trainer = make_trainer(features, tmp_path, features.make_drafter(), train_dataset=dataset, max_steps=3)
         trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses.append(losses_of(trainer))
     assert losses[0] == losses[1]
     with pytest.raises(ValueError, match=r"layers \[0, 1\] .*features are of \[0, 2\]"):
-        GumihoTrainer(features.make_drafter(target_layer_ids=[0, 1]), args, target=features, train_dataset=dataset)
+        make_trainer(features, tmp_path, features.make_drafter(target_layer_ids=[0, 1]), train_dataset=dataset)
     with pytest.raises(
         ValueError, match=r"different settings: target_layer_ids \(\[0, 2\], now \[1, 2\]\)\. Extract features"
     ):
@@ -166,7 +159,7 @@ def test_a_killed_extraction_goes_on_where_it_was(
 ) -> None:
     write(target, tmp_path / "whole")
     killed, saved = tmp_path / "killed", []
-    real = shards.save_file
+    real = feature_cache.save_file
 
     def dying_save(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         real(tensors, path, metadata)
@@ -175,14 +168,14 @@ def test_a_killed_extraction_goes_on_where_it_was(
             raise KeyboardInterrupt
         saved.append(path)
 
-    monkeypatch.setattr(shards, "save_file", dying_save)
+    monkeypatch.setattr(feature_cache, "save_file", dying_save)
     with pytest.raises(KeyboardInterrupt):
         write(target, killed)
     if killed_at:  # the first file is the target's head
         with pytest.raises(ValueError, match=f"has {killed_at - 1} of 4 shards. Run the extraction again"):
             FeatureDataset(killed)
     num_saved = len(saved)
-    monkeypatch.setattr(shards, "save_file", lambda *args: (real(*args), saved.append(args[1])))
+    monkeypatch.setattr(feature_cache, "save_file", lambda *args: (real(*args), saved.append(args[1])))
     write(target, killed)
     assert len(saved) == 5  # nothing that was whole is written again
     assert num_saved == killed_at
@@ -207,7 +200,7 @@ def test_a_second_extraction_into_a_folder_is_refused(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the first one ends as if it had been alone."""
-    real, refused = shards.save_file, []
+    real, refused = feature_cache.save_file, []
 
     def save_and_start_again(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         real(tensors, path, metadata)
@@ -215,47 +208,37 @@ def test_a_second_extraction_into_a_folder_is_refused(
             write(target, tmp_path / "cache")
         refused.append(error)
 
-    monkeypatch.setattr(shards, "save_file", save_and_start_again)
+    monkeypatch.setattr(feature_cache, "save_file", save_and_start_again)
     write(target, tmp_path / "cache")
     assert len(refused) == 5
-    monkeypatch.setattr(shards, "save_file", real)
+    monkeypatch.setattr(feature_cache, "save_file", real)
     write(target, tmp_path / "whole")
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
-def test_another_error_than_a_full_disk_is_named_as_it_is(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device.*Make room and run this"),
+        (SafetensorError("I/O error: No such file (os error 2)"), r"No such file \(os error 2\).*Remove the cause"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_with_what_is_kept(
+    target: PreTrainedModel, tmp_path: Path, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(*_: Any) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No such file or directory (os error 2)")
+    real = feature_cache.save_file
 
-    monkeypatch.setattr(shards, "save_file", lost)
-    with pytest.raises(OSError, match=r"No such file or directory .*Remove the cause and run this again") as error:
-        write(target, tmp_path / "cache")
-    assert "room" not in str(error.value)
-
-
-def test_a_full_disk_ends_in_an_error_that_says_what_is_kept(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = shards.save_file
-
-    def full_disk(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
+    def fail(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         if "shard-00002" in path.name:
             path.write_bytes(b"half of it")
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
         real(tensors, path, metadata)
 
-    monkeypatch.setattr(shards, "save_file", full_disk)
-    with pytest.raises(
-        OSError, match=r"shard-00002.*No space left on device.*Make room and run this again: it continues here"
-    ):
-        write(target, tmp_path / "cache")
-    assert sorted(path.name for path in (tmp_path / "cache").glob("shard*")) == [
-        "shard-00000.safetensors",
-        "shard-00001.safetensors",
-    ]
-    monkeypatch.setattr(shards, "save_file", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_cache, "save_file", fail)
+        with pytest.raises(OSError, match=rf"shard-00002.*{message}"):
+            write(target, tmp_path / "cache")
+    assert sorted(path.name[:11] for path in (tmp_path / "cache").glob("shard*")) == ["shard-00000", "shard-00001"]
     write(target, tmp_path / "cache")
     write(target, tmp_path / "whole")
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
@@ -278,8 +261,8 @@ def test_a_damaged_cache_is_named_and_extraction_repairs_it(
         patch.setattr(platform, "node", lambda: "another machine")
         with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*Run what wrote it again"):
             (CachedFeatures if name.startswith("target") else FeatureDataset)(tmp_path / "cache")
-    saved, real = [], shards.save_file
-    monkeypatch.setattr(shards, "save_file", lambda *args: (real(*args), saved.append(args[1].name)))
+    saved, real = [], feature_cache.save_file
+    monkeypatch.setattr(feature_cache, "save_file", lambda *args: (real(*args), saved.append(args[1].name)))
     write(target, tmp_path / "cache")
     assert contents(tmp_path / "cache") == before
     # What is intact stays.
@@ -309,12 +292,11 @@ def test_as_many_states_are_read_as_are_trained_on(
         write(target, tmp_path / str(number), of_cache)
     whole = torch.utils.data.ConcatDataset([FeatureDataset(tmp_path / str(number)) for number in range(2)])
     features, reads = CachedFeatures(tmp_path / "0"), Reads(monkeypatch)
-    args = GumihoTrainingArguments(
-        output_dir=tmp_path, max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to="none",
-        save_strategy="no", train_sampling_strategy=strategy, draft_vocabulary_size=4,
-    )  # fmt: skip
     dataset = torch.utils.data.Subset(whole, range(3, 53))
-    GumihoTrainer(features.make_drafter(), args, target=features, train_dataset=dataset).train()
+    settings = {"max_steps": 2, "per_device_train_batch_size": 2, "train_sampling_strategy": strategy}
+    make_trainer(
+        features, tmp_path, features.make_drafter(), train_dataset=dataset, draft_vocabulary_size=4, **settings
+    ).train()
     # A data loader fetches one batch ahead.
     assert 4 <= reads.counts[True] <= 6
 
@@ -397,11 +379,9 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
     }  # fmt: skip
     for folder, message in messages.items():
         rows = torch.utils.data.ConcatDataset([first, FeatureDataset(tmp_path / folder)])
+        part = torch.utils.data.Subset(rows, range(5, 9))
         with pytest.raises(ValueError, match=message):
-            GumihoTrainer(
-                features.make_drafter(), GumihoTrainingArguments(output_dir=tmp_path, use_cpu=True), target=features,
-                train_dataset=torch.utils.data.Subset(rows, range(3)),
-            )  # fmt: skip
+            make_trainer(features, tmp_path, features.make_drafter(), train_dataset=part)
 
 
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:

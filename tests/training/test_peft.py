@@ -6,11 +6,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from targets import LARGE_TREES, make_drafter, make_prompts, make_target
-from trainers import losses_of, make_args, make_rows
+from trainers import losses_of, make_rows, make_trainer
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.training import GumihoTrainer
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +34,7 @@ def test_lora_drafter_trains_saves_loads_and_drafts(target: PreTrainedModel, tmp
     base.save_pretrained(tmp_path / "base")
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     wrapped = get_peft_model(base, drafter_lora())
-    trainer = GumihoTrainer(
-        wrapped, make_args(tmp_path, max_steps=40), target=target, train_dataset=make_rows(), eval_dataset=make_rows(4)
-    )
+    trainer = make_trainer(target, tmp_path, wrapped, max_steps=40)
     trainer.train()
     assert losses_of(trainer)[-1] < 0.8 * losses_of(trainer)[0]
     assert trainer.evaluate()["eval_agreement_1"] > 0
@@ -72,16 +69,12 @@ def test_target_with_an_active_adapter_is_what_the_drafter_learns(tmp_path: Path
     rows = make_rows(6)
     evaluations = []
     for target in (adapted, adapted.merge_and_unload()):
-        args = make_args(tmp_path, max_steps=10)
-        trainer = GumihoTrainer(
-            make_drafter(make_target("llama").float()), args, target=target, train_dataset=rows, eval_dataset=rows
-        )
+        drafter = make_drafter(make_target("llama").float())
+        trainer = make_trainer(target, tmp_path, drafter, max_steps=10, train_dataset=rows)
         trainer.train()
         evaluations.append(losses_of(trainer))
     assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-3)
     unadapted = make_target("llama").float()
-    trainer = GumihoTrainer(
-        make_drafter(unadapted), make_args(tmp_path, max_steps=10), target=unadapted, train_dataset=rows
-    )
+    trainer = make_trainer(unadapted, tmp_path, max_steps=10, train_dataset=rows)
     trainer.train()
     assert losses_of(trainer) != pytest.approx(evaluations[0], rel=1e-3)

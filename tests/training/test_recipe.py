@@ -18,8 +18,8 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.recipe import writing
 from transformers_gumiho.recipe.arguments import WritingArguments
 from transformers_gumiho.training import FeatureDataset, feature_extraction
-from transformers_gumiho.training.data.usable_rows import held_out_numbers
-from transformers_gumiho.training.writing import answer_file
+from transformers_gumiho.training.data.preparation import held_out_numbers
+from transformers_gumiho.training.writing import row_file
 
 
 DEMO_DRAFTER = DEMO_TARGET.parent / "gumiho"
@@ -128,10 +128,10 @@ def test_a_stopped_run_continues_to_the_same_drafter(
             with pytest.raises(SystemExit, match="130"):
                 gumiho(*command("stopped"))
 
-    stop_after(answer_file, "append_rows", 1)
+    stop_after(row_file, "append_rows", 1)
     with (tmp_path / "stopped" / "work" / "answers.jsonl").open("a") as file:
         file.write('{"prompt": "half a')
-    stop_after(feature_extraction, "save_completely", 1)
+    stop_after(feature_extraction, "save_shard", 1)
     stop_after(Trainer, "training_step", 7)
     assert (tmp_path / "stopped" / "work" / "heads" / "checkpoint-2").is_dir()
     gumiho(*command("stopped"))
@@ -219,29 +219,18 @@ def test_stages_run_alone_and_parts_are_trained_alone(questions: str, tmp_path: 
     assert (whole / "adapter_model.safetensors").exists()
 
 
-def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(
-    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
+    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("transformers_gumiho.recipe.plan.shutil.disk_usage", lambda _: usage)
-    command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY]
-    refuse("The run needs about", *command)
-    assert not list((tmp_path / "gumiho" / "work").iterdir())
-
-
-def test_a_plan_starts_nothing(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gumiho("train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "gumiho", "--plan")
-    assert "40 rows of data" in capsys.readouterr().out
-    assert not list((tmp_path / "gumiho" / "work").iterdir())
-
-
-def test_a_plan_counts_the_last_layer_once(questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The cache holds the last layer's states, whether a drafter reads other layers or not."""
     sizes = []
     for layers in ([], [3], [3, -1]):
         command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "new", "--plan"]
         gumiho(*command, *(["--target_layer_ids", *layers] if layers else []))
-        (found,) = re.findall(r"^features +([\d.]+) MB", capsys.readouterr().out, flags=re.MULTILINE)
+        output = capsys.readouterr().out
+        assert "40 rows of data" in output
+        assert not list((tmp_path / "new" / "work").iterdir())
+        (found,) = re.findall(r"^features +([\d.]+) MB", output, flags=re.MULTILINE)
         sizes.append(float(found))
     assert sizes[1] == sizes[2] == pytest.approx(2 * sizes[0], rel=0.1)
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from commands import gumiho, refuse
 from hub_cache import write_to_hub_cache
 from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from transformers_gumiho.recipe import plan
-from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.recipe import plan, progress
+from transformers_gumiho.training import FeatureDataset, GumihoTrainer
 from transformers_gumiho.training.fingerprint import checkpoint_fingerprint
 
 
@@ -175,9 +176,15 @@ def test_each_phase_begins_with_the_best_drafter_of_the_one_before(folder: Path,
     assert all(torch.equal(serial[name], heads[name]) for name in frozen)
 
 
-def test_without_held_out_rows_the_last_checkpoint_is_the_drafter(folder: Path) -> None:
-    words = ["--num_eval_rows", 0, "--recipe", "published", *UP_TO_TRAINING]
+def test_without_held_out_rows_the_last_checkpoint_is_the_drafter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the first minute shows the rate, however rarely something is logged."""
+    monkeypatch.setattr(progress, "_FIRST_LINE", 0)
+    words = ["--num_eval_rows", 0, "--recipe", "published", *UP_TO_TRAINING, "--logging_steps", 100]
     gumiho(*command(folder, "last", *words))
+    output = capsys.readouterr().out
+    assert re.findall(r"published 1/1  step (\d)/4  [\d.,]+ tokens/s  \d+ min left", output) == ["1"]
     state = json.loads((folder / "last/work/published/trainer_state.json").read_text())
     assert not any("eval_loss" in entry for entry in state["log_history"])
     assert_same_drafter(folder / "last/work/published", folder / "last/work/published/checkpoint-4")
@@ -248,10 +255,15 @@ def test_a_target_has_one_fingerprint_wherever_it_is(
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "memory_of", lambda _: 10**5)
+    """By the disk and by the device's memory, with what helps; what was asked to start all the same starts."""
     run = command(folder, "huge", *UP_TO_TRAINING)
+    usage = shutil.disk_usage(folder)._replace(free=9)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.shutil, "disk_usage", lambda _: usage)
+        refuse("The run needs about", *run)
+    monkeypatch.setattr(plan, "memory_of", lambda _: 10**5)
     refuse("stage 'write' needs about", *run)
     refuse("What helps: a smaller --writing_batch_size, --device_map auto, or a server (--endpoint)", *run)
     assert not list((folder / "huge" / "work").iterdir())
@@ -260,6 +272,14 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
     assert "40 rows of data" in output
     assert "optimizer: adamw" in output
     assert "tau to expect" not in output, "no run of this size is on record"
+    parameters = plan.num_parameters(AutoConfig.from_pretrained(folder / "target"))
+    monkeypatch.setattr(plan, "RUNS", [("another", 1.5 * parameters, 2e6, 2.5, "report.md")])
+    gumiho(*run, "--ignore_plan", "--plan")
+    assert "tau to expect: about 2.5, as another after 2.0 million tokens (report.md)" in capsys.readouterr().out
+    cached = ["train", "--features", whole / "work" / "features", "--output_dir", folder / "of_cache", *SMALL]
+    refuse("stage 'train' needs about", *cached)
+    gumiho(*cached, "--ignore_plan", "--plan")
+    assert f"{len(FeatureDataset(whole / 'work' / 'features'))} rows of data" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import pytest
 import torch
 from helpers.targets import make_target
 from helpers.trainers import make_args, make_rows
+from helpers.trainers import make_trainer as trainer_of
 from peft import LoraConfig, get_peft_model
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.training.trained_parts import PARTS
+from transformers_gumiho.training.arguments import PARTS
 
 
 def make_trainer(folder: Path, **settings: object) -> GumihoTrainer:
@@ -22,7 +23,7 @@ def make_trainer(folder: Path, **settings: object) -> GumihoTrainer:
             parameter.normal_(std=0.1)
     # Without a norm to clip, what a part learns depends on its own gradients alone; and on their size, unlike Adam's.
     settings = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.3, "feature_noise": 0.2} | settings
-    return GumihoTrainer(drafter, make_args(folder, **settings), target=target, train_dataset=make_rows())
+    return trainer_of(target, folder, drafter, **settings)
 
 
 def part_of(name: str) -> str:
@@ -73,7 +74,7 @@ def test_parts_that_are_not_there_or_stay_are_refused(tmp_path: Path) -> None:
     ):
         drafter = GumihoModel.from_target(target, **fields).float()
         with pytest.raises(ValueError, match=message):
-            GumihoTrainer(drafter, make_args(tmp_path, train_only=part), target=target, train_dataset=make_rows())
+            trainer_of(target, tmp_path, drafter, train_only=part)
         with pytest.raises(ValueError, match=rf"begins a serial head anew, which `train_only='{part}'` leaves"):
             make_args(tmp_path, train_only=part, linear_start=True)
     with pytest.raises(ValueError, match=r"one of 'serial', 'parallel', 'transition', or None, got 'heads'"):
@@ -87,7 +88,7 @@ def test_adapters_are_refused(tmp_path: Path, option: dict[str, object]) -> None
     target = make_target("llama").float()
     wrapped = get_peft_model(GumihoModel.from_target(target), LoraConfig(r=2, target_modules=["fc"]))
     with pytest.raises(ValueError, match=rf"`{next(iter(option))}` changes a GumihoModel itself.*merge_and_unload"):
-        GumihoTrainer(wrapped, make_args(tmp_path, **option), target=target, train_dataset=make_rows())
+        trainer_of(target, tmp_path, wrapped, **option)
 
 
 def test_heads_that_are_not_trained_count_for_nothing_in_evaluation(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def assert_drafts_as(head: EagleHead, drafter: GumihoModel, target: PreTrainedMo
     chain, logits = head.chain(IDS[1:], expected_states, depth=4)
     for depth, token in enumerate(chain):
         feature = drafter.run_serial_head(drafter.fuse(tokens, states))[:, -1:]
-        found = score(feature)[0, 0]
+        found = score(drafter.predict(feature))[0, 0]
         assert_close(found, logits[depth])
         drafted = found.argmax() if token_ids is None else token_ids[found.argmax()]
         assert drafted == token
@@ -118,6 +118,7 @@ EAGLE3: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "reference": (SMALL, bare, {"midlayer": True}),
     "all_tokens": ({}, lambda f: f | {"draft_vocab_size": None}, {"midlayer": True}),
     "automodel": (SMALL, bare, {"midlayer": True, "prefix": "model.", "form": "safetensors"}),
+    "nested": (SMALL, bare, {"midlayer": True, "prefix": "model.model."}),
     "specforge": (SMALL, of_specforge, {"midlayer": True, "form": "safetensors"}),
     "vllm_eagle": (SMALL, lambda f: {"model_type": "eagle", "method": "eagle3", "model": bare(f)}, {}),
     "speculators": (SPECULATORS, of_speculators, {"form": "safetensors"}),
@@ -175,6 +176,15 @@ def test_logits_and_chains_are_the_oracles(name: str, target: PreTrainedModel, t
     assert type(saved) is GumihoModel
     assert saved.config.converted_from == str(folder)
     assert_drafts_as(head, saved, target)
+
+
+def test_a_variant_is_recognized_by_its_own_tensors(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = make_head(True, draft_vocab_size=24)
+    write_head(tmp_path, head, bare(llama_fields(head)), form="safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.own.safetensors")
+    drafter = load(tmp_path, variant="own", num_serial_tokens=3)
+    assert drafter.config.num_serial_tokens == 3
+    assert_drafts_as(head, drafter, target)
 
 
 def test_a_head_for_a_wider_target(tmp_path: Path) -> None:

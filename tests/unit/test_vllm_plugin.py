@@ -364,18 +364,25 @@ def test_widths_that_differ_are_refused(
         read_drafter(tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("num_heads", [0, 2])
 @pytest.mark.parametrize(("is_eagle3", "method"), [(False, "eagle"), (True, "eagle3")])
 def test_saved_eagle_heads_are_refused_with_the_name_of_the_original(
-    is_eagle3: bool, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
+    is_eagle3: bool,
+    method: str,
+    num_heads: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    vllm: SimpleNamespace,
 ) -> None:
     head = make_head(is_eagle3)
     fields = llama_fields(head) | ({"draft_vocab_size": None} if is_eagle3 else {})
     original = write_head(tmp_path / "original", head, fields)
-    GumihoModel.from_pretrained(original).save_pretrained(tmp_path / "saved")
+    GumihoModel.from_pretrained(original, num_parallel_heads=num_heads).save_pretrained(tmp_path / "saved")
     assert plugin.is_drafter(tmp_path / "saved")
     assert not plugin.is_drafter(original)
+    what = "with parallel heads" if num_heads else "that was saved for transformers"
     way_out = f'serves EAGLE heads itself: give it {str(original)!r} as `model`, with `"method": "{method}"`.'
-    with pytest.raises(ValueError, match=re.escape(way_out)):
+    with pytest.raises(ValueError, match=re.escape(f"is an EAGLE head {what}. vLLM {way_out}")):
         read_drafter(tmp_path / "saved", monkeypatch)
 
 

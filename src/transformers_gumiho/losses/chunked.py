@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from ..model.outputs import GumihoOutput
-from .closed_forms import CLOSED_FORMS
 from .positions import select_positions
-from .predictors import predictions_of
+from .predictors import LossWeights, predictions_of
 from .terms import TERMS, LMHead, Readout
-from .weights import LossWeights
 
 
 # Rows of logits held at a time: 131 MB in float32 with a vocabulary of 128k. Fewer would not keep a GPU busy.
@@ -33,6 +31,7 @@ def chunked_gumiho_loss(
     position_ids: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    draft_head: LMHead | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
     Computes the loss of a drafter on a batch of text: the sum over its predictors of `w_f * smooth_l1(f, h)` and
@@ -52,6 +51,7 @@ def chunked_gumiho_loss(
         counts (`(Q,)`, *optional*): The number of positions that each term is to be averaged over, where the batch is
             a part of a larger one. By default those of this batch.
         chunk_size: Rows of logits of the drafter, and as many of the target, that are held at a time.
+        draft_head: The output head for features, if it is another than `lm_head`.
 
     Returns:
         The loss and its unweighted terms: `serial_feature`, `serial_ce`, `parallel_i_feature` and so on, each
@@ -64,12 +64,11 @@ def chunked_gumiho_loss(
     selected = select_positions(predictions, hidden_states, loss_mask, position_ids)
     if counts is None:
         counts = selected.valid.sum(dim=1)
-    term_weights = [
-        {name: weight for name, weight in predictor.weights.items() if weight} for predictor, _ in predictions
-    ]
+    term_weights = [{name: weight for name, weight in p.weights.items() if weight} for p, _ in predictions]
     loss, means = _ChunkedLoss.apply(
-        selected.features, selected.targets, selected.valid, counts, term_weights, lm_head, chunk_size
-    )
+        selected.features, selected.targets, selected.valid, counts, term_weights, lm_head, draft_head or lm_head,
+        chunk_size,
+    )  # fmt: skip
     names = [f"{p.name}_{name}" for (p, _), own in zip(predictions, term_weights, strict=True) for name in own]
     return loss, dict(zip(names, means.unbind(), strict=True))
 
@@ -91,6 +90,7 @@ class _ChunkedLoss(torch.autograd.Function):
         counts: torch.Tensor,
         term_weights: list[dict[str, float]],
         lm_head: LMHead,
+        draft_head: LMHead,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # In float32 also for half-precision features: divided by the number of positions it would underflow.
@@ -99,9 +99,9 @@ class _ChunkedLoss(torch.autograd.Function):
         zero = shares.new_zeros(())
         means = [dict.fromkeys(weights, zero) for weights in term_weights]
         for piece in pieces(len(targets), chunk_size):
-            target = Readout.of_target(targets[piece], lm_head)
+            target = Readout(targets[piece], lm_head)
             for index, weights in enumerate(term_weights):
-                terms = _piece_terms(features[index, piece], target, valid[index, piece], list(weights), lm_head)
+                terms = _piece_terms(features[index, piece], target, valid[index, piece], list(weights), draft_head)
                 for name, (value, term_gradient) in terms.items():
                     means[index][name] = means[index][name] + value * shares[index]
                     gradient[index, piece] += term_gradient * (weights[name] * shares[index])
@@ -117,20 +117,19 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_outputs[0]).to(ctx.dtype), None, None, None, None, None, None
+        return (gradient * grad_outputs[0]).to(ctx.dtype), None, None, None, None, None, None, None
 
 
 def _piece_terms(
-    features: torch.Tensor, target: Readout, valid: torch.Tensor, names: list[str], lm_head: LMHead
+    features: torch.Tensor, target: Readout, valid: torch.Tensor, names: list[str], draft_head: LMHead
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns, for each of these terms of a piece, its sum over the positions and the gradient `(n, H)` of that."""
     found = {}
     with torch.enable_grad():
         leaf = features.detach().float().requires_grad_()
-        prediction = Readout(leaf, lambda states: lm_head(states.to(features.dtype)))
+        prediction = Readout(leaf, lambda states: draft_head(states.to(features.dtype)))
         for name in names:
-            term = CLOSED_FORMS.get(name) or TERMS[name]
-            value = term(prediction, target, valid.float()).sum()
+            value = (TERMS[name](prediction, target) * valid.float()).sum()
             # Neither weight nor average has been applied, and the terms go through the head one by one: it computes in
             # its own precision, in which the scaled gradient would underflow.
             (gradient,) = torch.autograd.grad(value, leaf, retain_graph=name != names[-1])

@@ -4,15 +4,14 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .predictors import Predictor
 
 
-@dataclass(frozen=True)
-class SelectedPositions:
+class SelectedPositions(NamedTuple):
     """
     The states of a batch that count as targets, and what the drafter predicted for each.
 

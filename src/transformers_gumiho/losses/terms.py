@@ -7,6 +7,7 @@ takes part in training and in evaluations.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -28,11 +29,6 @@ class Readout:
     states: torch.Tensor
     lm_head: LMHead
 
-    @classmethod
-    def of_target(cls, states: torch.Tensor, lm_head: LMHead) -> "Readout":
-        """Returns what is to be predicted: no gradient goes into it."""
-        return cls(states.detach(), torch.no_grad()(lambda rows: lm_head(rows)))
-
     @cached_property
     def logits(self) -> torch.Tensor:
         """The logits `(..., V)`, in float32."""
@@ -40,27 +36,47 @@ class Readout:
 
     @cached_property
     def probs(self) -> torch.Tensor:
-        """The distribution `(..., V)`, in float32. It is kept without the logits, which are as large."""
-        return self.lm_head(self.states).float().softmax(dim=-1)
+        """The target's distribution `(..., V)`, in float32. No gradient goes into it, and no logits are kept."""
+        with torch.no_grad():
+            return self.lm_head(self.states).float().softmax(dim=-1)
 
 
-# (prediction, target, weights): what the drafter predicted at some positions, what it should have, and the weight of
-# each position, `(...)`, 0 where it does not count. Returns the weighted loss of each, `(...)` in float32.
-Term = Callable[[Readout, Readout, torch.Tensor], torch.Tensor]
+# (prediction, target): what the drafter predicted at some positions, and what it should have. Returns the loss of each
+# position, `(...)` in float32.
+Term = Callable[[Readout, Readout], torch.Tensor]
 
 
-def smooth_l1(prediction: Readout, target: Readout, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the smooth-L1 distance of each feature to its state, averaged over `H`, times its weight."""
-    distances = F.smooth_l1_loss(prediction.states.float(), target.states.float(), reduction="none")
-    return distances.mean(dim=-1) * weights
+def smooth_l1(prediction: Readout, target: Readout) -> torch.Tensor:
+    """Returns the smooth-L1 distance of each feature to its state, averaged over `H`."""
+    return F.smooth_l1_loss(prediction.states.float(), target.states.float(), reduction="none").mean(dim=-1)
 
 
-def soft_cross_entropy(prediction: Readout, target: Readout, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the cross-entropy (nats) of each prediction to the target's distribution, times its weight."""
-    logits = prediction.logits
-    # As the probabilities sum to 1: -sum(p log softmax(z)) = logsumexp(z) - p z, which holds no second `(..., V)`.
-    return (logits.logsumexp(dim=-1) - (target.probs * logits).sum(dim=-1)) * weights
+def soft_cross_entropy(prediction: Readout, target: Readout) -> torch.Tensor:
+    """Returns the cross-entropy (nats) of each prediction to the target's distribution."""
+    return _SoftCrossEntropy.apply(prediction.logits, target.probs)
 
 
 # The names are those of the logs: `serial_feature`, `parallel_0_ce`.
 TERMS: dict[str, Term] = {"feature": smooth_l1, "ce": soft_cross_entropy}
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """
+    Soft cross-entropies `(n,)` of float32 logits `(n, V)`. Their gradient is `softmax(logits) - target_probs`: written
+    out, it takes one tensor of the logits' size where autograd keeps and makes several.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
+        expected_logits = (target_probs * logits).sum(dim=-1)
+        probs = logits.softmax(dim=-1)
+        # The softmax of the largest logit is exp(largest - log_normalizer), and never small.
+        log_normalizers = logits.amax(dim=-1) - probs.amax(dim=-1).log()
+        ctx.save_for_backward(probs.sub_(target_probs))
+        return log_normalizers - expected_logits
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        # In place: each term's own part of the graph is walked once.
+        return gradient.mul_(grad_outputs[0][:, None]), None

@@ -4,13 +4,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
+from ..drafting.candidate_generator import DraftOrigin
 from ..internals import num_compiled_graphs
 from ..model.modeling_gumiho import GumihoModel
 from ..verification.placement import accelerators_of, input_device
@@ -33,6 +34,7 @@ class DecodingTime:
         stages: The stages of cycles, where they were timed; see [`StageTimer.stages`].
         peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
         num_compiled: Number of graphs that were compiled.
+        last_step: Time of the last cycle, if it drafted nothing because one token was missing.
     """
 
     seconds: float
@@ -44,6 +46,19 @@ class DecodingTime:
     stages: dict[str, float] | None = None
     peak_bytes: int | None = None
     num_compiled: int = 0
+    last_step: float = 0.0
+
+    def of_drafted_cycles(self) -> "DecodingTime":
+        """Returns the same without the last cycle, if it was a step of plain decoding and not the only one."""
+        if not self.last_step or self.num_passes == 1:
+            return self
+        return replace(
+            self,
+            seconds=self.seconds - self.last_step,
+            num_tokens=self.num_tokens - 1,
+            num_passes=self.num_passes - 1,
+            last_step=0.0,
+        )
 
     @property
     def pass_seconds(self) -> float:
@@ -101,6 +116,7 @@ def time_decoding(
         stages=timer.stages() if stages and drafter is not None else None,
         peak_bytes=peak.num_bytes,
         num_compiled=num_compiled_graphs() - num_graphs,
+        last_step=timer.last_step,
     )
 
 
@@ -139,6 +155,7 @@ class StageTimer(GenerationObserver):
         self._devices, self._with_stages = devices, with_stages
         self._seconds = defaultdict[Stage, float](float)
         self._begins: list[float] = []  # of the stages that have not ended
+        self._end_of_drafts: float | None = None  # when nothing more was drafted, as one token was missing
         self.start = self.prompt_end = self.end = self._first_cycle = self.now()
 
     def on_stage_begin(self, stage: Stage) -> None:
@@ -158,6 +175,10 @@ class StageTimer(GenerationObserver):
         if self._with_stages:
             self._seconds[stage] += self.now() - self._begins.pop()
 
+    def on_tree(self, origin: DraftOrigin) -> None:
+        if origin.source == "end":
+            self._end_of_drafts = self.now()
+
     def now(self) -> float:
         """The clock's time when the devices have finished their work."""
         synchronize(*self._devices)
@@ -167,6 +188,11 @@ class StageTimer(GenerationObserver):
     def total(self) -> float:
         """The time of the generation."""
         return self.end - self.start
+
+    @property
+    def last_step(self) -> float:
+        """The time of the last cycle, if it drafted nothing because one token was missing."""
+        return 0.0 if self._end_of_drafts is None else self.end - self._end_of_drafts
 
     def stages(self) -> dict[str, float]:
         """

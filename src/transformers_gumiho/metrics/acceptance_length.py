@@ -21,10 +21,7 @@ Args:
     max_draft_length (`int`, *optional*): The longest path that could be drafted. By default the longest accepted one.
 
 Returns:
-    tau_micro (`float`): Tokens per cycle, over all cycles.
-    tau_macro (`float`): Tokens per cycle of each prompt, averaged over the prompts.
-    acceptance_per_position (`list[float]`): Share of cycles in which at least 1, 2, ... drafted tokens were accepted.
-    cycle_shares (`list[float]`): Share of cycles that committed exactly 1, 2, ... tokens.
+    The fields of `transformers_gumiho.metrics.AcceptanceStatistics`, by name.
 
 Example:
 

@@ -91,18 +91,14 @@ def eagle_fields(
         ValueError: It is a drafter of another method, or an EAGLE head that is not known here.
     """
     llama, flags = _flatten(fields)
-    claims = claims_to_draft(fields)
-    if claims and (reason := _refused_config(fields, flags)):
-        raise _refusal(name_or_path, reason)
-    shapes = read_shapes()
+    claims, reason = claims_to_draft(fields), _refused_config(fields, flags)
+    shapes = {} if claims and reason else read_shapes()
     method = next((what for pattern, what in _TENSORS_OF_METHODS if any(map(re.compile(pattern).match, shapes))), None)
     is_language_model = "fc.weight" not in shapes and method in (None, _MLA)
     if not claims and (is_language_model or "mlp.0.0.linear.weight" in shapes):
         return None
-    reason = method or _refused_config(fields, flags)
-    if reason is None and (lacking := [name for name in _NEEDED if name not in shapes]):
-        lack = f"it has no tensor `{lacking[0]}`" if shapes else "no weight file is found next to its config.json"
-        reason = f"a drafter that cannot be recognized, because {lack}"
+    is_eagle3 = "layers.0.hidden_norm.weight" in shapes
+    reason = method or reason or _lack(shapes) or (None if is_eagle3 else _refused_eagle1(flags, shapes))
     if reason is not None:
         raise _refusal(name_or_path, reason)
     found: dict[str, Any] = {
@@ -115,8 +111,7 @@ def eagle_fields(
         "dtype": flags.get("dtype") or flags.get("torch_dtype"),
         "converted_from": str(name_or_path),
     }
-    own_fields = _eagle3_fields if "layers.0.hidden_norm.weight" in shapes else _eagle1_fields
-    return found | own_fields(found["model"], flags, shapes, name_or_path)
+    return found | (_eagle3_fields(flags, shapes, name_or_path) if is_eagle3 else {})
 
 
 def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -141,15 +136,15 @@ def _named_method(fields: Mapping[str, Any]) -> str | None:
 
 def _refused_config(fields: dict[str, Any], flags: dict[str, Any]) -> str | None:
     """Returns what a config describes that cannot be loaded; `None` where nothing speaks against it."""
-    method = _named_method(fields)
-    given = next((word for field, word in _FIELDS_OF_METHODS.items() if flags.get(field) not in (None, False)), None)
-    if (what := _METHODS.get(method or "") or _METHODS.get(given or "")) is not None:
-        return what
+    given = [word for field, word in _FIELDS_OF_METHODS.items() if flags.get(field) not in (None, False)]
+    for method in (_named_method(fields), *given):
+        if method in _METHODS:
+            return _METHODS[method]
     kind = fields.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         return f"a speculators drafter of the type {kind!r}"
     architectures = fields.get("architectures") or ()
-    if any("deepseek" in str(name).lower() for name in architectures) or flags.get("kv_lora_rank"):
+    if "deepseek" in str(architectures).lower() or flags.get("kv_lora_rank"):
         return _MLA
     if other := [name for name in architectures if not _KNOWN_ARCHITECTURE.fullmatch(str(name))]:
         return f"an EAGLE head with the architecture {other[0]!r}, whose norms and scales are not known"
@@ -166,6 +161,29 @@ def _refused_config(fields: dict[str, Any], flags: dict[str, Any]) -> str | None
     num_layers = flags.get("num_hidden_layers") or 1
     if flags.get("use_sliding_window") or "sliding_attention" in (flags.get("layer_types") or ())[:num_layers]:
         return "an EAGLE head with a sliding window"
+    return None
+
+
+def _lack(shapes: Shapes) -> str | None:
+    """Returns what cannot be recognized for lack of a tensor."""
+    lacking = next((name for name in _NEEDED if name not in shapes), None)
+    if lacking is None:
+        return None
+    lack = f"it has no tensor `{lacking}`" if shapes else "no weight file is found next to its config.json"
+    return f"a drafter that cannot be recognized, because {lack}"
+
+
+def _refused_eagle1(flags: dict[str, Any], shapes: Shapes) -> str | None:
+    """Returns what an EAGLE-1 or EAGLE-2 head has that Gumiho's serial head has not, of any number of layers."""
+    kind, size = (flags.get("model") or flags).get("model_type", "llama"), flags.get("hidden_size", 0)
+    if flags.get("draft_vocab_size") or _LAYER_IDS in flags or flags.get("speculators_model_type"):
+        return "an EAGLE-3 head by its config, and not by its tensors: `layers.0.hidden_norm.weight` is missing"
+    if own := [name for name in ("norm.weight", "layers.0.input_layernorm.weight") if name in shapes]:
+        return f"an EAGLE-1 head with norms of its own (`{own[0]}`), as those with Mistral, Cohere or Llama 4 layers"
+    if kind not in _LLAMA_TYPES:
+        return f"an EAGLE-1 head with layers of the type {kind!r}"
+    if shapes["fc.weight"] != (size, 2 * size):
+        return f"no EAGLE-1 head: its `fc.weight` has the shape {shapes['fc.weight']}, expected {(size, 2 * size)}"
     return None
 
 
@@ -201,38 +219,18 @@ def _llama_fields(given: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _eagle1_fields(llama: dict[str, Any], flags: dict[str, Any], shapes: Shapes, name_or_path: Any) -> dict[str, Any]:
-    """Returns what is the head's own of EAGLE-1 and EAGLE-2: Gumiho's serial head, of any number of layers."""
-    kind = (flags.get("model") or flags).get("model_type", "llama")
-    reason = None
-    if flags.get("draft_vocab_size") or _LAYER_IDS in flags or flags.get("speculators_model_type"):
-        reason = "an EAGLE-3 head by its config, and not by its tensors: `layers.0.hidden_norm.weight` is missing"
-    elif own := [name for name in ("norm.weight", "layers.0.input_layernorm.weight") if name in shapes]:
-        reason = f"an EAGLE-1 head with norms of its own (`{own[0]}`), as those with Mistral, Cohere or Llama 4 layers"
-    elif kind not in _LLAMA_TYPES:
-        reason = f"an EAGLE-1 head with layers of the type {kind!r}"
-    elif shapes["fc.weight"] != (expected := (llama["hidden_size"], 2 * llama["hidden_size"])):
-        reason = f"no EAGLE-1 head: its `fc.weight` has the shape {shapes['fc.weight']}, expected {expected}"
-    if reason is not None:
-        raise _refusal(name_or_path, reason)
-    return {}
-
-
-def _eagle3_fields(llama: dict[str, Any], flags: dict[str, Any], shapes: Shapes, name_or_path: Any) -> dict[str, Any]:
+def _eagle3_fields(flags: dict[str, Any], shapes: Shapes, name_or_path: Any) -> dict[str, Any]:
     """Returns what is an EAGLE-3 head's own."""
-    of_speculators = "speculators_model_type" in flags
-    ids = flags.get(_LAYER_IDS)
-    layer_ids = None if not ids else _as_outputs(ids, of_speculators, name_or_path)
-    found: dict[str, Any] = {
+    of_speculators, ids = "speculators_model_type" in flags, flags.get(_LAYER_IDS)
+    _warn_of_doubts(flags, of_speculators, name_or_path)
+    given = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes} | flags
+    return {name: bool(given.get(name)) for name in _NORM_FLAGS} | {
         "serial_head": "eagle3",
-        "target_layer_ids": layer_ids,
+        "target_layer_ids": _as_outputs(ids, of_speculators, name_or_path) if ids else None,
         "target_hidden_size": flags.get("target_hidden_size"),
         "draft_vocab_size": shapes.get("lm_head.weight", (None,))[0] if "d2t" in shapes else None,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
     }
-    _warn_of_doubts(flags, of_speculators, name_or_path)
-    given = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes} | flags
-    return found | {name: bool(given.get(name)) for name in _NORM_FLAGS}
 
 
 def _as_outputs(ids: list[int], of_speculators: bool, name_or_path: Any) -> list[int]:
@@ -252,22 +250,22 @@ def _as_outputs(ids: list[int], of_speculators: bool, name_or_path: Any) -> list
 
 def _warn_of_doubts(flags: dict[str, Any], of_speculators: bool, name_or_path: Any) -> None:
     """Logs, once, which fields of a config may say something else than its head was trained with."""
-    name = repr(str(name_or_path))
-    rope = flags.get("rope_parameters") or {}
-    base = rope.get("rope_theta", flags.get("rope_theta"))
+    base = (flags.get("rope_parameters") or {}).get("rope_theta", flags.get("rope_theta"))
+    doubts = []
     if not of_speculators and base not in (None, 10000):
-        logger.warning_once(
-            f"The config of the EAGLE-3 head {name} has a `rope_theta` of {base}, which is used. The training code of "
-            f"several tools ignored it and used 10000. If few drafts are accepted, try "
-            f"`config.model.rope_parameters['rope_theta'] = 10000.0`."
+        doubts.append(
+            f"has a `rope_theta` of {base}, which is used. The training code of several tools ignored it and used "
+            f"10000. If few drafts are accepted, try `config.model.rope_parameters['rope_theta'] = 10000.0`."
         )
     if not of_speculators and flags.get("norm_output"):
-        logger.warning_once(
-            f"The config of the EAGLE-3 head {name} says `norm_output: true`. Until September 2026 SpecForge wrote "
-            f"this for heads without it. If few drafts are accepted, try `norm_output=False`."
+        doubts.append(
+            "says `norm_output: true`. Until September 2026 SpecForge wrote this for heads without it. If few drafts "
+            "are accepted, try `norm_output=False`."
         )
     if of_speculators and "norm_before_residual" not in flags:
-        logger.warning_once(
-            f"The config of the EAGLE-3 head {name} does not say `norm_before_residual`, so it is false, as for "
-            f"speculators; vLLM takes it for true. If few drafts are accepted, try `norm_before_residual=True`."
+        doubts.append(
+            "does not say `norm_before_residual`, so it is false, as for speculators; vLLM takes it for true. If few "
+            "drafts are accepted, try `norm_before_residual=True`."
         )
+    for doubt in doubts:
+        logger.warning_once(f"The config of the EAGLE-3 head {str(name_or_path)!r} {doubt}")

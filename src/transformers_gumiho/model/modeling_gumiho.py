@@ -1,6 +1,5 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,19 +16,11 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from ..user_errors import UserValueError
-from .checkpoint_conversion import (
-    accept_new_fusion,
-    accept_transitions,
-    adopt_released_vocabulary,
-    check_fit,
-    drop_extra_heads,
-    entry_token_ids,
-)
-from .checkpoint_files import damaged_weights_named
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
 from .layer_fusion import GumihoLayerFusion
+from .loading import accept_checkpoint, damaged_weights_named
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
@@ -212,21 +203,18 @@ class GumihoModel(GumihoPreTrainedModel):
                 another kind of model.
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        if kwargs.get("variant") is not None and not isinstance(kwargs.get("config"), GumihoConfig):
+            # An EAGLE head is recognized by its tensors, and transformers does not tell the config where they are.
+            where = kwargs.pop("config", None) or pretrained_model_name_or_path
+            config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
+            fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
+            kwargs = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
         with damaged_weights_named(pretrained_model_name_or_path, kwargs):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         model.load_generation_config(kwargs)
-        name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
-        info["missing_keys"] = accept_new_fusion(info, config, name, kwargs)
-        unexpected, info["missing_keys"] = accept_transitions(
-            info["unexpected_keys"], info["missing_keys"], config, name
-        )
-        unexpected = drop_extra_heads(unexpected, config, settings, name)
-        info["unexpected_keys"] = adopt_released_vocabulary(model, unexpected, name, kwargs)
-        check_fit(info, name, allow_mismatch)
-        if config.draft_vocab_size is not None:
-            entry_token_ids("d2t", model.d2t.cpu(), config.get_text_config().vocab_size, name)
+        accept_checkpoint(model, info, kwargs, allow_mismatch)
         return (model, info) if output_loading_info else model
 
     def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -300,18 +288,12 @@ class GumihoModel(GumihoPreTrainedModel):
             )
         return self.serial_head.finish(self, features)
 
-    def score(
-        self, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def predict(self, features: torch.Tensor) -> torch.Tensor:
         """
-        Returns the logits `(..., K)` of the tokens after features `(..., H)`.
-
-        Args:
-            features: Features of the serial head.
-            head: The output head, the target's for all drafters but EAGLE-3's. Those have one of their own, which is
-                the default. Its rows are of the tokens [`own_tokens`].
+        Returns the states `(..., H)` that an output head scores, for features `(..., H)` of the serial head. These are
+        the features, but for EAGLE-3, which has a final norm. What the parallel heads make is scored as it is.
         """
-        return self.serial_head.score(self, features, head or self.lm_head)
+        return self.serial_head.predict(self, features)
 
     def own_tokens(self) -> torch.Tensor | None:
         """Returns the ids `(K,)` of the tokens that the drafter's own output head scores; `None` for all tokens."""
@@ -364,7 +346,7 @@ class GumihoModel(GumihoPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))
-        unrolled_features = None
+        unrolled_features = path_inputs = None
         if unroll:
             serial_features, unrolled_features, path_inputs = unroll_serial_head(
                 self, input_ids, fused, attention_mask, position_ids, **kwargs
@@ -375,13 +357,13 @@ class GumihoModel(GumihoPreTrainedModel):
             num_paths = max(input_ids.shape[1] - self.config.num_serial_tokens, 0)
             parallel_features = serial_features.new_zeros(len(input_ids), 0, num_paths, serial_features.shape[-1])
         else:
-            if not unroll:
+            if path_inputs is None:
                 path_inputs = self._path_inputs(input_ids, serial_features)
             parallel_features = self._parallel_features(input_ids, path_inputs)
         return GumihoOutput(
-            serial_features=serial_features,
+            serial_features=self.predict(serial_features),
             parallel_features=parallel_features,
-            unrolled_features=unrolled_features,
+            unrolled_features=None if unrolled_features is None else tuple(map(self.predict, unrolled_features)),
             cache=cache,
         )
 

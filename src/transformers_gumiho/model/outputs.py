@@ -10,7 +10,8 @@ from transformers.utils import ModelOutput
 @dataclass
 class GumihoOutput(ModelOutput):
     """
-    Output of [`GumihoModel`]. `B` batch size, `T` tokens, `H` hidden size, `S` serial tokens, `P` parallel heads.
+    Output of [`GumihoModel`]. `B` batch size, `T` tokens, `H` hidden size, `S` serial tokens, `P` parallel heads. For
+    EAGLE-3, the predictions are not of the target's states, but of what the drafter's own output head reads.
 
     Args:
         serial_features (`torch.Tensor` of shape `(B, T, H)`):

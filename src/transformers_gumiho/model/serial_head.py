@@ -1,10 +1,9 @@
 """
-What differs between the serial heads of drafters: how they read the target, take a token in, and score features.
+What differs between the serial heads of drafters: how they read the target, take a token in, and predict states.
 
 A serial head has no state of its own. Its modules stay on the drafter, under the names of published checkpoints.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,14 +53,12 @@ class GumihoSerialHead:
         return drafter.fc(torch.cat((embeddings, states), dim=-1))
 
     def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
-        """Maps the output of the last layer to the features, which are scored and fed back."""
+        """Maps the output of the last layer to the features, which are fed back."""
         return states
 
-    def score(
-        self, drafter: Any, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Maps features to logits by an output head."""
-        return head(features)
+    def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
+        """Maps features to the states that an output head scores."""
+        return features
 
 
 class Eagle3SerialHead(GumihoSerialHead):
@@ -104,10 +101,8 @@ class Eagle3SerialHead(GumihoSerialHead):
     def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
         return drafter.norm(states) if drafter.config.norm_output else states
 
-    def score(
-        self, drafter: Any, features: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        return head(features if drafter.config.norm_output else drafter.norm(features))
+    def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
+        return features if drafter.config.norm_output else drafter.norm(features)
 
 
 SERIAL_HEADS: dict[str, GumihoSerialHead] = {"gumiho": GumihoSerialHead(), "eagle3": Eagle3SerialHead()}

@@ -34,6 +34,11 @@ class TargetLayers:
         """Returns the layers of `target_layer_ids`; `None` for a drafter that reads the last state alone."""
         return None if ids is None else cls(tuple(ids))
 
+    def besides_last_states(self, target_config: PreTrainedConfig) -> tuple[int, ...]:
+        """Returns those of the layers whose states are not what the target's output projection reads."""
+        num_layers = target_config.get_text_config(decoder=True).num_hidden_layers
+        return tuple(number for number in self.ids if number < num_layers - self.is_last_normed)
+
 
 def embedding_width(target_config: PreTrainedConfig) -> int:
     """Returns `E` of the target's token embedding `(V, E)`. `target_config` is that of its text decoder."""

@@ -66,7 +66,7 @@ def unroll_serial_head(
         count = max(num_tokens - step, 0)
         inputs.append(drafter.fuse(input_ids[:, step:], features[:, :count]))
         if count == 0:  # the text is too short for this step
-            unrolled.append(inputs[-1])
+            unrolled.append(features[:, :0])
             continue
         run = range(0 if cache is None else step, step + 1)
         cache = None if cache is None else StepCache(cache)

@@ -1,6 +1,5 @@
 """The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from .. import options
+from ..open_text import parse_template_kwargs
 from ..options import REQUIRED, option
 from ..training import GumihoTrainingArguments, Sampling
 from ..user_errors import UserValueError
@@ -62,17 +62,6 @@ class WritingArguments:
         """Whether the target writes the prompts, too."""
         return self.data == "none"
 
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the chat template."""
-        try:
-            kwargs = json.loads(self.chat_template_kwargs or "{}")
-        except ValueError:
-            kwargs = None
-        if not isinstance(kwargs, dict):
-            raise UserValueError(f"--chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
-        return kwargs
-
     def sampling(self, config: GenerationConfig) -> Sampling:
         """Returns how answers are sampled: as the options say, or else as the target's generation config does."""
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
@@ -85,7 +74,7 @@ class WritingArguments:
             raise UserValueError(
                 "Give the target with --target, and the data with --data FILE, --data DATASET or none."
             )
-        _ = self.template_kwargs  # is refused here rather than after the target is loaded
+        parse_template_kwargs(self.chat_template_kwargs)  # is refused here rather than after the target is loaded
         if not self.writes_prompts and self.openings:
             raise UserValueError("--openings are for prompts of the target: use --data none.")
 
@@ -124,6 +113,9 @@ class RecipeArguments(WritingArguments):
         "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128
     )
     drafter: str | None = option("Continue training this drafter.")
+    num_parallel_heads: int | None = option(
+        "Parallel heads (default: 5, or those of `--drafter`). With `--train_only parallel`, an EAGLE head gets them."
+    )
     transition_rank: int | None = option("Rank of the parallel heads' transitions (default: the recipe's).")
     target_layer_ids: list[int] | None = option(
         "Layers of the target that the serial head reads (default: the last one)."
@@ -147,12 +139,15 @@ class RecipeArguments(WritingArguments):
             raise UserValueError("--features holds prepared data: leave --data out.")
         if self.num_eval_rows < 0 or self.lora_rank < 0:
             raise UserValueError("--num_eval_rows and --lora_rank must not be negative.")
+        if self.num_parallel_heads is not None and self.num_parallel_heads < 1:
+            raise UserValueError(f"--num_parallel_heads must be at least 1, got {self.num_parallel_heads}.")
         if self.lora_rank and self.drafter is None:
             raise UserValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
-        if self.lora_rank and (self.transition_rank or self.target_layer_ids is not None):
+        new_parts = (self.num_parallel_heads, self.transition_rank, self.target_layer_ids)
+        if self.lora_rank and any(part is not None for part in new_parts):
             raise UserValueError(
-                "Adapters hold neither transitions nor a fusion of layers: train these without --lora_rank, on the "
-                "merged drafter."
+                "Adapters hold neither parallel heads, transitions nor a fusion of layers: train these without "
+                "--lora_rank, on the merged drafter."
             )
 
 
@@ -197,8 +192,8 @@ HELP = {
         "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
         "sampled_share", "temperature", "top_p", "top_k", "endpoint", "endpoint_model", "concurrency",
     ],
-    "drafter": ["drafter", "transition_rank", "target_layer_ids", "lora_rank", "train_only", "linear_start",
-        "draft_vocabulary_size",
+    "drafter": ["drafter", "num_parallel_heads", "transition_rank", "target_layer_ids", "lora_rank", "train_only",
+        "linear_start", "draft_vocabulary_size",
     ],
     "training": [
         "num_train_epochs", "learning_rate", "warmup_steps", "per_device_train_batch_size", "tokens_per_step",

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from ..training import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
-from .recipes import RECIPES, Phase
+from .recipes import RECIPES
 from .stages import Run
 from .writing import load_tokenizer, write_answers
 
@@ -79,14 +79,17 @@ def phases_of(
     Returns the trainings of a command line. One that names a drafter or a part of it asks for a single training;
     otherwise they are the recipe's phases, each with the options that are given.
     """
-    phases: Sequence[Phase] = RECIPES[args.recipe].phases
-    if args.drafter is not None or training_args.train_only is not None:
-        phases = [Phase("train")]
-    found = {}
+    phases, part = RECIPES[args.recipe].phases, training_args.train_only
+    if args.drafter is not None or part is not None:
+        # New heads learn as in the recipe's phase for them.
+        adds_heads = args.num_parallel_heads is not None and part == "parallel"
+        like = [options for options in phases.values() if adds_heads and options.get("train_only") == part]
+        phases = {"train": like[0] if like else {}}
     order = {} if args.packing else {"train_sampling_strategy": "group_by_length"}
-    for phase in phases:
-        folder = str(Path(training_args.output_dir) / "work" / phase.name)
-        found[phase.name] = _parse([*words, "--output_dir", folder], order | phase.training)[1]
+    found = {}
+    for name, options in phases.items():
+        folder = str(Path(training_args.output_dir) / "work" / name)
+        found[name] = _parse([*words, "--output_dir", folder], order | options)[1]
     return found
 
 

@@ -2,74 +2,70 @@
 
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
 from transformers import TrainerCallback
-from transformers.trainer_callback import ProgressCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ProgressCallback, TrainerState
+
+
+_FIRST_LINE = 60  # seconds after which the rate is shown, however rarely something is logged
 
 
 class Progress(TrainerCallback):
     """
-    Prints the progress of a phase.
-
-    Args:
-        phase: Its name and place, e.g. `serial 1/2`.
-        tokens_per_step: Tokens of a step over all processes, on average; `None` if that is unknown.
+    Prints the progress of a phase, of this name and place, e.g. `serial 1/2`, whose steps have `tokens_per_step` over
+    all processes, on average; `None` if that is unknown.
     """
 
     def __init__(self, phase: str, tokens_per_step: float | None):
         self.phase, self.tokens_per_step = phase, tokens_per_step
         self.trainer: Any = None
         self._shown = ""  # of the newest evaluation
-        self._best, self._begin, self._first_step = 0.0, 0.0, sys.maxsize
+        self._best, self._begin, self._first_step, self._is_silent = 0.0, 0.0, sys.maxsize, True
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins to measure."""
         self._begin, self._first_step = time.perf_counter(), state.global_step
         self._best = state.best_metric or 0.0
 
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Mapping[str, float], **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Prints the rate of the first minute."""
+        if self._is_silent and time.perf_counter() - self._begin > _FIRST_LINE:
+            self._print(state)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any, **kwargs: Any) -> None:
         """Keeps what the next line shows."""
         length = metrics.get("eval_expected_acceptance_length")
         if length is not None:
             drafts = [f"{metrics[name]:.0%}" for name in sorted(metrics) if name.startswith("eval_agreement_")][:3]
-            self._shown = f"agreement {' '.join(drafts)}, expected {length:.2f} tokens per pass"
+            self._shown = f"  agreement {' '.join(drafts)}, expected {length:.2f} tokens per pass"
             self._shown += " (best)" if length >= self._best else f" (best: {self._best:.2f})"
             self._best = max(self._best, length)
-            self._print(state, {})
+            self._print(state)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any, **kwargs: Any) -> None:
         """Prints a line where a loss is logged."""
         if "loss" in logs:
-            self._print(state, logs)
+            self._print(state, f"  loss {logs['loss']:.3f}")
 
-    def _print(self, state: TrainerState, logs: Mapping[str, float]) -> None:
+    def _print(self, state: TrainerState, loss: str = "") -> None:
         done, seconds = state.global_step - self._first_step, time.perf_counter() - self._begin
         if not state.is_world_process_zero or done <= 0:
             return
-        parts = [f"{self.phase}  step {state.global_step}/{state.max_steps}"]
-        if self.tokens_per_step:
-            parts.append(f"{self.tokens_per_step * done / seconds:,.0f} tokens/s")
-        if "loss" in logs:
-            parts.append(f"loss {logs['loss']:.3f}")
-        if self._shown:
-            parts.append(self._shown)
+        self._is_silent = False
+        rate = f"  {self.tokens_per_step * done / seconds:,.0f} tokens/s" if self.tokens_per_step else ""
         left = (state.max_steps - state.global_step) * seconds / done
-        parts.append(f"{left / 3600:.1f} h left" if left >= 3600 else f"{left / 60:.0f} min left")
+        remaining = f"{left / 3600:.1f} h left" if left >= 3600 else f"{left / 60:.0f} min left"
+        line = f"{self.phase}  step {state.global_step}/{state.max_steps}{rate}{loss}{self._shown}  {remaining}"
         waiting = self.trainer.seconds_of_waiting / seconds
         if waiting > 0.2:  # otherwise the steps themselves take the time
-            parts.append(f"{waiting:.0%} waiting for data: raise --dataloader_num_workers")
-        tqdm.write("  ".join(parts))
+            line += f"  {waiting:.0%} waiting for data: raise --dataloader_num_workers"
+        tqdm.write(line)
 
 
 class Bar(ProgressCallback):
-    """The bar of a training."""
+    """The bar of a training, which leaves what is logged to [`Progress`]."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves what is logged to [`Progress`]."""
+        """Prints nothing."""

@@ -5,30 +5,17 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Phase:
-    """
-    One training.
-
-    Attributes:
-        name: Of its folder.
-        training: Fields of `GumihoTrainingArguments`, where the user gives no others.
-    """
-
-    name: str
-    training: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Recipe:
     """
     Attributes:
-        phases: Trainings, each of which begins with the drafter of the one before it.
+        phases: Trainings by name, each of which begins with the drafter of the one before it: fields of
+            `GumihoTrainingArguments`, where the user gives no others.
         config: Fields of the drafter's config.
         vocabulary_share: Share of the target's tokens that a new drafter drafts.
         packing: Whether a row holds several texts.
     """
 
-    phases: tuple[Phase, ...]
+    phases: dict[str, dict[str, Any]]
     config: dict[str, Any] = field(default_factory=dict)
     vocabulary_share: float = 1.0
     packing: bool = True
@@ -48,10 +35,10 @@ _HEADS = _COMMON | {
 
 RECIPES = {
     "recommended": Recipe(
-        phases=(Phase("serial", _SERIAL), Phase("heads", _HEADS)),
+        phases={"serial": _SERIAL, "heads": _HEADS},
         config={"transition_rank": 64},
         vocabulary_share=0.25,
         packing=False,  # steps of few tokens train better than few steps of many
     ),
-    "published": Recipe(phases=(Phase("published"),)),
+    "published": Recipe(phases={"published": {}}),
 }

@@ -70,9 +70,8 @@ def training_contents(
 ) -> dict[str, Any]:
     """Returns what a phase is made from besides the data: its options, and the drafter that it begins with."""
     options = {name: value for name, value in training_args.to_dict().items() if not _NO_PART.fullmatch(name)}
-    rows = training_args.train_batch_size * training_args.gradient_accumulation_steps * training_args.world_size
     return options | dict(drafter_fields) | {
-        "rows_per_step": rows,
+        "rows_per_step": training_args.rows_per_step,
         "lora_rank": args.lora_rank,
         "drafter": None if start is None else checkpoint_fingerprint(start),
     }  # fmt: skip

@@ -1,10 +1,9 @@
 """The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ..measuring.prompts import encode_turn
-from ..model.configuration_gumiho import resolve_layer_ids
+from ..model.configuration_gumiho import GumihoConfig, resolve_layer_ids
+from ..model.loading import stored_dtype
 from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import Record
+from ..text_files import MalformedRowError
 from ..training import (
     CachedFeatures,
     FeatureDataset,
@@ -27,107 +28,153 @@ from ..training import (
     last_complete_checkpoint,
     prepare_dataset,
 )
-from ..training.data.conversations import MalformedRowError, RawText, read_row
-from ..training.data.usable_rows import held_out_numbers
-from ..training.feature_cache import MADE_FROM, row_lengths
+from ..training.data.conversations import read_row
+from ..training.data.preparation import held_out_numbers
+from ..training.feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
 from ..user_errors import UserValueError, as_user_errors
 from .arguments import RecipeArguments
 from .progress import Bar, Progress
+from .recipes import RECIPES
 from .records import training_contents
-from .writing import row_length
+from .writing import row_length, say
 
 
 _TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
 _ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
 
 
-def train_phases(
-    args: RecipeArguments,
-    phases: dict[str, GumihoTrainingArguments],
-    fields: dict[str, Any],
-    data: dict[str, Any],
-    load_source: Callable[[], PreTrainedModel | CachedFeatures],
-    made_from: dict[str, Any],
-    folder: Path,
-) -> None:
+@dataclass
+class Training:
     """
-    Trains the phases, whose arguments are given by name, one after the other on `data`, from [`cached_data`] or
-    [`online_data`], which was `made_from` these contents. Leaves the drafter, its tokenizer and its card in a folder.
-    A phase that was stopped continues from its newest checkpoint, one that is finished is left as it is, and each
-    begins with the best drafter of the one before it. `load_source` gives the target or its cached features, and is
-    called only if there is anything to train.
+    The trainings of a run. They leave the drafter, its tokenizer and its card in a folder.
+
+    Attributes:
+        args: The options.
+        fields: Those of the drafter's config that are not the defaults.
+        data: Arguments of the trainer, from [`cached_data`] or [`online_data`].
+        load_source: Gives the target or its cached features. It is called only if there is anything to train.
+        made_from: What the data was made from.
+        folder: The run's folder.
     """
-    start, trainer = args.drafter, None
-    work = Path(next(iter(phases.values())).output_dir).parent
-    whole = Record(work / "train" / MADE_FROM)
-    for number, (name, planned) in enumerate(phases.items(), 1):
-        training_args = fit_to_data(args, planned, data)
-        record = Record(Path(training_args.output_dir) / MADE_FROM)
-        contents = made_from | training_contents(args, training_args, fields, start)
-        is_longer = _is_longer(record, contents, training_args, name)
-        is_done = record.is_finished and not is_longer
-        PartialState().wait_for_everyone()
-        if is_done:
-            _say(f"{name}: finished before")
+
+    args: RecipeArguments
+    fields: dict[str, Any]
+    data: dict[str, Any]
+    load_source: Callable[[], PreTrainedModel | CachedFeatures]
+    made_from: dict[str, Any]
+    folder: Path
+
+    def run(self, phases: dict[str, GumihoTrainingArguments]) -> None:
+        """
+        Trains the phases, whose arguments are given by name, one after the other. A phase that was stopped continues
+        from its newest checkpoint, one that is finished is left as it is, and each begins with the best drafter of the
+        one before it.
+        """
+        args, work, start, trainer = self.args, self.folder / "work", self.args.drafter, None
+        whole, is_main = Record(work / "train" / MADE_FROM), PartialState().is_main_process
+        for number, (name, planned) in enumerate(phases.items(), 1):
+            training_args = self._fit_to_data(planned)
+            record = Record(Path(training_args.output_dir) / MADE_FROM)
+            contents = self.made_from | training_contents(args, training_args, self.fields, start)
+            is_longer = _is_longer(record, contents, training_args, name)
+            PartialState().wait_for_everyone()
+            if record.is_finished and not is_longer:
+                say(f"{name}: finished before")
+            else:
+                if is_main:
+                    whole.write({})
+                    record.write(contents | _length_of(training_args))
+                    for later in list(phases)[number:]:  # they began with what this one was before
+                        shutil.rmtree(work / later, ignore_errors=True)
+                trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start, is_longer)
+                if is_main:
+                    record.write(contents | _length_of(training_args), is_finished=True)
             start = training_args.output_dir
-            continue
-        if PartialState().is_main_process:
-            whole.write({})
-            record.write(contents | _length_of(training_args))
-            for later in list(phases)[number:]:  # they began with what this one was before
-                shutil.rmtree(work / later, ignore_errors=True)
+        how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows}
+        if trainer is None and whole.is_finished and whole.made_from == how:
+            return
+        # There is no trainer where the run was stopped after its last phase.
+        trainer = trainer or self._trainer(name, training_args, start, _state_in(training_args.output_dir))
+        if is_main:
+            for stage in ("tune", "evaluate"):  # of an earlier drafter
+                shutil.rmtree(work / stage, ignore_errors=True)
+        self._finish(trainer, training_args)
+        trainer.accelerator.wait_for_everyone()
+        if is_main:
+            whole.write(how, is_finished=True)
+
+    def _train(
+        self, phase: str, training_args: GumihoTrainingArguments, start: str | None, is_longer: bool
+    ) -> GumihoTrainer:
+        """Trains one phase, and keeps its best drafter and its log."""
         set_seed(training_args.seed)
         checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
-        state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)) if checkpoint else None
-        if has_ended := state is not None and not is_longer and state.global_step >= state.max_steps:
-            start = state.best_model_checkpoint or checkpoint  # it was stopped before its result was kept
-        with unsplit_models(training_args):
-            source = load_source()
-            drafter = _make_drafter(args, start, fields, source, is_trained=has_ended)
-        trainer = _make_trainer(f"{name} {number}/{len(phases)}", drafter, training_args, data | {"target": source})
-        if has_ended:
-            trainer.state = state
+        state = _state_in(checkpoint) if checkpoint else None
+        if state is not None and not is_longer and state.global_step >= state.max_steps:
+            # It was stopped before its result was kept.
+            trainer = self._trainer(phase, training_args, state.best_model_checkpoint or checkpoint, state)
         else:
+            trainer = self._trainer(phase, training_args, start)
             if checkpoint:
-                _say(f"{name}: continues from {checkpoint}")
+                say(f"{phase.split()[0]}: continues from {checkpoint}")
             trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()  # the training's result is kept, whatever becomes of what follows
         trainer.save_state()
         trainer.accelerator.wait_for_everyone()
-        if PartialState().is_main_process:
-            record.write(contents | _length_of(training_args), is_finished=True)
-        start = training_args.output_dir
-    how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows}
-    if trainer is None and whole.is_finished and whole.made_from == how:
-        return
-    if trainer is None:  # it was stopped after the last phase
+        return trainer
+
+    def _trainer(
+        self, phase: str, training_args: GumihoTrainingArguments, start: str | None, state: TrainerState | None = None
+    ) -> GumihoTrainer:
+        """Returns the trainer of a phase that begins with the drafter `start`, or has ended in it with a `state`."""
+        source = self.load_source()
         with unsplit_models(training_args):
-            source = load_source()
-            drafter = _make_drafter(args, start, fields, source, is_trained=True)
-        trainer = _make_trainer(name, drafter, training_args, data | {"target": source})
-        trainer.state = TrainerState.load_from_json(str(Path(training_args.output_dir) / TRAINER_STATE_NAME))
-    if PartialState().is_main_process:
-        for stage in ("tune", "evaluate"):  # of an earlier drafter
-            shutil.rmtree(work / stage, ignore_errors=True)
-    _finish(args, trainer, training_args, folder)
-    trainer.accelerator.wait_for_everyone()
-    if PartialState().is_main_process:
-        whole.write(how, is_finished=True)
+            drafter = _make_drafter(self.args, start, self.fields, source, is_trained=state is not None)
+        lengths = row_lengths(self.data["train_dataset"])
+        progress = Progress(phase, sum(lengths) / len(lengths) * training_args.rows_per_step if lengths else None)
+        trainer = GumihoTrainer(drafter, training_args, target=source, callbacks=[progress], **self.data)
+        trainer.remove_callback(PrinterCallback)
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(Bar)
+        progress.trainer = trainer
+        trainer.state = state or trainer.state
+        return trainer
+
+    def _fit_to_data(self, planned: GumihoTrainingArguments) -> GumihoTrainingArguments:
+        """Returns a phase's arguments with as many rows in a batch as `--tokens_per_step` asks for."""
+        changes: dict[str, Any] = {}
+        if self.data["eval_dataset"] is None:
+            changes = {"eval_strategy": "no", "load_best_model_at_end": False}
+        lengths = row_lengths(self.data["train_dataset"])
+        if self.args.tokens_per_step is not None and lengths:
+            rows = self.args.tokens_per_step * len(lengths) / sum(lengths)
+            changes["per_device_train_batch_size"] = max(round(rows / planned.world_size), 1)
+        # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
+        return replace(planned, **changes)
+
+    def _finish(self, trainer: GumihoTrainer, training_args: Any) -> None:
+        """
+        Calibrates and evaluates the drafter, and saves it with a card: in the target's precision, or in its own where
+        it was only added to.
+        """
+        args = self.args
+        if trainer.eval_dataset is not None:
+            if args.calibrate and not args.lora_rank and (temperatures := trainer.calibrate()):
+                say(f"draft temperatures: {temperatures}")
+            trainer.save_metrics("eval", trainer.evaluate())
+        if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            # Trained in float32, used next to the target.
+            name = str(trainer.target_features.config.dtype).removeprefix("torch.")
+            is_added_to = args.drafter is not None and training_args.train_only in ("parallel", "transition")
+            trainer.model.to(stored_dtype(args.drafter, {}) if is_added_to else getattr(torch, name, torch.float32))
+        trainer.save_model(str(self.folder))
+        training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
+        describe = trainer.push_to_hub if training_args.push_to_hub else trainer.create_model_card
+        describe(finetuned_from=args.target, dataset=None if args.writes_prompts else args.data)
 
 
-def fit_to_data(
-    args: RecipeArguments, planned: GumihoTrainingArguments, data: dict[str, Any]
-) -> GumihoTrainingArguments:
-    """Returns a phase's arguments with as many rows in a batch as `--tokens_per_step` asks for, and what they hold."""
-    changes: dict[str, Any] = {}
-    if data["eval_dataset"] is None:
-        changes = {"eval_strategy": "no", "load_best_model_at_end": False}
-    lengths = row_lengths(data["train_dataset"])
-    if args.tokens_per_step is not None and lengths:
-        rows = args.tokens_per_step * len(lengths) / sum(lengths)
-        changes["per_device_train_batch_size"] = max(round(rows / planned.world_size), 1)
-    # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
-    return replace(planned, **changes)
+def _state_in(folder: str) -> TrainerState:
+    return TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
 
 
 def _length_of(training_args: GumihoTrainingArguments) -> dict[str, float]:
@@ -136,76 +183,35 @@ def _length_of(training_args: GumihoTrainingArguments) -> dict[str, float]:
 
 def _is_longer(record: Record, contents: dict[str, Any], training_args: GumihoTrainingArguments, name: str) -> bool:
     """Returns whether a phase is to be longer than it was; raises `ValueError` where anything else has changed."""
-    way_out = f"Give these values again, begin anew with --restart {name}, or choose another --output_dir."
-    before = {key: value for key, value in record.made_from.items() if key in ("max_steps", "num_train_epochs")}
     now = _length_of(training_args)
+    before = {key: value for key, value in record.made_from.items() if key in now}
     counts_steps = before.get("max_steps", -1) > 0
     if any(now[key] < value for key, value in before.items()) or counts_steps != (now["max_steps"] > 0):
         contents = contents | now
-    record.check(contents, way_out)
+    record.check(
+        contents, f"Give these values again, begin anew with --restart {name}, or choose another --output_dir."
+    )
     is_longer = bool(before) and before != now
     if is_longer:
-        _say(f"{name}: trains on, with the schedule of the longer run ({before}, now {now})")
+        say(f"{name}: trains on, with the schedule of the longer run ({before}, now {now})")
     return is_longer
 
 
-def _make_trainer(
-    phase: str, drafter: torch.nn.Module, training_args: GumihoTrainingArguments, data: dict[str, Any]
-) -> GumihoTrainer:
-    lengths = row_lengths(data["train_dataset"])
-    rows = training_args.train_batch_size * training_args.gradient_accumulation_steps * training_args.world_size
-    progress = Progress(phase, sum(lengths) / len(lengths) * rows if lengths else None)
-    trainer = GumihoTrainer(drafter, training_args, callbacks=[progress], **data)
-    trainer.remove_callback(PrinterCallback)
-    if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(Bar)
-    progress.trainer = trainer
-    return trainer
-
-
-def _finish(args: RecipeArguments, trainer: GumihoTrainer, training_args: Any, folder: Path) -> None:
-    """Calibrates and evaluates the drafter, and saves it in the target's precision with a card."""
-    if trainer.eval_dataset is not None:
-        if args.calibrate and not args.lora_rank and (temperatures := trainer.calibrate()):
-            _say(f"draft temperatures: {temperatures}")
-        trainer.save_metrics("eval", trainer.evaluate())
-    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        # Trained in float32, used next to the target.
-        dtype = str(trainer.target_features.config.dtype).removeprefix("torch.")
-        trainer.model.to(getattr(torch, dtype, torch.float32))
-    trainer.save_model(str(folder))
-    training_args.output_dir = str(folder)  # where the card goes, which names the folder
-    card = {"finetuned_from": args.target, "dataset": None if args.writes_prompts else args.data}
-    if training_args.push_to_hub:
-        trainer.push_to_hub(**card)
-    else:
-        trainer.create_model_card(**card)
-
-
-def cached_data(
-    folders: list[str], num_eval_rows: float, held_out: Path | None = None, seed: int = 0
-) -> dict[str, Any]:
+def cached_data(folders: list[str], num_eval_rows: float, seed: int, held_out: Path | None = None) -> dict[str, Any]:
     """
     Returns the trainer's arguments for training on feature caches. The rows to evaluate on are `held_out`, a cache, or
-    else `num_eval_rows` random ones, a share of each cache.
+    else `num_eval_rows` random ones.
     """
     caches = [FeatureDataset(folder) for folder in folders]
     if len({str(cache.made_from.get("data")) for cache in caches}) < len(caches):
         raise UserValueError("--features names caches of the same texts. Give each of them once.")
     rows: Any = torch.utils.data.ConcatDataset(caches)
-    share = 0.0 if held_out is not None else len(held_out_numbers(len(rows), num_eval_rows, seed)) / len(rows)
-    chosen = [
-        start + number
-        for start, cache in zip([0, *rows.cumulative_sizes], caches, strict=False)
-        for number in held_out_numbers(len(cache), share, seed)
-    ]
-    eval_rows: Any = FeatureDataset(held_out) if held_out is not None else None
-    if chosen:
-        eval_rows = torch.utils.data.Subset(rows, chosen)
+    chosen = [] if held_out is not None else held_out_numbers(len(rows), num_eval_rows, seed)
+    eval_rows: Any = torch.utils.data.Subset(rows, chosen) if chosen else None
     return {
-        "eval_dataset": eval_rows,
+        "eval_dataset": eval_rows if held_out is None else FeatureDataset(held_out),
         "train_dataset": torch.utils.data.Subset(rows, sorted({*range(len(rows))} - {*chosen})),
-        "processing_class": AutoTokenizer.from_pretrained(Path(folders[0]) / "target"),
+        "processing_class": AutoTokenizer.from_pretrained(Path(folders[0]) / TARGET_FOLDER),
     }
 
 
@@ -216,8 +222,8 @@ def online_data(
     with training_args.main_process_first(desc="preparing the data"):
         train_rows, report = prepared(args, tokenizer, target_config, rows)
         eval_rows = prepared(args, tokenizer, target_config, held_out)[0] if held_out is not None else None
-    _say(f"training data: {report}")
-    texts = [row["prompt"] for row in map(prompt_of, held_out or []) if row is not None]
+    say(f"training data: {report}")
+    texts = [text for text in map(prompt_of, held_out or []) if text is not None]
     prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
     return {
         "train_dataset": train_rows,
@@ -235,16 +241,14 @@ def prepared(args: RecipeArguments, tokenizer: Any, target_config: Any, rows: An
     )
 
 
-def prompt_of(row: Mapping[str, Any]) -> dict[str, str] | None:
+def prompt_of(row: Mapping[str, Any]) -> str | None:
     """Returns what a user says first in a row, or how its text begins."""
     try:
-        example = read_row(row, has_template=True)
+        example = read_row(row, has_template=True, answered=False)
     except MalformedRowError:
         return None
-    if isinstance(example, RawText):
-        return {"prompt": example.prompt or example.completion[:_TEXT_CHARACTERS]}
     said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
-    return None if said is None else {"prompt": said}
+    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
 
 
 def _make_drafter(
@@ -256,8 +260,7 @@ def _make_drafter(
 ) -> torch.nn.Module:
     """Returns the drafter to train, or that is trained, in float32: mixed precision is the trainer's affair."""
     adapter, start = (start, args.drafter) if is_trained and args.lora_rank else (None, start)
-    if (layers := fields.get("target_layer_ids")) is not None:
-        fields = fields | {"target_layer_ids": resolve_layer_ids(source.config, layers)}
+    fields = resolved(fields, source.config)
     if start is not None:
         with as_user_errors():
             drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
@@ -275,6 +278,28 @@ def _make_drafter(
     return get_peft_model(drafter, config)
 
 
+def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
+    """Returns the fields of the drafter's config that the options and the recipe decide."""
+    names = ("num_parallel_heads", "transition_rank", "target_layer_ids")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.drafter is None:
+        return RECIPES[args.recipe].config | given
+    with as_user_errors():
+        own = GumihoConfig.from_pretrained(args.drafter)
+    if args.num_parallel_heads is None or own.num_parallel_heads:
+        return given
+    # An EAGLE head gets its first parallel heads: they begin where a Gumiho drafter's do.
+    new = {"num_serial_tokens": min(own.num_serial_tokens, GumihoConfig.num_serial_tokens)}
+    return RECIPES[args.recipe].config | new | given
+
+
+def resolved(fields: dict[str, Any], target_config: Any) -> dict[str, Any]:
+    """Returns fields of a drafter's config, with `target_layer_ids` counted from 0."""
+    if (layers := fields.get("target_layer_ids")) is None:
+        return fields
+    return fields | {"target_layer_ids": resolve_layer_ids(target_config, layers)}
+
+
 @contextmanager
 def unsplit_models(args: GumihoTrainingArguments) -> Iterator[None]:
     """Keeps DeepSpeed's ZeRO-3 from splitting models as they are made: the trainer splits the drafter alone."""
@@ -282,9 +307,3 @@ def unsplit_models(args: GumihoTrainingArguments) -> Iterator[None]:
     yield
     if args.deepspeed_plugin is not None:
         args.deepspeed_plugin.set_deepspeed_weakref()
-
-
-def _say(text: str) -> None:
-    if PartialState().is_main_process:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()

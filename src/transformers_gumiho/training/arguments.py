@@ -5,10 +5,17 @@ from dataclasses import dataclass
 from transformers import TrainingArguments
 
 from ..losses.chunked import DEFAULT_CHUNK_SIZE
-from ..losses.weights import LossWeights
+from ..losses.predictors import LossWeights
 from ..options import option
 from ..user_errors import UserValueError
-from .trained_parts import PARTS
+
+
+# The modules of each part that can be trained alone.
+PARTS = {
+    "serial": ("layer_fusion", "input_norm", "fc_norm", "fc", "layers", "norm"),
+    "parallel": ("mlp", "transition"),
+    "transition": ("transition",),
+}
 
 
 @dataclass
@@ -66,13 +73,10 @@ class GumihoTrainingArguments(TrainingArguments):
                 f"`linear_start` begins a serial head anew, which `train_only={self.train_only!r}` leaves as it is. "
                 f"Leave one of them out."
             )
-        if self.draft_vocabulary_size is not None and self.draft_vocabulary_size < 1:
-            raise UserValueError(
-                f"`draft_vocabulary_size` must be at least 1, or `None` for all tokens, got "
-                f"{self.draft_vocabulary_size}."
-            )
-        if self.loss_chunk_size < 1:
-            raise UserValueError(f"`loss_chunk_size` must be at least 1, got {self.loss_chunk_size}.")
+        for name in ("draft_vocabulary_size", "loss_chunk_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                or_all = ", or `None` for all tokens" if name == "draft_vocabulary_size" else ""
+                raise UserValueError(f"`{name}` must be at least 1{or_all}, got {value}.")
         if self.remove_unused_columns:
             raise UserValueError(
                 "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
@@ -83,6 +87,11 @@ class GumihoTrainingArguments(TrainingArguments):
                 "`batch_eval_metrics=True` asks for metrics batch by batch, and the agreement is one of all rows. "
                 "Leave it `False`: an evaluation keeps only some numbers of each row."
             )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a step, over its batches and all processes."""
+        return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     def loss_weights(self, progress: float = 1.0) -> LossWeights:
         """Returns the weights of the loss terms at this `progress`, a share of the training."""

@@ -5,6 +5,7 @@ the fitted temperatures the target's own choices are most likely, at the positio
 before which the text, too, holds what the target chooses.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,8 @@ from transformers.utils import logging
 
 from ..losses.chunked import DEFAULT_CHUNK_SIZE, pieces
 from ..losses.positions import select_positions
-from ..losses.predictors import predictions_of
-from ..losses.temperatures import LOG_TEMPERATURES, best_temperature, likelihood_losses
+from ..losses.predictors import LossWeights, predictions_of
 from ..losses.terms import LMHead
-from ..losses.weights import LossWeights
 from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
 from ..user_errors import UserValueError
@@ -29,6 +28,9 @@ logger = logging.get_logger(__name__)
 # Rows to fit on, and the most positions of each depth in them. A temperature's relative error is about one by the
 # square root of these.
 NUM_ROWS, NUM_POSITIONS = 64, 2048
+# Close enough for the parabola through three of them to be the curve: the loss is smooth in the log of T.
+LOG_TEMPERATURES = torch.linspace(math.log(0.1), math.log(3.0), 25, dtype=torch.float64, device="cpu")
+_TEMPERATURES = LOG_TEMPERATURES.exp().tolist()
 
 
 @torch.no_grad()
@@ -36,27 +38,20 @@ def score_choices(
     output: GumihoOutput,
     hidden_states: torch.Tensor,
     lm_head: LMHead,
-    input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
+    input_ids: torch.Tensor,
     position_ids: torch.Tensor | None = None,
-    vocabulary: tuple[torch.Tensor, LMHead] | None = None,
+    vocabulary: tuple[torch.Tensor | None, LMHead] | None = None,
     positions_per_row: int = NUM_POSITIONS,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> torch.Tensor:
     """
-    Scores the drafter's predictions of what the target chooses in a batch of texts.
+    Scores the drafter's predictions of what the target chooses in a batch of texts. Arguments as in
+    [`score_predictions`]; choices that may not be drafted do not count.
 
     Args:
-        output: The drafter's, made with `unroll=True`.
-        hidden_states (`(B, L, H)`): The target's last hidden states.
-        lm_head: The target's output head.
         input_ids (`(B, L)`): The texts.
-        loss_mask (`(B, L)`): 1 at the states that count.
-        position_ids (`(B, L)`, *optional*): Where a row holds several texts.
-        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head for them alone. Other
-            choices do not count.
         positions_per_row: Positions of each depth in a row, at most, on average.
-        chunk_size: Rows of logits held at a time.
 
     Returns:
         `(B, Q, G + 1)`: for each of the `Q` depths the negative log-likelihood (nats) of the target's choices under
@@ -64,20 +59,18 @@ def score_choices(
     """
     predictions = predictions_of(output, LossWeights())
     selected = select_positions(predictions, hidden_states, loss_mask, position_ids)
-    num_rows = len(selected.rows)
     token_ids, draft_head = vocabulary or (None, lm_head)
-    heads = [lm_head(selected.targets[piece]).argmax(dim=-1) for piece in pieces(num_rows, chunk_size)]
-    choices = torch.cat([*heads, input_ids.new_zeros(0)])
+    found = [lm_head(selected.targets[p]).argmax(dim=-1) for p in pieces(len(selected.rows), chunk_size)]
+    choices = torch.cat([*found, input_ids.new_zeros(0)])
     indices = choices if token_ids is None else _indices(choices, token_ids)
     shifts = [predictor.shift for predictor, _ in predictions]
     counted = selected.valid & _on_path(shifts, choices, input_ids, loss_mask) & (indices >= 0)
-    shape = (len(input_ids), len(shifts), len(LOG_TEMPERATURES) + 1)
-    table = torch.zeros(shape, device=hidden_states.device)
+    table = torch.zeros(len(input_ids), len(shifts), len(LOG_TEMPERATURES) + 1, device=hidden_states.device)
     for depth, of_depth in enumerate(counted):
-        found = of_depth.nonzero().squeeze(1)
-        found = found[:: max(-(-len(found) // (positions_per_row * len(input_ids))), 1)]
-        for piece in found.split(chunk_size):
-            losses = likelihood_losses(draft_head(selected.features[depth, piece]), indices[piece])
+        places = of_depth.nonzero().squeeze(1)
+        places = places[:: max(-(-len(places) // (positions_per_row * len(input_ids))), 1)]
+        for piece in places.split(chunk_size):
+            losses = _losses(draft_head(selected.features[depth, piece]), indices[piece])
             finite = losses.isfinite().all(dim=1)
             scores = torch.cat((losses, torch.ones_like(losses[:, :1])), dim=1)[finite]
             table[:, depth].index_add_(0, selected.rows[piece][finite], scores)
@@ -92,12 +85,9 @@ def fit_temperatures(table: np.ndarray) -> list[float] | None:
     """
     found: list[float] = []
     for scores in torch.from_numpy(table).double().sum(dim=0):
-        if scores[-1] > 0:
-            found.append(round(best_temperature(scores[:-1] / scores[-1]), 3))
-        elif found:
-            found.append(found[-1])
-        else:
+        if scores[-1] == 0 and not found:
             return None
+        found.append(found[-1] if scores[-1] == 0 else round(_lowest(scores[:-1] / scores[-1]), 3))
     return found
 
 
@@ -118,8 +108,25 @@ def rows_to_fit_on(dataset: Any) -> Any:
             "Draft temperatures are fitted on texts that were not trained on. Give a `dataset` that has rows, one of "
             "several: `calibrate(datasets[name])`."
         )
-    step = max(-(-len(dataset) // NUM_ROWS), 1)
-    return torch.utils.data.Subset(dataset, range(0, len(dataset), step))
+    return torch.utils.data.Subset(dataset, range(0, len(dataset), -(-len(dataset) // NUM_ROWS)))
+
+
+def _losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns `(n, G)`: `-log softmax(logits / T)` of tokens `(n,)` under each temperature, for logits `(n, V)`."""
+    logits = logits.float()  # no device has to know float64: MPS does not
+    chosen = logits.gather(1, tokens.to(logits.device)[:, None]).squeeze(1)
+    return torch.stack([(logits / t).logsumexp(dim=-1) - chosen / t for t in _TEMPERATURES], dim=1)
+
+
+def _lowest(curve: torch.Tensor) -> float:
+    """Returns the temperature at the lowest point of a curve `(G,)` over the grid."""
+    lowest, shift = int(curve.argmin()), 0.0
+    if 0 < lowest < len(curve) - 1:
+        left, middle, right = curve[lowest - 1 : lowest + 2].tolist()
+        bend = left - 2 * middle + right
+        shift = (left - right) / (2 * bend) if bend > 0 else 0.0
+    step = LOG_TEMPERATURES[1] - LOG_TEMPERATURES[0]
+    return float((LOG_TEMPERATURES[lowest] + shift * step).exp())
 
 
 def _indices(tokens: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import ConcatDataset, Subset
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -18,11 +17,14 @@ from ..model.target_shape import state_width
 from ..model.wrappers import unwrap_drafter
 from ..resumable_file import Record
 from ..user_errors import UserValueError
+from .arguments import PARTS
 from .collator import GumihoDataCollator
-from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, rows_without_states
+from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
 
 
 _ROWS_OF_STREAM = 1000
+# What two caches must have in common for one training.
+_SAME_OF_CACHES = ("target", "tokenizer", "dtype", "target_layer_ids", "is_last_normed")
 logger = logging.get_logger(__name__)
 
 
@@ -35,26 +37,23 @@ def drafter_of(model: nn.Module) -> GumihoModel:
 
 
 def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
-    """Raises `ValueError` for an EAGLE-3 head, and a drafter not made for this target or that reads other layers."""
-    if drafter.config.is_eagle3:
-        raise UserValueError(
-            "An EAGLE-3 head predicts no states of the target, which the losses compare with. Train a drafter that "
-            "`GumihoModel.from_target(target)` made."
-        )
+    """Raises `ValueError` for a drafter that was not made for this target, or that reads other layers of it."""
     config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
-    hidden_size = state_width(target_config)
-    if (config.hidden_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
+    read_size, hidden_size = drafter.config.target_hidden_size or config.hidden_size, state_width(target_config)
+    if (read_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
         raise UserValueError(
-            f"The drafter has hidden size {config.hidden_size} and {config.vocab_size} tokens, the target "
+            f"The drafter has hidden size {read_size} and {config.vocab_size} tokens, the target "
             f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
             f"`GumihoModel.from_target(target)`."
         )
-    layer_ids = drafter.config.target_layer_ids
-    if layer_ids is not None and list(features.layer_ids or ()) != layer_ids:
+    layers = drafter.config.layers_read(features.config)
+    if layers is not None and features.layers != layers:
+        ids, found = list(layers.ids), features.layers
         raise UserValueError(
-            f"The drafter reads the target's layers {layer_ids} (`target_layer_ids`), and the features are of "
-            f"{'the last one alone' if features.layer_ids is None else list(features.layer_ids)}. Extract them with "
-            f"`target_layer_ids={layer_ids}`, or train a drafter that reads what is there."
+            f"The drafter reads the target's layers {ids} (`target_layer_ids`), and the features are of "
+            f"{'the last one alone' if found is None else list(found.ids)}. Extract them with "
+            f"`target_layer_ids={ids if layers.is_last_normed else 'drafter.config.layers_read(target.config)'}`, or "
+            f"train a drafter that reads what is there."
         )
     implementation = attention_implementation(drafter.config)
     if implementation not in ("eager", "sdpa"):
@@ -86,15 +85,11 @@ def check_collator(collator: Any, assistant_only_loss: bool) -> None:
 
 def check_rows(dataset: Any, features: TargetFeatures) -> None:
     """Raises `ValueError` where cached rows were not made as the target's features were."""
-    if isinstance(dataset, Subset):
-        check_rows(dataset.dataset, features)
-    elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            check_rows(part, features)
-    elif isinstance(dataset, FeatureDataset) and isinstance(features, CachedFeatures):
-        wanted = {name: features.made_from.get(name) for name in ("target", "tokenizer", "dtype", "target_layer_ids")}
-        way_out = "Give caches that were made as that of `target`."
-        Record(dataset.folder / MADE_FROM).check(wanted, way_out)
+    if not isinstance(features, CachedFeatures) or dataset is None or not has_length(dataset):
+        return
+    wanted = {name: features.made_from.get(name) for name in _SAME_OF_CACHES}
+    for folder in {holder.folder for holder, _ in located(dataset) if isinstance(holder, FeatureDataset)}:
+        Record(folder / MADE_FROM).check(wanted, "Give caches that were made as that of `target`.")
 
 
 def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:
@@ -141,6 +136,36 @@ def check_is_no_adapter(model: nn.Module, option: str) -> None:
             f"`{option}` changes a GumihoModel itself, got a {type(model).__name__}. Merge its adapters first "
             f"(`merge_and_unload()`), or leave `{option}` out."
         )
+
+
+def check_starts_linearly(model: nn.Module) -> None:
+    """Raises `ValueError` where a serial head cannot begin as a linear map."""
+    check_is_no_adapter(model, "linear_start")
+    if drafter_of(model).config.is_eagle3:
+        raise UserValueError(
+            "`linear_start` begins a serial head that predicts states of the target, and that of EAGLE-3 predicts "
+            "none. Leave it out."
+        )
+
+
+def freeze_all_but(part: str, model: nn.Module, drafter: GumihoModel) -> None:
+    """
+    Freezes what is not of a `part`, one of `PARTS`. Raises `ValueError` for a drafter that has no such part, or that
+    is in an adapter.
+    """
+    check_is_no_adapter(model, "train_only")
+    if part == "transition" and drafter.transition is None:
+        raise UserValueError(
+            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
+            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
+        )
+    if part == "parallel" and not len(drafter.mlp):
+        raise UserValueError(
+            "`train_only='parallel'` needs a drafter with parallel heads, and this one has none. Leave `train_only` "
+            "out, or make one with `num_parallel_heads`."
+        )
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(name.startswith(tuple(f"{module}." for module in PARTS[part])))
 
 
 def count_broken(drafter: nn.Module) -> torch.Tensor:

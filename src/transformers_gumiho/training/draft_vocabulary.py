@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from transformers import GenerationConfig, Trainer
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..losses.terms import LMHead
+from ..model.modeling_gumiho import GumihoModel
 from ..user_errors import UserValueError
 from .feature_cache import TargetFeatures, rows_without_states
 
@@ -24,11 +26,11 @@ class DraftRestriction:
     position whose most likely token is none of them counts, too: it teaches the order of the others, and its feature
     is where drafting continues. So the loss averages over the same positions with any vocabulary.
 
-    Args:
-        trainer: The drafter's trainer.
+    An EAGLE-3 head brings its tokens, and an output head of its own that scores what is predicted.
 
     Raises:
-        ValueError: The size is out of range, or the training's data is a stream, in which nothing can be counted.
+        ValueError: The size is out of range, the training's data is a stream, in which nothing can be counted, or the
+            drafter brings its tokens.
     """
 
     def __init__(self, trainer: Trainer):
@@ -37,6 +39,9 @@ class DraftRestriction:
         self._token_ids: torch.Tensor | None = None
         self._features = trainer.target_features
         self._vocab_size = trainer.drafter.config.get_text_config().vocab_size
+        self._own_head: torch.Tensor | None = None
+        if trainer.drafter.config.is_eagle3:
+            self._adopt(trainer.drafter)
         if self._size is None:
             return
         smallest = max(len(self._kept()), 1)
@@ -46,11 +51,23 @@ class DraftRestriction:
                 f"vocabulary) to the target's {self._vocab_size} tokens, got {self._size}. Choose one in between, or "
                 f"`None` for all tokens."
             )
-        if trainer.train_dataset is not None and not self._has_own and not isinstance(trainer.train_dataset, Sized):
+        if self._counts and not isinstance(trainer.train_dataset, Sized):
             raise UserValueError(
                 "A draft vocabulary is counted on the training answers before the first step, and a stream can only "
                 "be read while training. Give a dataset with a length, or set `draft_vocabulary_size=None`."
             )
+
+    def _adopt(self, drafter: GumihoModel) -> None:
+        """Takes an EAGLE-3 head's tokens and its output head, which FSDP may split later."""
+        if self._size is not None:
+            raise UserValueError(
+                f"`draft_vocabulary_size` is {self._size}, but an EAGLE-3 head scores the tokens of its own output "
+                f"head (`d2t`). Leave it out."
+            )
+        self._own_head = drafter.lm_head.weight.detach().to(self._trainer.args.device)
+        if (token_ids := drafter.own_tokens()) is not None:
+            self._token_ids = token_ids.to(self._own_head.device)
+            self._features = self._features.restricted_to(self._token_ids)
 
     @property
     def features(self) -> TargetFeatures:
@@ -59,10 +76,15 @@ class DraftRestriction:
             self.find(None)
         return self._features
 
-    def vocabulary(self, like: torch.Tensor) -> tuple[torch.Tensor, LMHead] | None:
-        """Returns the tokens `(K,)` and the output head that is cut to them, for states like `like`; `None`: all."""
-        features = self.features
-        return None if self._token_ids is None else (self._token_ids, features.lm_head(like))
+    def draft_head(self, like: torch.Tensor) -> LMHead:
+        """Returns the output head that scores what the drafter predicts, for states like `like`."""
+        weight = self._own_head
+        return self.features.lm_head(like) if weight is None else lambda states: linear(states.to(weight), weight)
+
+    def vocabulary(self, like: torch.Tensor) -> tuple[torch.Tensor | None, LMHead]:
+        """Returns the tokens `(K,)` that may be drafted, `None` for all, and the [`draft_head`]."""
+        draft_head = self.draft_head(like)
+        return self._token_ids, draft_head
 
     def find(self, checkpoint: str | None) -> None:
         """
@@ -71,12 +93,11 @@ class DraftRestriction:
 
         Raises `ValueError` if the checkpoint's or the drafter's vocabulary is of another size.
         """
-        if self._size is None:
-            return
-        found, owner = vocabulary_of_checkpoint(checkpoint) if checkpoint else None, f"the checkpoint {checkpoint!r}"
-        if found is None and self._token_ids is not None:
-            return  # in an earlier training or evaluation
-        if found is None and self._trainer.train_dataset is not None and not self._has_own:
+        found = None if self._size is None or checkpoint is None else _vocabulary_of(checkpoint)
+        if self._size is None or (found is None and self._token_ids is not None):
+            return  # there is none, or it was found in an earlier training or evaluation
+        owner = f"the checkpoint {checkpoint!r}"
+        if found is None and self._counts:
             found = self._count(self._size)
         elif found is None:
             found, owner = self._own(), "the drafter, which has no training data to count in,"
@@ -105,17 +126,21 @@ class DraftRestriction:
         return list(self._trainer.drafter.generation_config.draft_vocabulary or ())
 
     @property
-    def _has_own(self) -> bool:
-        """Whether the drafter has a complete vocabulary of this size, so that there is nothing to count."""
+    def _counts(self) -> bool:
+        """Whether tokens are counted: there is training data, and the drafter has no complete vocabulary."""
         own = self._own()
-        return len(own) == self._size and self._kept() <= set(own)
+        has_own = len(own) == self._size and self._kept() <= set(own)
+        return self._trainer.train_dataset is not None and not has_own
 
     def _kept(self) -> set[int]:
         """Returns the tokens that end a text, by what is known of the target."""
-        features = self._trainer.target_features
+        features, found = self._trainer.target_features, set()
         generation_config = getattr(getattr(features, "target", None), "generation_config", None)
         configs = (features.config, features.config.get_text_config(decoder=True), generation_config)
-        return ending_tokens((*configs, self._trainer.processing_class), self._vocab_size)
+        for source in (*configs, self._trainer.processing_class):
+            ids = getattr(source, "eos_token_id", None)
+            found |= set(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
+        return {token for token in found if 0 <= token < self._vocab_size}
 
 
 def choose_draft_vocabulary(
@@ -132,55 +157,25 @@ def choose_draft_vocabulary(
 
 
 def count_answer_tokens(
-    dataset: Any,
-    collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
-    vocab_size: int,
-    first: int = 0,
-    step: int = 1,
+    dataset: Any, collate: Callable[..., Any], vocab_size: int, first: int = 0, step: int = 1
 ) -> torch.Tensor:
     """
-    Counts the tokens that states which count in the loss predict.
-
-    Args:
-        dataset: A training's rows, with a length. The states of a [`FeatureDataset`] are not read.
-        collate: Makes batches of rows, as the training does, and refuses broken ones.
-        vocab_size: `V`, the target's.
-        first: The first row to count in.
-        step: The distance to the next one, for processes that share the rows.
-
-    Returns:
-        `(V,)`: How often each token occurs.
+    Returns `(V,)`: how often each token follows a state that counts in the loss, in every `step`-th row from `first`
+    on, for processes that share the rows. States are not read, and `collate` refuses broken rows.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
     for row in rows_without_states(dataset, range(first, len(dataset), step)):
-        batch = collate([row])
-        names = [name for name in ("input_ids", "loss_mask", "position_ids") if name in batch]
-        # Without the padding, whose first token a row's last state does not predict.
-        tokens = {name: batch[name][0, : len(row["input_ids"])] for name in names}
-        counts += torch.bincount(_predicted_tokens(**tokens), minlength=vocab_size)
+        batch, length = collate([row]), len(row["input_ids"])  # what follows is padding
+        tokens, mask = batch["input_ids"][0, :length], batch["loss_mask"][0, :length].bool()
+        positions = batch.get("position_ids", torch.arange(length, device="cpu")[None])[0, :length]
+        # The token must be of the same text, and not its second: nothing predicts the state at the first.
+        counts_here = mask[:-1] & (positions[:-1] > 0) & (positions[1:] > positions[:-1])
+        counts += torch.bincount(tokens[1:][counts_here], minlength=vocab_size)
     return counts
 
 
-def vocabulary_of_checkpoint(folder: str | Path) -> list[int] | None:
+def _vocabulary_of(checkpoint: str) -> list[int] | None:
     """Returns the draft vocabulary that a checkpoint was trained with; `None` where it does not say."""
-    if not (Path(folder) / GENERATION_CONFIG_NAME).exists():  # of an adapter, or of weights in shards
+    if not (Path(checkpoint) / GENERATION_CONFIG_NAME).exists():  # of an adapter, or of weights in shards
         return None
-    return getattr(GenerationConfig.from_pretrained(folder), "draft_vocabulary", None)
-
-
-def ending_tokens(sources: Iterable[Any], vocab_size: int) -> set[int]:
-    """Returns the tokens that end a text according to any of these configs and tokenizers."""
-    found: set[int] = set()
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        found |= set(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
-    return {token for token in found if 0 <= token < vocab_size}
-
-
-def _predicted_tokens(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, position_ids: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Returns the tokens after the states of a row `(L,)` that count: those of the same text, but for its first."""
-    positions = torch.arange(len(input_ids), device="cpu") if position_ids is None else position_ids
-    same_text = positions[1:] > positions[:-1]
-    return input_ids[1:][loss_mask[:-1].bool() & (positions[:-1] > 0) & same_text]
+    return getattr(GenerationConfig.from_pretrained(checkpoint), "draft_vocabulary", None)

@@ -1,31 +1,33 @@
 """The target's features on disk, so that a drafter is trained without running the target, or even having it.
 
 A cache is a folder: `made_from.json` says what it was made from, `cache.json` which rows it holds, `target/` has the
-target's config, tokenizer, token embedding and output head, and `shard-*.safetensors` the rows. A shard appears under
+target's config, tokenizer, token embedding and output head, and `shard-*.safetensors` the rows. A file appears under
 its name only when it is complete, so that a killed run continues after the shards that exist.
 """
 
 import copy
 import json
+import os
 import platform
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import ConcatDataset, Subset
-from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers import AutoConfig
 
 from ..model.modeling_gumiho import GumihoModel
-from ..resumable_file import Record
-from ..user_errors import UserFileNotFoundError, UserValueError
+from ..model.target_shape import TargetLayers
+from ..resumable_file import Record, way_out
+from ..user_errors import UserFileNotFoundError, UserOSError, UserValueError
 from ..verification.target_states import TargetStates, cut_head, scaled_head
-from .shards import damaged, load_checked, open_file, read_row, shard_path
 from .target_features import OnlineFeatures
 
 
@@ -38,7 +40,7 @@ class CacheManifest:
     Which rows a cache holds, and how it is cut into shards.
 
     Attributes:
-        columns: The columns of a row besides `hidden_states`.
+        columns: The columns of a row besides its states.
         dtype: The dtype of the features.
         target_name: The name that the target was loaded by.
         lengths: The tokens of each row.
@@ -46,6 +48,7 @@ class CacheManifest:
         machine: The machine that wrote it. Elsewhere the shards are checked once when the cache is opened.
         target_layer_ids: The target's layers whose states the rows hold, if not the last one alone. Those of the last
             one are in `hidden_states`, those of the others side by side in `layer_states`.
+        is_last_normed: As in [`TargetLayers`]. If not, the state of the last layer is among the `layer_states`, too.
     """
 
     columns: list[str]
@@ -55,16 +58,11 @@ class CacheManifest:
     rows_per_shard: int
     machine: str
     target_layer_ids: list[int] | None = None
+    is_last_normed: bool = True
 
-    @property
-    def feature_columns(self) -> list[str]:
-        """The columns of a row that hold states."""
-        return ["hidden_states"] if self.target_layer_ids is None else ["hidden_states", "layer_states"]
-
-    @property
-    def num_shards(self) -> int:
-        """Shards of a complete cache."""
-        return -(-len(self.lengths) // self.rows_per_shard)
+    def shards(self, folder: Path) -> list[Path]:
+        """Returns the shards of a complete cache."""
+        return [folder / f"shard-{n:05d}.safetensors" for n in range(-(-len(self.lengths) // self.rows_per_shard))]
 
     def rows_of(self, shard: int) -> range:
         """Returns the rows of a shard."""
@@ -79,7 +77,13 @@ class CacheManifest:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
-            raise damaged(path, error) from error
+            raise _damaged(path, error) from error
+
+    def save(self, folder: Path) -> None:
+        """Writes the manifest into `folder`."""
+        partial = folder / f"{MANIFEST}.partial"
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(partial, folder / MANIFEST)
 
 
 class FeatureDataset(torch.utils.data.Dataset):
@@ -98,23 +102,24 @@ class FeatureDataset(torch.utils.data.Dataset):
         self.folder = Path(folder)
         self.manifest = CacheManifest.load(self.folder)
         self.made_from = Record(self.folder / MADE_FROM).made_from
-        paths = [shard_path(self.folder, index) for index in range(self.manifest.num_shards)]
-        found = sum(path.exists() for path in paths)
-        if found < len(paths):
+        self._shards = self.manifest.shards(self.folder)
+        found = sum(path.exists() for path in self._shards)
+        if found < len(self._shards):
             raise UserValueError(
-                f"The feature cache {str(folder)!r} has {found} of {len(paths)} shards. Run the extraction again: it "
-                f"continues where it was stopped."
+                f"The feature cache {str(folder)!r} has {found} of {len(self._shards)} shards. Run the extraction "
+                f"again: it continues where it was stopped."
             )
         was_moved = self.manifest.machine != platform.node()
-        for path in paths:
-            (load_checked if was_moved else open_file)(path)
+        for path in self._shards:
+            (load_checked if was_moved else _open)(path)
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self.manifest.lengths)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._read(index, [*self.manifest.columns, *self.manifest.feature_columns])
+        states = ["hidden_states"] if self.manifest.target_layer_ids is None else ["hidden_states", "layer_states"]
+        return self._read(index, [*self.manifest.columns, *states])
 
     def tokens_of(self, index: int) -> dict[str, torch.Tensor]:
         """Returns row `index`, tensors `(L,)`, without its states, which are not read."""
@@ -125,8 +130,9 @@ class FeatureDataset(torch.utils.data.Dataset):
             raise IndexError(f"Row {index} of a cache of {len(self)} rows.")
         shard, row = divmod(index, self.manifest.rows_per_shard)
         if shard not in self._open:
-            self._open[shard] = open_file(shard_path(self.folder, shard))
-        return read_row(self._open[shard], row, columns)
+            self._open[shard] = _open(self._shards[shard])
+        start, stop = self._open[shard].get_slice("offsets")[row : row + 2].tolist()
+        return {name: self._open[shard].get_slice(name)[start:stop] for name in columns}
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers of a data loader open the files themselves.
@@ -147,19 +153,19 @@ class CachedFeatures:
 
     def __init__(self, folder: str | Path):
         target = Path(folder) / TARGET_FOLDER
-        self.manifest = CacheManifest.load(Path(folder))
+        manifest = CacheManifest.load(Path(folder))
         self.made_from = Record(Path(folder) / MADE_FROM).made_from
-        self.layer_ids = self.manifest.target_layer_ids
+        ids = manifest.target_layer_ids
+        self.layers = None if ids is None else TargetLayers(tuple(ids), manifest.is_last_normed)
         try:
             self.config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError) as error:
-            raise damaged(target / "config.json", error) from error
-        self.config.name_or_path = self.manifest.target_name
+            raise _damaged(target / "config.json", error) from error
+        self.config.name_or_path = manifest.target_name
         weights = load_checked(target / WEIGHTS)
-        self.embedding = weights["embed_tokens.weight"]
-        head = weights["lm_head.weight"]
-        self._linear = nn.Linear(head.shape[1], head.shape[0], bias="lm_head.bias" in weights, device="meta")
-        tensors = {name.removeprefix("lm_head."): tensor for name, tensor in weights.items() if "lm_head." in name}
+        self.embedding = weights.pop("embed_tokens.weight")
+        tensors = {name.removeprefix("lm_head."): tensor for name, tensor in weights.items()}
+        self._linear = nn.Linear(*reversed(tensors["weight"].shape), bias="bias" in tensors, device="meta")
         self._linear.load_state_dict(tensors, assign=True)
         self._linear.requires_grad_(False)
         self.head = scaled_head(self._linear, self.config)
@@ -174,23 +180,18 @@ class CachedFeatures:
 
     def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
         """
-        Returns the cached states of a batch of rows.
-
-        Args:
-            inputs: The batch; `hidden_states` `(B, L, k * H)` holds the states of the k layers that are cached.
-
-        Raises:
-            ValueError: The rows hold no `hidden_states`.
+        Returns the cached states of a batch of rows, which holds them as `hidden_states` `(B, L, H)`, and those of
+        further layers as `layer_states` `(B, L, k * H)`; raises `ValueError` where it does not.
         """
         if "hidden_states" not in inputs:
             raise UserValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
         last = inputs["hidden_states"]
-        if self.layer_ids is None:
+        if self.layers is None:
             return TargetStates.from_last(last)
-        layers = inputs["layer_states"]
-        if len(kept_layers(self.layer_ids, self.config)) < len(self.layer_ids):
-            layers = torch.cat((layers, last), dim=-1)
-        return TargetStates(layers, last)
+        states = inputs["layer_states"]
+        if len(self.layers.besides_last_states(self.config)) < len(self.layers.ids):
+            states = torch.cat((states, last), dim=-1)
+        return TargetStates(states, last)
 
     def lm_head(self, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the target's output head, from features `(..., H)` of any dtype; `like` is not needed for it."""
@@ -207,32 +208,37 @@ class CachedFeatures:
 TargetFeatures = OnlineFeatures | CachedFeatures
 
 
-def kept_layers(layer_ids: Sequence[int] | None, config: PreTrainedConfig) -> list[int]:
-    """Returns those of a target's layers whose states are kept next to the last ones."""
-    last = config.get_text_config(decoder=True).num_hidden_layers - 1
-    return [number for number in layer_ids or () if number < last]
+def layer_fields(layers: TargetLayers | None) -> dict[str, Any]:
+    """Returns how files name these layers."""
+    if layers is None:
+        return {"target_layer_ids": None}
+    return {"target_layer_ids": list(layers.ids), "is_last_normed": layers.is_last_normed}
 
 
-def rows_without_states(dataset: Any, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yields these rows of a dataset with a length; the states of a [`FeatureDataset`] are not read."""
+def located(dataset: Any) -> list[tuple[Any, int]]:
+    """Returns where each row of a dataset lies: parts and concatenations lead to the dataset that holds it."""
     if isinstance(dataset, Subset):
-        return rows_without_states(dataset.dataset, [dataset.indices[index] for index in indices])
+        whole = located(dataset.dataset)
+        return [whole[index] for index in dataset.indices]
     if isinstance(dataset, ConcatDataset):
-        starts = [0, *dataset.cumulative_sizes]
-        pairs = ((bisect_right(dataset.cumulative_sizes, index), index) for index in indices)
-        return (row for i, index in pairs for row in rows_without_states(dataset.datasets[i], [index - starts[i]]))
-    read = dataset.tokens_of if isinstance(dataset, FeatureDataset) else dataset.__getitem__
-    return (read(index) for index in indices)
+        return [place for part in dataset.datasets for place in located(part)]
+    return [(dataset, index) for index in range(len(dataset))]
+
+
+def rows_without_states(dataset: Any, indices: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Yields these rows of a dataset with a length; the states of a [`FeatureDataset`] are not read."""
+    places = located(dataset)
+    for holder, index in map(places.__getitem__, indices):
+        yield holder.tokens_of(index) if isinstance(holder, FeatureDataset) else holder[index]
 
 
 def row_lengths(dataset: Any) -> list[int] | None:
     """Returns the tokens of each row of a dataset without reading states; `None` for a stream or an unknown class."""
-    if isinstance(dataset, Subset):
-        lengths = row_lengths(dataset.dataset)
-        return None if lengths is None else [lengths[index] for index in dataset.indices]
-    if isinstance(dataset, ConcatDataset):
-        parts = [row_lengths(part) for part in dataset.datasets]
-        return None if None in parts else [length for part in parts for length in part or ()]
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        places = located(dataset)
+        holders = {id(holder): holder for holder, _ in places}
+        lengths = {key: row_lengths(holder) for key, holder in holders.items()}
+        return None if None in lengths.values() else [(lengths[id(holder)] or [])[index] for holder, index in places]
     if isinstance(dataset, FeatureDataset):
         return dataset.manifest.lengths
     if isinstance(dataset, Dataset):
@@ -240,13 +246,59 @@ def row_lengths(dataset: Any) -> list[int] | None:
     return [len(row["input_ids"]) for row in dataset] if isinstance(dataset, list) else None
 
 
-def length_sampler(
-    dataset: Any, args: TrainingArguments, rows_at_a_time: int, seed: int | None = None
-) -> LengthGroupedSampler | None:
-    """
-    Returns a sampler of rows of like length for `train_sampling_strategy="group_by_length"`, else `None`. `Trainer`'s
-    own would read all rows, with their states.
-    """
-    lengths = row_lengths(dataset) if args.train_sampling_strategy == "group_by_length" else None
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return None if not lengths else LengthGroupedSampler(rows_at_a_time, lengths=lengths, generator=generator)
+def save_shard(rows: Sequence[Mapping[str, torch.Tensor]], path: Path) -> None:
+    """Writes a shard of rows: the values of all in one piece, and where each begins."""
+    offsets = torch.tensor([0, *(len(row["input_ids"]) for row in rows)], device="cpu").cumsum(0)
+    save_completely({"offsets": offsets} | {name: torch.cat([row[name] for row in rows]) for name in rows[0]}, path)
+
+
+def save_completely(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a file with its checksum, or none; raises `OSError` where the disk is full."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        save_file(tensors, partial, {"checksum": _checksum(tensors)})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise UserOSError(
+            f"Could not write {str(path)!r}: {error}. The shards before it are complete. {way_out(error)}."
+        ) from error
+
+
+def load_checked(path: Path) -> dict[str, torch.Tensor]:
+    """Reads all of a file; raises `ValueError` where it is not what was written."""
+    file = _open(path)
+    tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    if _checksum(tensors) != (file.metadata() or {}).get("checksum"):
+        raise _damaged(path, "it has another checksum")
+    return tensors
+
+
+def is_intact(path: Path) -> bool:
+    """Whether a file is there as it was written."""
+    try:
+        load_checked(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _open(path: Path) -> Any:
+    """Opens a file; raises `ValueError` where it is missing or incomplete."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: object) -> ValueError:
+    return UserValueError(f"{str(path)!r} is damaged: {error}. Run what wrote it again, which writes this file anew.")
+
+
+def _checksum(tensors: dict[str, torch.Tensor]) -> str:
+    found = 0
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return str(found)

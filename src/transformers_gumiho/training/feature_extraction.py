@@ -1,14 +1,11 @@
 """Writing a feature cache: the target runs once over a prepared dataset."""
 
 import errno
-import json
-import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.configuration_gumiho import resolve_layer_ids
-from ..model.target_shape import state_width
+from ..model.target_shape import TargetLayers, state_width
 from ..model.token_embedding import fitting_rows
 from ..resumable_file import Record, sole_writer
 from ..user_errors import UserOSError, UserValueError
@@ -28,32 +25,47 @@ from ..verification.fingerprint import model_fingerprint
 from ..verification.placement import input_device
 from ..verification.target_states import TargetStates
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
-from .feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, WEIGHTS, CacheManifest, kept_layers, row_lengths
-from .fingerprint import rows_fingerprint, tokenizer_fingerprints
-from .shards import is_intact, make_shard, save_completely, shard_path
+from .feature_cache import (
+    MADE_FROM,
+    TARGET_FOLDER,
+    WEIGHTS,
+    CacheManifest,
+    is_intact,
+    layer_fields,
+    row_lengths,
+    save_completely,
+    save_shard,
+)
+from .fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from .target_features import OnlineFeatures, why_not_finite
 
 
 DEFAULT_SHARD_BYTES = 2**29
+Rows = dict[int, dict[str, torch.Tensor]]  # by their index
 
 
 def cache_size(
     dataset: Dataset,
     target_config: PreTrainedConfig,
     dtype: torch.dtype,
-    target_layer_ids: Sequence[int] | None = None,
+    target_layer_ids: Sequence[int] | TargetLayers | None = None,
 ) -> int:
     """Returns the bytes that the features of a prepared dataset will take; arguments as in [`write_feature_cache`]."""
-    if target_layer_ids is not None:
-        target_layer_ids = resolve_layer_ids(target_config, target_layer_ids)
-    token_bytes = state_bytes(target_config, dtype, target_layer_ids) + 4 * len(_columns(dataset))
+    layers = _layers(target_config, target_layer_ids)
+    token_bytes = state_bytes(target_config, dtype, layers) + 4 * len(_columns(dataset))
     return sum(row_lengths(dataset) or ()) * token_bytes
 
 
-def state_bytes(target_config: PreTrainedConfig, dtype: torch.dtype, layer_ids: Sequence[int] | None) -> int:
+def state_bytes(target_config: PreTrainedConfig, dtype: torch.dtype, layers: TargetLayers | None) -> int:
     """Returns the bytes of the states of one token in a cache."""
-    width = state_width(target_config.get_text_config(decoder=True))
-    return width * dtype.itemsize * (1 + len(kept_layers(layer_ids, target_config)))
+    num_kept = 1 if layers is None else 1 + len(layers.besides_last_states(target_config))
+    return state_width(target_config.get_text_config(decoder=True)) * dtype.itemsize * num_kept
+
+
+def _layers(target_config: PreTrainedConfig, layers: Sequence[int] | TargetLayers | None) -> TargetLayers | None:
+    if layers is None or isinstance(layers, TargetLayers):
+        return layers
+    return TargetLayers.of(resolve_layer_ids(target_config, layers))
 
 
 def write_feature_cache(
@@ -65,7 +77,7 @@ def write_feature_cache(
     dtype: torch.dtype = torch.bfloat16,
     tokens_per_batch: int = 2048,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    target_layer_ids: Sequence[int] | None = None,
+    target_layer_ids: Sequence[int] | TargetLayers | None = None,
     made_from: dict[str, Any] | None = None,
 ) -> None:
     """
@@ -80,8 +92,9 @@ def write_feature_cache(
         dtype: Of the features.
         tokens_per_batch: Tokens that the target reads at a time, padding included; a batch has at least one row.
         shard_bytes: Size of a shard, at most; a shard has at least one row.
-        target_layer_ids: Layers whose states are written next to the last ones, as in [`GumihoConfig`]. Drafters
-            without `target_layer_ids` can be trained on such a cache, too.
+        target_layer_ids: Layers whose states are written next to the last ones, as in [`GumihoConfig`], or what a
+            drafter's `config.layers_read(target.config)` returns. Drafters of the last states can be trained on such a
+            cache, too.
         made_from: What identifies the cache, where that is known without looking at the loaded target and the rows.
 
     Raises:
@@ -91,14 +104,12 @@ def write_feature_cache(
     """
     folder, state = Path(folder), PartialState()
     folder.mkdir(parents=True, exist_ok=True)
-    if target_layer_ids is not None:
-        target_layer_ids = resolve_layer_ids(target.config, target_layer_ids)
-    features = OnlineFeatures(target, target_layer_ids)
-    columns = _columns(dataset)
+    layers = _layers(target.config, target_layer_ids)
+    features, columns = OnlineFeatures(target, layers), _columns(dataset)
     if "loss_mask" not in dataset.column_names and "loss_mask" in columns:
         dataset = dataset.map(lambda row: {"loss_mask": loss_mask_of(row).tolist()})
     lengths = row_lengths(dataset) or []
-    size = cache_size(dataset, target.config, dtype, target_layer_ids)
+    size = cache_size(dataset, target.config, dtype, layers)
     manifest = CacheManifest(
         columns=columns,
         dtype=str(dtype).removeprefix("torch."),
@@ -106,25 +117,28 @@ def write_feature_cache(
         lengths=lengths,
         rows_per_shard=max(int(shard_bytes // (size / sum(lengths) * max(lengths))), 1),
         machine=platform.node(),
-        target_layer_ids=None if target_layer_ids is None else list(target_layer_ids),
+        **layer_fields(layers),
     )
     if made_from is None:
-        data = rows_fingerprint(dataset.select_columns(columns).with_format("numpy"), columns)
+        data = conversations_fingerprint(dataset.select_columns(columns))
         made_from = {"target": model_fingerprint(target), "data": data, **tokenizer_fingerprints(tokenizer)}
-    made_from = made_from | {"dtype": manifest.dtype, "target_layer_ids": manifest.target_layer_ids}
-    record = Record(folder / MADE_FROM)
+    made_from = made_from | {"dtype": manifest.dtype, **layer_fields(layers)}
+    record, shards = Record(folder / MADE_FROM), manifest.shards(folder)
     with sole_writer(folder) if state.is_main_process else nullcontext():
         record.check(made_from, "Extract features into another folder, or delete this one.")
         state.wait_for_everyone()
         if state.is_main_process:
-            _check_space(folder, manifest, size)
+            _check_space(folder, size * sum(not path.exists() for path in shards) // len(shards))
             record.write(made_from)
             _write_target(target, tokenizer, folder, manifest)
         state.wait_for_everyone()
         # Each process has its shards whatever the others have written meanwhile.
-        mine = range(state.process_index, manifest.num_shards, state.num_processes)
-        missing = [index for index in mine if not is_intact(shard_path(folder, index))]
-        _write_shards(dataset, missing, features, manifest, folder, tokens_per_batch, state.is_local_main_process)
+        mine = range(state.process_index, len(shards), state.num_processes)
+        missing = {index: shards[index] for index in mine if not is_intact(shards[index])}
+        total = sum(lengths[row] for index in missing for row in manifest.rows_of(index))
+        is_shown = bool(missing) and state.is_local_main_process
+        with tqdm(desc="extracting features", total=total, unit="token", unit_scale=True, disable=not is_shown) as bar:
+            _write_shards(dataset, missing, features, manifest, tokens_per_batch, bar.update)
         state.wait_for_everyone()
         if state.is_main_process:
             record.write(made_from, is_finished=True)
@@ -132,49 +146,42 @@ def write_feature_cache(
 
 def _write_shards(
     dataset: Dataset,
-    missing: list[int],
+    missing: dict[int, Path],
     features: OnlineFeatures,
     manifest: CacheManifest,
-    folder: Path,
     tokens_per_batch: int,
-    shows_progress: bool,
+    report: Callable[[int], Any],
 ) -> None:
     """Writes these shards: each while the target runs over the rows of the next one."""
-    total = sum(manifest.lengths[row] for index in missing for row in manifest.rows_of(index))
     saving: Future[None] | None = None
-    with (
-        tqdm(desc="extracting features", total=total, unit="token", unit_scale=True,
-             disable=not (missing and shows_progress)) as progress,
-        ThreadPoolExecutor(1) as disk,
-    ):  # fmt: skip
-        for index in missing:
-            rows: dict[int, dict[str, torch.Tensor]] = {}
+    with ThreadPoolExecutor(1) as disk:
+        for index, path in missing.items():
+            rows: Rows = {}
             for found in _extract(dataset, manifest.rows_of(index), features, manifest, tokens_per_batch):
                 rows |= found
-                progress.update(sum(manifest.lengths[row] for row in found))
+                report(sum(manifest.lengths[row] for row in found))
             if saving is not None:
                 saving.result()
-            shard = make_shard([rows[row] for row in manifest.rows_of(index)])
-            saving = disk.submit(save_completely, shard, shard_path(folder, index))
+            saving = disk.submit(save_shard, [rows[row] for row in manifest.rows_of(index)], path)
         if saving is not None:
             saving.result()
 
 
 def _extract(
     dataset: Dataset, rows: range, features: OnlineFeatures, manifest: CacheManifest, tokens_per_batch: int
-) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
-    """Yields rows of a shard by their index, those of like length together."""
+) -> Iterator[Rows]:
+    """Yields the rows of a shard, those of like length together."""
     collate, device = GumihoDataCollator(), input_device(features.target)
-    previous: _StatesOfBatch | None = None
+    arrive: Callable[[], Rows] | None = None
     for batch in _batches(rows, manifest.lengths, tokens_per_batch):
         chosen = {index: dataset[index] for index in batch}
         states = features.states({name: t.to(device) for name, t in collate(list(chosen.values())).items()})
         # The host takes the states of a batch while the device computes those of the next one.
-        found, previous = previous, _StatesOfBatch(chosen, states, features, manifest)
-        if found is not None:
-            yield found.rows()
-    if previous is not None:
-        yield previous.rows()
+        before, arrive = arrive, _send_to_host(chosen, states, features, manifest)
+        if before is not None:
+            yield before()
+    if arrive is not None:
+        yield arrive()
 
 
 def _batches(rows: Sequence[int], lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
@@ -188,39 +195,36 @@ def _batches(rows: Sequence[int], lengths: Sequence[int], tokens_per_batch: int)
     return batches
 
 
-class _StatesOfBatch:
-    """The states of a batch, on their way to the host."""
+def _send_to_host(
+    chosen: dict[int, dict[str, Any]], states: TargetStates, features: OnlineFeatures, manifest: CacheManifest
+) -> Callable[[], Rows]:
+    """
+    Begins to copy the states of a batch. The function that it returns waits for them, and returns the rows; it raises
+    `ValueError` where states are not finite in the cache's dtype.
+    """
+    on_device = {"hidden_states": states.last}
+    if features.layers is not None:
+        width = len(features.layers.besides_last_states(features.config)) * states.last.shape[-1]
+        on_device["layer_states"] = states.target_states[..., :width]
+    dtype = getattr(torch, manifest.dtype)
+    on_host = {name: tensor.to(dtype).to("cpu", non_blocking=True) for name, tensor in on_device.items()}
+    copied = None if states.last.device.type == "cpu" else torch.Event(states.last.device.type)
+    if copied is not None:
+        copied.record()
 
-    def __init__(
-        self, chosen: dict[int, dict[str, Any]], states: TargetStates, features: OnlineFeatures,
-        manifest: CacheManifest,
-    ):  # fmt: skip
-        self._chosen, self._manifest, self._on_device = chosen, manifest, {"hidden_states": states.last}
-        if features.layer_ids is not None:
-            width = len(kept_layers(features.layer_ids, features.config)) * states.last.shape[-1]
-            self._on_device["layer_states"] = states.target_states[..., :width]
-        dtype = getattr(torch, manifest.dtype)
-        self._on_host = {name: t.to(dtype).to("cpu", non_blocking=True) for name, t in self._on_device.items()}
-        self._arrived = None
-        if states.last.device.type != "cpu":
-            self._arrived = torch.Event(states.last.device.type)
-            self._arrived.record()
-
-    def rows(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Returns the rows by their index; raises `ValueError` where states are not finite in the cache's dtype."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        for name, kept in self._on_host.items():
+    def arrive() -> Rows:
+        if copied is not None:
+            copied.synchronize()
+        for name, kept in on_host.items():
             if not torch.isfinite(kept).all():
-                _refuse(self._on_device[name], kept.dtype)
-        found = {}
-        for number, (index, row) in enumerate(self._chosen.items()):
-            tokens = {
-                name: torch.tensor(row[name], dtype=torch.int32, device="cpu") for name in self._manifest.columns
-            }
-            states = {name: kept[number, : self._manifest.lengths[index]] for name, kept in self._on_host.items()}
-            found[index] = tokens | states
-        return found
+                _refuse(on_device[name], kept.dtype)
+        return {
+            index: {name: torch.tensor(row[name], dtype=torch.int32, device="cpu") for name in manifest.columns}
+            | {name: kept[number, : manifest.lengths[index]] for name, kept in on_host.items()}
+            for number, (index, row) in enumerate(chosen.items())
+        }
+
+    return arrive
 
 
 def _refuse(states: torch.Tensor, dtype: torch.dtype) -> None:
@@ -242,15 +246,13 @@ def _write_target(
         pass
     for path in folder.glob("*.partial"):
         path.unlink()
-    target_folder, embedding = folder / TARGET_FOLDER, target.get_input_embeddings().weight
+    embedding = target.get_input_embeddings().weight
     weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
-    target.config.save_pretrained(target_folder)
-    tokenizer.save_pretrained(target_folder)
-    save_completely({name: t.detach().cpu().contiguous().clone() for name, t in weights.items()},
-                    target_folder / WEIGHTS)  # fmt: skip
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps(asdict(manifest)), encoding="utf-8")
-    os.replace(partial, folder / MANIFEST)
+    for part in (target.config, tokenizer):
+        part.save_pretrained(folder / TARGET_FOLDER)
+    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+    save_completely(weights, folder / TARGET_FOLDER / WEIGHTS)
+    manifest.save(folder)
 
 
 def _columns(dataset: Dataset) -> list[str]:
@@ -258,12 +260,9 @@ def _columns(dataset: Dataset) -> list[str]:
     return [name for name in ("input_ids", "loss_mask", "position_ids") if name in found]
 
 
-def _check_space(folder: Path, manifest: CacheManifest, total: int) -> None:
+def _check_space(folder: Path, needed: int) -> None:
     """Raises `OSError` where the shards that are missing will not fit on the disk."""
-    done = sum(shard_path(folder, index).exists() for index in range(manifest.num_shards))
-    needed = total * (manifest.num_shards - done) // manifest.num_shards
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    if needed > (free := shutil.disk_usage(folder).free):
         raise UserOSError(
             errno.ENOSPC,
             f"The features need {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free. Use a larger disk, less "
@@ -277,10 +276,8 @@ def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns the weight and bias of the output head; of a wrapped one (adapters, offloading) those it amounts to."""
     head = target.get_output_embeddings()
     if type(head) is nn.Linear and head.weight.device.type != "meta":
-        bias = {} if head.bias is None else {"lm_head.bias": head.bias}
-        return {"lm_head.weight": head.weight, **bias}
-    embedding = target.get_input_embeddings().weight
-    width = getattr(head, "in_features", embedding.shape[1])
+        return {f"lm_head.{name}": parameter for name, parameter in head.named_parameters()}
+    width = getattr(head, "in_features", target.get_input_embeddings().weight.shape[1])
     probe = torch.eye(width, dtype=target.dtype, device=input_device(target))
     bias = head(torch.zeros_like(probe[:1]))[0]
     return {"lm_head.weight": (head(probe) - bias).T, "lm_head.bias": bias}

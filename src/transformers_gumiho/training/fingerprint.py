@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
@@ -25,30 +24,24 @@ _NUM_PIECES, _PIECE_BYTES = 8, 8
 def checkpoint_fingerprint(name: str | Path) -> str:
     """
     Returns a fingerprint of a model, a folder or a name on the Hub, without loading it: its config, and of each tensor
-    the name, shape, dtype and some dozens of bytes.
-
-    Raises:
-        FileNotFoundError: There are no weights.
+    the name, shape, dtype and some dozens of bytes. Raises `FileNotFoundError` where there are no weights.
     """
-    folder, digest, tensors = Path(name), hashlib.sha256(), []
+    folder, parts, tensors = Path(name), list[str](), list[Any]()
     for patterns in _WEIGHTS:
         if not Path(name).is_dir():
             folder = Path(snapshot_download(str(name), allow_patterns=[*_CONFIGS, *patterns]))
-        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
-            tensors += _sampled_tensors(path)
+        tensors = [tensor for pattern in patterns for path in folder.glob(pattern) for tensor in _sampled(path)]
         if tensors:
             break
-    if not tensors:
+    else:
         raise UserFileNotFoundError(f"{str(name)!r} holds no weights: no model.safetensors and no pytorch_model.bin.")
     for path in (folder / config for config in _CONFIGS if (folder / config).exists()):
         config = json.loads(path.read_text(encoding="utf-8"))
-        digest.update(json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True).encode())
+        parts.append(json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True))
         if base := config.get("base_model_name_or_path"):
-            digest.update(checkpoint_fingerprint(base).encode())
+            parts.append(checkpoint_fingerprint(base))
     # Sorted, as it does not matter how the tensors are spread over files.
-    for tensor in sorted(tensors):
-        digest.update(repr(tensor).encode())
-    return digest.hexdigest()[:_DIGITS]
+    return _hash([*parts, *map(repr, sorted(tensors))])
 
 
 def tokenizer_fingerprints(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -58,25 +51,12 @@ def tokenizer_fingerprints(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]
     else:
         state = tokenizer.get_vocab()
     texts = {"tokenizer": json.dumps(state, sort_keys=True), "template": str(tokenizer.chat_template)}
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:_DIGITS] for name, text in texts.items()}
-
-
-def rows_fingerprint(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> str:
-    """Returns a fingerprint of these integer columns of all rows, in their order."""
-    digest, columns = hashlib.sha256(), list(columns)
-    for row in rows:
-        for name in columns:
-            values = np.asarray(row[name], dtype=np.int64)
-            digest.update(values.size.to_bytes(8, "little") + values.tobytes())
-    return digest.hexdigest()[:_DIGITS]
+    return {name: _hash([text]) for name, text in texts.items()}
 
 
 def conversations_fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Returns a fingerprint of rows of any columns, in their order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(dict(row), sort_keys=True, default=str).encode())
-    return digest.hexdigest()[:_DIGITS]
+    """Returns a fingerprint of rows, in their order."""
+    return _hash(json.dumps(dict(row), sort_keys=True, default=str) for row in rows)
 
 
 def file_fingerprint(path: str | Path) -> str:
@@ -88,23 +68,25 @@ def file_fingerprint(path: str | Path) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def _sampled_tensors(path: Path) -> list[tuple[str, str, str, bytes]]:
+def _hash(parts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _sampled(path: Path) -> list[tuple[str, str, str, bytes]]:
     """Returns name, shape, dtype and some bytes of each tensor in a file; other formats count as one tensor."""
     with path.open("rb") as file:
         if path.suffix != ".safetensors":
             size = path.stat().st_size
             return [(path.name, str(size), "", _some_bytes(file, 0, size))]
-        header_size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_size))
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(begin - 8))
+        header.pop("__metadata__", None)
         return [
-            (
-                name,
-                str(of["shape"]),
-                of["dtype"],
-                _some_bytes(file, *(8 + header_size + at for at in of["data_offsets"])),
-            )
+            (name, str(of["shape"]), of["dtype"], _some_bytes(file, *(begin + at for at in of["data_offsets"])))
             for name, of in header.items()
-            if name != "__metadata__"
         ]
 
 

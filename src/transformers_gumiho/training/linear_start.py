@@ -78,9 +78,8 @@ def _first_answers(trainer: Any, drafter: GumihoModel) -> Iterator[tuple[torch.T
     """Yields what `fc` reads `(N, E + H)` and the states `(N, H)` it should make of it, over some rows at a time."""
     dataset = trainer.train_dataset
     streams = isinstance(dataset, torch.utils.data.IterableDataset)
-    rows = iter(dataset) if streams else (dataset[index] for index in range(len(dataset)))
     # No more rows than tokens are needed: where few have answers, this ends, too.
-    rows = itertools.islice(rows, NUM_TOKENS)
+    rows = itertools.islice(dataset if streams else map(dataset.__getitem__, range(len(dataset))), NUM_TOKENS)
     while some := list(itertools.islice(rows, min(trainer.args.train_batch_size, _MAX_ROWS_PER_READING))):
         batch = {name: values.to(trainer.args.device) for name, values in trainer.data_collator(some).items()}
         states = trainer.target_features.states(batch)

@@ -11,25 +11,11 @@ from .arguments import GumihoTrainingArguments
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """
-    Updates matrices with Muon (arXiv 2502.16982) and all other parameters with AdamW. Muon's updates are scaled to the
-    size of AdamW's, so that both use the same learning rate.
-
-    Args:
-        params: The groups of parameters, each with its `weight_decay`.
-        lr: The learning rate.
-        betas: AdamW's.
-        eps: AdamW's.
-
-    Raises:
-        ImportError: This release of PyTorch has no Muon.
+    Updates matrices with Muon (arXiv 2502.16982) and all other parameters with AdamW, at one learning rate: Muon's
+    updates are scaled to the size of AdamW's. The groups of parameters have a `weight_decay` each.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
-        if not hasattr(torch.optim, "Muon"):
-            raise UserImportError(
-                f"`muon=True` needs PyTorch 2.9 or later, and this is {torch.__version__}. Install it, or use "
-                f"`muon=False`."
-            )
         matrices: list[dict[str, Any]] = []
         others: list[dict[str, Any]] = []
         for group in params:
@@ -65,16 +51,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 def muon_of(args: GumihoTrainingArguments) -> tuple[type[MuonWithAdamW], dict[str, Any]] | None:
     """
-    Returns the optimizer for `muon=True`, as `Trainer` takes it, else `None`.
-
-    Raises:
-        ValueError: DeepSpeed splits the parameters into vectors.
+    Returns the optimizer for `muon=True`, as `Trainer` takes it, else `None`. Raises `ImportError` where PyTorch has
+    no Muon, and `ValueError` for DeepSpeed, which splits the parameters into vectors.
     """
     if not args.muon:
         return None
     if args.deepspeed_plugin is not None:
         raise UserValueError(
             "`muon=True` needs full matrices, and DeepSpeed splits them. Use DDP, FSDP, or `muon=False`."
+        )
+    if not hasattr(torch.optim, "Muon"):
+        raise UserImportError(
+            f"`muon=True` needs PyTorch 2.9 or later, and this is {torch.__version__}. Install it, or drop `muon`."
         )
     betas = (args.adam_beta1, args.adam_beta2)
     return MuonWithAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}

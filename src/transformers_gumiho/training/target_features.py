@@ -1,7 +1,7 @@
 """What the target contributes to a drafter's training: its states and its output head, both frozen."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,17 +34,17 @@ class OnlineFeatures:
 
     Args:
         target: Any decoder, in any dtype, quantized, split or with adapters; it is frozen in evaluation mode.
-        layer_ids: The `target_layer_ids` of a drafter that reads several layers.
+        layers: Those that a drafter reads, if not the last states alone.
 
     Raises:
         ValueError: The target does not have these layers.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int] | None = None):
+    def __init__(self, target: PreTrainedModel, layers: TargetLayers | None = None):
         self.target = target.eval().requires_grad_(False)
         self.config = target.config
-        self.layer_ids = layer_ids
-        self._reader = FeatureReader(target, TargetLayers.of(layer_ids))
+        self.layers = layers
+        self._reader = FeatureReader(target, layers)
         self.head = output_head(target)
         self._packing_is_checked = False
 

@@ -5,43 +5,33 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..internals import drive_one_device
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
-from ..losses.predictors import Predictor, predictors
+from ..losses.predictors import LossWeights, Predictor, predictors
 from ..user_errors import UserFloatingPointError, UserValueError
 from ..verification.target_states import TargetStates
-from .agreement import agreement_metrics, score_predictions
+from . import checks
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
-from .checks import (
-    check_collator,
-    check_drafter,
-    check_is_no_adapter,
-    check_measures_tau,
-    check_rows,
-    check_something_counts,
-    count_broken,
-    drafter_of,
-    num_positions,
-)
 from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
-from .feature_cache import TargetFeatures, length_sampler
+from .feature_cache import TargetFeatures, row_lengths
 from .linear_start import start_linearly
-from .measured_tau import shared_tau
 from .model_card import model_card_of
 from .muon import muon_of
+from .scores import agreement_metrics, score_predictions, shared_tau
 from .target_features import OnlineFeatures, add_noise, why_not_finite
-from .trained_parts import freeze_all_but
 
 
 class GumihoTrainer(Trainer):
@@ -104,24 +94,28 @@ class GumihoTrainer(Trainer):
     ):
         if not isinstance(args, GumihoTrainingArguments):
             raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
-        self.drafter = drafter_of(model)
-        layer_ids = self.drafter.config.target_layer_ids
-        self.target_features = OnlineFeatures(target, layer_ids) if isinstance(target, nn.Module) else target
-        check_drafter(self.drafter, self.target_features)
+        self.drafter = drafter = checks.drafter_of(model)
+        layers = drafter.config.layers_read(target.config)
+        self.target_features = OnlineFeatures(target, layers) if isinstance(target, nn.Module) else target
+        checks.check_drafter(drafter, self.target_features)
         for name in ("train_dataset", "eval_dataset"):
-            check_rows(kwargs.get(name), self.target_features)
-        self.drafter.embed_tokens.requires_grad_(False)
+            checks.check_rows(kwargs.get(name), self.target_features)
+        drafter.embed_tokens.requires_grad_(False)
+        if drafter.config.is_eagle3:  # the loss takes an output head as it is
+            drafter.lm_head.requires_grad_(False)
         if args.linear_start:
-            check_is_no_adapter(model, "linear_start")
+            checks.check_starts_linearly(model)
         if args.train_only is not None:
-            freeze_all_but(args.train_only, model, self.drafter)
-        if not self.drafter.config.has_embedding:
-            self.drafter.adopt_embedding(self.target_features.embedding)
+            checks.freeze_all_but(args.train_only, model, drafter)
+        if not drafter.config.has_embedding:
+            drafter.adopt_embedding(self.target_features.embedding)
         # The target is on one device, or split over several that are then all its own.
         drive_one_device(args)
-        vocab_size = self.drafter.config.get_text_config().vocab_size
         kwargs.setdefault(
-            "data_collator", GumihoDataCollator(vocab_size, num_positions(self.drafter, self.target_features))
+            "data_collator",
+            GumihoDataCollator(
+                drafter.config.get_text_config().vocab_size, checks.num_positions(drafter, self.target_features)
+            ),
         )
         kwargs.setdefault("compute_metrics", lambda scored: agreement_metrics(scored.predictions, self._predictors()))
         kwargs.setdefault("optimizer_cls_and_kwargs", muon_of(args))
@@ -130,10 +124,9 @@ class GumihoTrainer(Trainer):
             args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, **kwargs)
         if self.processing_class is not None:
-            self.drafter.tokenizer = self.processing_class
+            drafter.tokenizer = self.processing_class
         # The loss is an average over all positions of a step. Older transformers know only the first of these.
-        self.model_accepts_loss_kwargs = True
-        self.loss_is_scaled_for_ga = True
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         self.add_callback(ScheduleOfThisRun())
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
@@ -142,10 +135,10 @@ class GumihoTrainer(Trainer):
         self.seconds_of_waiting = 0.0  # for training data
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
-        check_collator(self.data_collator, args.assistant_only_loss)
+        checks.check_collator(self.data_collator, args.assistant_only_loss)
         self._acceptance_prompts = list(acceptance_prompts or ())
         if self._acceptance_prompts:
-            check_measures_tau(target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
+            checks.check_measures_tau(target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         # Evaluations count the answers alone, whatever is trained on.
@@ -155,16 +148,28 @@ class GumihoTrainer(Trainer):
         finally:
             self.data_collator = collator
 
+    def _training_collator(self) -> Any:
+        collator = copy.copy(self.data_collator)
+        if not self.args.assistant_only_loss:
+            collator.assistant_only_loss = False
+        return collator
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         # A step's rows, so that several processes take those that one would.
-        rows_of_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return length_sampler(dataset, self.args, rows_of_step) or super()._get_train_sampler(train_dataset)
+        return self._length_sampler(dataset, self.args.rows_per_step) or super()._get_train_sampler(train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        sampler = length_sampler(eval_dataset, self.args, self.args.eval_batch_size, seed)
+        generator = torch.Generator().manual_seed(seed)
+        sampler = self._length_sampler(eval_dataset, self.args.eval_batch_size, generator)
         return sampler or super()._get_eval_sampler(eval_dataset)
+
+    def _length_sampler(self, dataset: Any, rows_at_a_time: int, generator: Any = None) -> LengthGroupedSampler | None:
+        """Groups rows of like length where that is asked for. `Trainer`'s own sampler would read their states."""
+        if self.args.train_sampling_strategy != "group_by_length" or not (lengths := row_lengths(dataset)):
+            return None
+        return LengthGroupedSampler(rows_at_a_time, lengths=lengths, generator=generator)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.get_batch_samples`, with the time it takes: that of waiting for data."""
@@ -172,12 +177,6 @@ class GumihoTrainer(Trainer):
         samples = super().get_batch_samples(*args, **kwargs)
         self.seconds_of_waiting += time.perf_counter() - begin
         return samples
-
-    def _training_collator(self) -> Any:
-        collator = copy.copy(self.data_collator)
-        if not self.args.assistant_only_loss:
-            collator.assistant_only_loss = False
-        return collator
 
     def compute_loss(
         self,
@@ -193,19 +192,21 @@ class GumihoTrainer(Trainer):
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
             width = self.drafter.config.get_text_config().hidden_size
-            drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
+            if not self.drafter.config.is_eagle3:  # the noise is of the size of normalized states
+                drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
         args = self.args
-        serial_only = args.train_only == "serial"
-        output = self._forward(model, inputs, drafter_input, args.unroll_serial_head, serial_only=serial_only)
+        settings = {"unroll": args.unroll_serial_head, "serial_only": args.train_only == "serial"}
+        output = self._forward(model, inputs, drafter_input, **settings)
         loss, terms = chunked_gumiho_loss(
             output,
             states.last,
             self._restriction.features.lm_head(states.last),
             inputs["loss_mask"],
-            args.loss_weights(self.state.global_step / max(self.state.max_steps, 1)),
+            self._loss_weights(self.state.global_step / max(self.state.max_steps, 1)),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
             chunk_size=args.loss_chunk_size,
+            draft_head=self._restriction.draft_head(states.last),
         )
         if num_items_in_batch is not None:
             # Gradients are averaged over the processes, and this is a process's share of one average.
@@ -230,17 +231,16 @@ class GumihoTrainer(Trainer):
             if not torch.isfinite(states.last).all():
                 raise UserFloatingPointError(why_not_finite(states.last.dtype))
             output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
-            head, mask = self.target_features.lm_head(states.last), inputs["loss_mask"]
+            scored = output, states.last, self.target_features.lm_head(states.last), inputs["loss_mask"]
             settings: dict[str, Any] = {
                 "position_ids": inputs.get("position_ids"),
                 "vocabulary": self._restriction.vocabulary(states.last),
                 "chunk_size": self.args.loss_chunk_size,
             }
             if self._positions_per_row:
-                settings |= {"positions_per_row": self._positions_per_row, "input_ids": inputs["input_ids"]}
-                return None, score_choices(output, states.last, head, loss_mask=mask, **settings), None
-            weights = self.args.loss_weights()
-            scores = score_predictions(output, states.last, head, mask, weights=weights, **settings)
+                ids, count = inputs["input_ids"], self._positions_per_row
+                return None, score_choices(*scored, ids, positions_per_row=count, **settings), None
+            scores = score_predictions(*scored, weights=self._loss_weights(), **settings)
         if prediction_loss_only:
             metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
             return torch.tensor(metrics["loss"], device=scores.device), None, None
@@ -276,7 +276,7 @@ class GumihoTrainer(Trainer):
         self._forget_terms()
         self._broken_states.zero_()
         if self.train_dataset is not None:
-            check_something_counts(self.train_dataset, self._training_collator(), self._shifts())
+            checks.check_something_counts(self.train_dataset, self._training_collator(), self._shifts())
         self._restriction.find(resume_from_checkpoint or None)
         if self.args.linear_start and self._is_new and not resume_from_checkpoint:
             start_linearly(self, self.drafter)
@@ -321,12 +321,10 @@ class GumihoTrainer(Trainer):
         """
         if "loss" in logs and self._terms:
             sums = self.accelerator.reduce(torch.stack(list(self._terms.values())), "sum").tolist()
-            totals = zip(self._terms, sums, strict=True)
-            averages = {name: total / len(self._steps_of_terms[name]) for name, total in totals}
+            logs |= (found := {k: v / len(self._steps_of_terms[k]) for k, v in zip(self._terms, sums, strict=True)})
             self._forget_terms()
-            logs = logs | averages
             if not all(map(math.isfinite, sums)):
-                raise UserFloatingPointError(self._divergence(f"the loss terms are {averages}"))
+                raise UserFloatingPointError(self._divergence(f"the loss terms are {found}"))
         super().log(logs, start_time)
 
     def _forget_terms(self) -> None:
@@ -339,25 +337,25 @@ class GumihoTrainer(Trainer):
             model_card_of(self, **kwargs).save(f"{self.args.output_dir}/README.md")
 
     def _forward(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor],
-        drafter_input: torch.Tensor,
-        unroll: bool,
-        **kwargs: Any,
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], drafter_input: torch.Tensor, **kwargs: Any
     ) -> Any:
         position_ids = inputs.get("position_ids")
         return model(
             input_ids=inputs["input_ids"][:, 1:],
             hidden_states=drafter_input[:, :-1],
             position_ids=None if position_ids is None else position_ids[:, :-1],
-            unroll=unroll,
             **kwargs,
         )
 
     def drafter_input(self, states: TargetStates) -> torch.Tensor:
         """Returns what the drafter reads `(B, T, H_in)`: of states cached for one with more layers, the last."""
-        return states.last if self.drafter.config.target_layer_ids is None else states.target_states
+        layers = self.drafter.config.layers_read(self.target_features.config)
+        return states.last if layers is None else states.target_states
+
+    def _loss_weights(self, progress: float = 1.0) -> LossWeights:
+        """Returns the weights of the loss terms; the features of an EAGLE-3 head predict no states of the target."""
+        weights = self.args.loss_weights(progress)
+        return replace(weights, feature=None) if self.drafter.config.is_eagle3 else weights
 
     def _predictors(self, in_training: bool = False) -> list[Predictor]:
         config, args = self.drafter.config, self.args
@@ -365,7 +363,7 @@ class GumihoTrainer(Trainer):
         if in_training:
             num_heads = 0 if args.train_only == "serial" else num_heads
             num_unrolled = num_unrolled if args.unroll_serial_head else 0
-        return predictors(config.num_serial_tokens, num_heads, num_unrolled, args.loss_weights())
+        return predictors(config.num_serial_tokens, num_heads, num_unrolled, self._loss_weights())
 
     def _shifts(self) -> list[int]:
         return [predictor.shift for predictor in self._predictors(in_training=True)]
@@ -385,15 +383,14 @@ class GumihoTrainer(Trainer):
 
     def _check_parameters(self) -> None:
         """Raises `FloatingPointError` where a trained parameter is not finite."""
-        if self.accelerator.reduce(count_broken(self.drafter), "sum"):
+        if self.accelerator.reduce(checks.count_broken(self.drafter), "sum"):
             raise UserFloatingPointError(self._divergence("the drafter's parameters are not finite"))
 
     def _divergence(self, finding: str) -> str:
         if self.accelerator.reduce(self._broken_states, "sum"):
             return why_not_finite(self.target_features.embedding.dtype)
-        kept = "There is no checkpoint."
-        if checkpoint := last_complete_checkpoint(self.args.output_dir):
-            kept = f"The newest checkpoint, {checkpoint}, is from before that."
+        newest = last_complete_checkpoint(self.args.output_dir)
+        kept = f"The newest checkpoint, {newest}, is from before that." if newest else "There is no checkpoint."
         return (
             f"Training diverged at or before step {self.state.global_step}: {finding}. {kept} Lower the learning rate "
             f"or `max_grad_norm`, or train in bf16 instead of fp16."

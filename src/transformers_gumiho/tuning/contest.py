@@ -41,7 +41,10 @@ def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     Raises:
         ValueError: All texts end with their first token.
     """
-    used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
+    # A cycle that drafts nothing is a step of plain decoding.
+    used = [
+        (drafted.of_drafted_cycles(), plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes
+    ]
     if not used:
         raise UserValueError("The texts end with their first token. Give other prompts, or more `max_new_tokens`.")
     tau = sum(drafted.num_tokens for drafted, _ in used) / sum(drafted.num_passes for drafted, _ in used)

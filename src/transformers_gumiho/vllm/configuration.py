@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.decoding_settings import vocabulary_fault
+from ..model.draft_vocabulary import vocabulary_fault
 from ..user_errors import UserValueError
 
 
@@ -56,9 +56,10 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
     config = GumihoConfig.from_pretrained(model, **{name: v for name, v in options.items() if v is not None})
     if config.converted_from is not None or config.is_eagle3:
         original = repr(config.converted_from) if config.converted_from else "the repository that it was loaded from"
+        own = "with parallel heads" if config.num_parallel_heads else "that was saved for transformers"
         raise UserValueError(
-            f"{str(model)!r} is an EAGLE head that was saved for transformers. vLLM serves EAGLE heads itself: give "
-            f'it {original} as `model`, with `"method": "{"eagle3" if config.is_eagle3 else "eagle"}"`.'
+            f"{str(model)!r} is an EAGLE head {own}. vLLM serves EAGLE heads itself: give it {original} as `model`, "
+            f'with `"method": "{"eagle3" if config.is_eagle3 else "eagle"}"`.'
         )
     if config.embedding_width != config.get_text_config().hidden_size:
         raise ValueError(

@@ -1,0 +1,63 @@
+"""EAGLE heads in every command that takes a drafter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import gumiho
+from eagle import publish
+from training_data import DEMO_TARGET, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from transformers_gumiho import GumihoModel
+
+
+EAGLE3 = {"serial_head": "eagle3", "draft_vocab_size": 512}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # What the published head is, and what is added to it.
+    "eagle1": ({}, {}),
+    "eagle3": (EAGLE3, {}),
+    "eagle3 with heads": (EAGLE3, {"num_serial_tokens": 2, "num_parallel_heads": 2, "transition_rank": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_command_takes_an_eagle_head(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradio = pytest.importorskip("gradio")
+    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    fields, added = KINDS[kind]
+    torch.manual_seed(0)
+    new = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=0, num_serial_tokens=8, **fields)
+    head = publish(tmp_path / "head", new, torch.float32)
+    if added:
+        GumihoModel.from_pretrained(head, **added).save_pretrained(head := tmp_path / "added")
+    pair = ["--target", DEMO_TARGET, "--assistant", head, "--dtype", "float32"]
+    prompt = "def __init__(self, name):"
+
+    gumiho("generate", *pair, "--prompt", prompt, "--max_new_tokens", 12, "--compare")
+    assert capsys.readouterr().out.rstrip().endswith("same text")
+    gumiho("show", *pair, "--prompt", prompt, "--output", tmp_path / "tree.svg")
+    assert "drawn into" in capsys.readouterr().out
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt}, {"prompt": "import "}, {"prompt": "for "}])
+    measured = [*pair, "--prompts", prompts, "--output_dir", tmp_path / "out", "--max_new_tokens", 8]
+    gumiho("benchmark", *measured, "--modes", "plain", "gumiho")
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())["rows"]
+    assert [row["num_equal"] for row in rows if row["mode"] == "gumiho"] == [3]
+    gumiho("tune", *measured, "--num_prompts", 3, "--batch_sizes", 1)
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert 1 <= settings["tree_depth"] <= GumihoModel.from_pretrained(head).config.max_draft_depth
+    gumiho("attach", DEMO_TARGET, head, "--output_dir", tmp_path / "served")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.float32, trust_remote_code=True)
+    ids = AutoTokenizer.from_pretrained(DEMO_TARGET)(prompt, return_tensors="pt")["input_ids"]
+    call = {"max_new_tokens": 12, "return_dict_in_generate": True, "do_sample": False}
+    drafted = served.generate(ids, trust_remote_code=True, **call)
+    assert torch.equal(drafted.sequences, target.generate(ids, **call).sequences)
+    assert drafted.accepted_lengths
+    pages: list[Any] = []
+    monkeypatch.setattr(gradio.Blocks, "launch", lambda page, **_: pages.append(page))
+    gumiho("demo", *pair)
+    assert len(pages) == 1
