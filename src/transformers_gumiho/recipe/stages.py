@@ -25,7 +25,7 @@ from ..training import (
     prepare_dataset,
     write_feature_cache,
 )
-from ..training.data.usable_rows import split_rows
+from ..training.data.preparation import split_rows
 from ..training.feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_fields, row_lengths
 from ..training.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..user_errors import UserValueError, as_user_errors
@@ -304,7 +304,7 @@ class Run:
             if stage == "tune":
                 say(tune_drafter(args, self.folder, self.prompt_file, num_prompts))
             else:
-                say(evaluate_drafter(args, self.folder, self.prompt_file, self.work / stage))
+                say(evaluate_drafter(args, self.folder, self.prompt_file))
 
         self._once(stage, contents, measure)
         gc.collect()
