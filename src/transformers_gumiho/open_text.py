@@ -1,6 +1,15 @@
-"""Token ids of a text to continue, also from tokenizers that add tokens to the end of every text."""
+"""What a tokenizer makes of texts and conversations that go on, with arguments of its chat template."""
 
-from transformers import PreTrainedTokenizerBase
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .text_files import read_text
+from .user_errors import UserValueError, as_user_errors
 
 
 def encode_open_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -13,3 +22,38 @@ def count_closing_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
     """Returns how many tokens the tokenizer adds to the end of every text."""
     is_added = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     return next((index for index, added in enumerate(reversed(is_added)) if not added), 0)
+
+
+def with_template_kwargs(
+    tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
+) -> PreTrainedTokenizerBase:
+    """Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others."""
+    if not kwargs or not tokenizer.chat_template:
+        return tokenizer
+    lines = [f"{{%- set {name} = {name} if {name} is defined else {value!r} -%}}" for name, value in kwargs.items()]
+    tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
+    is_one = isinstance(template, str)
+    templates = {name: "".join(lines) + text for name, text in ({"": template} if is_one else template).items()}
+    tokenizer.chat_template = templates[""] if is_one else templates
+    return tokenizer
+
+
+def parse_template_kwargs(text: str | None) -> dict[str, Any]:
+    """Returns the arguments of `--chat_template_kwargs`; raises `ValueError` for anything but a JSON object."""
+    try:
+        kwargs = json.loads(text or "{}")
+    except ValueError:
+        kwargs = None
+    if not isinstance(kwargs, dict):
+        raise UserValueError(f"--chat_template_kwargs must be a JSON object, got {text!r}.")
+    return kwargs
+
+
+def load_tokenizer(target: str, chat_template: Path | None, kwargs: str | None) -> PreTrainedTokenizerBase:
+    """Returns a target's tokenizer, with the chat template of a file if one is given, and its arguments."""
+    values = parse_template_kwargs(kwargs)
+    with as_user_errors():
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    if chat_template is not None:
+        tokenizer.chat_template = read_text(chat_template)
+    return with_template_kwargs(tokenizer, values)

@@ -99,12 +99,6 @@ def settings_file(path: Path) -> Path:
     return path.with_name(path.name + _BESIDE)
 
 
-def cut_unfinished_batch(path: Path, batch_size: int) -> int:
-    """Cuts an unfinished batch off the file; returns the number of lines that are left in it."""
-    lines = complete_lines(path)
-    return cut_after(path, len(lines) - len(lines) % batch_size)
-
-
 def complete_lines(path: Path) -> list[bytes]:
     """Returns the lines of a file, without an incomplete last one; none if there is no file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []

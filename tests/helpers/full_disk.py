@@ -24,3 +24,9 @@ def disk_of(num_bytes: int, open_file: Any, name: str) -> Any:
         return file
 
     return open_on_it
+
+
+def no_room(path: Path, *_: Any, **__: Any) -> None:
+    """Stands in for `Path.write_text` on a full disk."""
+    path.write_bytes(b"")
+    raise OSError(errno.ENOSPC, "No space left on device")

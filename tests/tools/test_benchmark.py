@@ -231,8 +231,8 @@ def test_bootstrap_interval_holds_the_median_as_often_as_it_says() -> None:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (b'{"prompt": ', r"q.jsonl' is not JSON in line 3: Expecting value"),
-        (b'["def f"]', r"q.jsonl' holds a list in line 3. Each line must be a JSON object"),
+        (b'{"prompt": ', r"q.jsonl' is not JSON, or not UTF-8 in line 3\. Each line must be a JSON object"),
+        (b'["def f"]', r"q.jsonl' is not a JSON object in line 3"),
         ('{"prompt": "d\xe9f"}'.encode("latin-1"), r"q.jsonl' is not UTF-8 in line 3: .* Save it as UTF-8"),
     ],
 )
@@ -270,7 +270,7 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         read_prompts(write_jsonl(tmp_path / "bad.jsonl", [{"turns": [1]}]))
     with pytest.raises(ValueError, match="holds no questions"):
         read_prompts(write_jsonl(tmp_path / "none.jsonl", [""]))
-    with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.jsonl' to read prompts from"):
+    with pytest.raises(FileNotFoundError, match=r"No such file .*missing\.jsonl"):
         read_prompts(str(tmp_path / "missing.jsonl"))
 
 

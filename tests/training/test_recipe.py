@@ -18,8 +18,8 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.recipe import writing
 from transformers_gumiho.recipe.arguments import WritingArguments
 from transformers_gumiho.training import FeatureDataset, feature_extraction
-from transformers_gumiho.training.data.usable_rows import held_out_numbers
-from transformers_gumiho.training.writing import answer_file
+from transformers_gumiho.training.data.preparation import held_out_numbers
+from transformers_gumiho.training.writing import row_file
 
 
 DEMO_DRAFTER = DEMO_TARGET.parent / "gumiho"
@@ -128,7 +128,7 @@ def test_a_stopped_run_continues_to_the_same_drafter(
             with pytest.raises(SystemExit, match="130"):
                 gumiho(*command("stopped"))
 
-    stop_after(answer_file, "append_rows", 1)
+    stop_after(row_file, "append_rows", 1)
     with (tmp_path / "stopped" / "work" / "answers.jsonl").open("a") as file:
         file.write('{"prompt": "half a')
     stop_after(feature_extraction, "save_shard", 1)

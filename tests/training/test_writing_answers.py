@@ -1,11 +1,7 @@
 """A dataset in which the target answers itself."""
 
-import errno
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,6 @@ import torch
 from accelerate import cpu_offload
 from chat_target import make_chat_target, make_chat_tokenizer
 from datasets import Dataset
-from full_disk import disk_of
 from targets import make_target
 from training_data import (
     CHATML,
@@ -25,11 +20,9 @@ from training_data import (
     MESSAGES,
     OPENING,
     make_tokenizer,
-    write_jsonl,
 )
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
-from transformers_gumiho.resumable_file import check_begun_with
 from transformers_gumiho.training import (
     LocalEngine,
     Sampling,
@@ -38,7 +31,7 @@ from transformers_gumiho.training import (
     prepare_dataset,
     regenerate_dataset,
 )
-from transformers_gumiho.training.writing import answer_file, local
+from transformers_gumiho.training.writing import local
 from transformers_gumiho.training.writing.answers import loops
 from transformers_gumiho.training.writing.requests import Request
 
@@ -298,121 +291,6 @@ def test_a_target_that_overflows_writes_nothing(tmp_path: Path) -> None:
         ValueError, match=r"not finite \(torch.float16\). It overflows in float16: load it in bfloat16"
     ):
         regenerate([{"messages": MESSAGES}], large, tmp_path / "out.jsonl", max_length=100)
-
-
-TEXTS = [{"text": f"def f{index}(self):\n    return"} for index in range(11)] + [{"text": None}]
-
-
-@pytest.mark.parametrize("num_bytes", [0, 10, 900, 10**6])
-def test_a_killed_run_goes_on_to_the_same_result(target: PreTrainedModel, tmp_path: Path, num_bytes: int) -> None:
-    """Also where lines that another process wrote are beside it."""
-    settings: dict[str, Any] = {"sampling": ALL_SAMPLED, "max_length": 32}
-    whole = regenerate(TEXTS, target, tmp_path / "whole.jsonl", None, **settings)
-    killed, data = tmp_path / "killed.jsonl", (tmp_path / "whole.jsonl").read_bytes()
-    killed.write_bytes(data[:num_bytes])
-    (tmp_path / "killed.jsonl.part3").write_bytes(b"".join(data.splitlines(keepends=True)[5:8]) + b'{"row": 9, "te')
-    assert regenerate(TEXTS, target, killed, None, **settings) == whole
-    assert len({row["text"] for row in whole if "text" in row}) == 11
-    assert not list(tmp_path.glob("*.part*"))
-
-
-RUN = """
-import sys
-from accelerate import PartialState
-from training_data import DEMO_TARGET
-from transformers_gumiho.training.writing import answer_file
-from transformers_gumiho.cli import main
-if len(sys.argv) > 2:  # killed after so many batches
-    calls, append_rows = [], answer_file.append_rows
-    def append(*arguments):
-        calls.append(1)
-        if len(calls) > int(sys.argv[2]) and PartialState().process_index:
-            import os; os._exit(9)
-        append_rows(*arguments)
-    answer_file.append_rows = append
-folder, sys.argv = sys.argv[1], ["gumiho", "data", "--target", str(DEMO_TARGET), "--data", sys.argv[1] + "/q.jsonl",
-    "--output_file", sys.argv[1] + "/a.jsonl", "--max_new_tokens", "6", "--writing_batch_size", "2",
-    "--target_dtype", "float32", "--sampled_share", "0.5"]
-main()
-"""
-
-
-def test_several_processes_write_what_one_writes(tmp_path: Path) -> None:
-    """Also when one of them is killed, and another number of processes goes on."""
-    files = {}
-    (tmp_path / "run.py").write_text(RUN)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    for name, starts in {"one": [(1,)], "two": [(2,)], "killed": [(2, 2), (3,)]}.items():
-        (tmp_path / name).mkdir()
-        write_jsonl(tmp_path / name / "q.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(17)])
-        for number, *kill in starts:
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", number]
-            command = [sys.executable, *(launch if number > 1 else []), tmp_path / "run.py", tmp_path / name, *kill]
-            process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, timeout=500)
-            assert (process.returncode == 0) == (not kill), process.stderr.decode()[-3000:]
-        files[name] = (tmp_path / name / "a.jsonl").read_bytes()
-    assert len(files["one"].splitlines()) == 17
-    assert files["two"] == files["one"]
-    assert files["killed"] == files["one"]
-
-
-def test_a_second_run_into_a_file_is_refused(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, real, refused = tmp_path / "a.jsonl", answer_file.append_rows, []
-
-    def append_and_start_again(*arguments: Any) -> None:
-        real(*arguments)
-        with pytest.raises(OSError, match=r"Another run is writing there.*a.jsonl") as error:
-            regenerate(TEXTS[:4], target, path, None)
-        refused.append(error)
-
-    monkeypatch.setattr(answer_file, "append_rows", append_and_start_again)
-    assert len(regenerate(TEXTS[:4], target, path, None)) == 4
-    assert len(refused) == 2
-
-
-def test_a_full_disk_keeps_what_was_written(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, whole = tmp_path / "a.jsonl", regenerate(TEXTS[:4], target, tmp_path / "whole.jsonl", None)
-    num_bytes = (tmp_path / "whole.jsonl").stat().st_size - 20
-    monkeypatch.setattr(Path, "open", disk_of(num_bytes, Path.open, "a.jsonl"))
-    with pytest.raises(OSError, match=r"a.jsonl': No space left on device. What was written before stays. Make room"):
-        regenerate(TEXTS[:4], target, path, None)
-    assert path.stat().st_size == num_bytes
-    monkeypatch.undo()
-    assert regenerate(TEXTS[:4], target, path, None) == whole
-
-
-def _no_room(path: Path, *_: Any, **__: Any) -> None:
-    path.write_bytes(b"")
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_full_disk_before_the_first_row_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", _no_room)
-        with pytest.raises(OSError, match=r"Could not write '.*a.jsonl.settings.json': No space left on device"):
-            check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
-    check_begun_with(tmp_path / "a.jsonl", {"seed": 1})
-
-
-def test_damaged_settings_beside_a_file_are_told(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{}\n")
-    (tmp_path / "a.jsonl.settings.json").write_text("")
-    with pytest.raises(ValueError, match=r"a.jsonl.settings.json' is damaged. .* Delete it to continue"):
-        check_begun_with(tmp_path / "a.jsonl", {"seed": 0})
-
-
-def test_a_file_begun_with_other_settings_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    rows = [{"text": "import os"}]
-    regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"different settings: max_new_tokens \(.*\), seed \(.*\)\. Write"):
-        regenerate(rows, target, tmp_path / "out.jsonl", None, max_new_tokens=5, seed=1)
-    with pytest.raises(ValueError, match="was created with different settings: template"):
-        regenerate(rows, target, tmp_path / "out.jsonl", max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

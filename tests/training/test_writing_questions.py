@@ -32,26 +32,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.fixture(scope="module")
-def written(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("whole") / "a.jsonl"
-    synthesize(target, path)
-    return path
-
-
-@pytest.mark.parametrize("num_bytes", [0, 250, 10**6])
-def test_a_killed_run_goes_on_to_the_same_questions(
-    target: PreTrainedModel, written: Path, tmp_path: Path, num_bytes: int
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(written.read_bytes()[:num_bytes])
-    found = synthesize(target, tmp_path / "a.jsonl")
-    assert (tmp_path / "a.jsonl").read_bytes() == written.read_bytes()
-    assert found == [row["prompt"] for row in read(written) if "dropped" not in row][:7]
-    assert synthesize(target, tmp_path / "a.jsonl", num_prompts=8)[:7] == found
-    with pytest.raises(ValueError, match="was created with different settings: seed"):
-        synthesize(target, tmp_path / "a.jsonl", seed=1)
-
-
 def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
     openings = ["import ", "Write a class:\n\nclass", "def "]
     synthesize(target, tmp_path / "a.jsonl", 6, openings=openings, batch_size=6)

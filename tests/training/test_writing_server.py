@@ -120,7 +120,7 @@ TURNS = [{"messages": MESSAGES[:2] + MESSAGES[3:4]}, {"messages": MESSAGES}]
 
 
 def make_engine(url: str | list[str], **settings: Any) -> ServerEngine:
-    patience = {"max_retries": 2, "concurrency": 2, "timeout": 60.0}
+    patience = {"max_retries": 2, "concurrency": 2}
     return ServerEngine(url, "tiny", TOKENIZER, **patience | settings)
 
 

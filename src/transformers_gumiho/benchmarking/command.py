@@ -71,7 +71,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     if args.modes:
         modes = choose_modes(modes, args.modes)
     conditions = measuring_conditions(target, drafter)
-    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
+    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
     journal_settings = conditions | {"modes": [mode.name for mode in modes]} | options
     settings = BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed)
     journal, stopped = Journal(folder / "samples.jsonl", journal_settings, args.resume), False

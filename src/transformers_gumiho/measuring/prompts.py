@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..open_text import encode_open_text
-from ..text_files import read_json_lines
-from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
+from ..text_files import load_conversations, parse_row, read_json_lines
+from ..user_errors import UserValueError
 
 
 logger = logging.get_logger(__name__)
@@ -96,29 +95,9 @@ def read_rows(name: str) -> list[tuple[str, Mapping[str, Any]]]:
         FileNotFoundError: `name` looks like a file, and there is none.
         ValueError: The file is not JSONL in UTF-8.
     """
-    path = Path(name)
-    if path.suffix in (".jsonl", ".json", ".parquet") and not path.is_file():
-        raise UserFileNotFoundError(f"There is no file {name!r} to read prompts from. Give an existing one.")
-    if path.suffix == ".jsonl":
-        return [(f"Line {number}", row) for number, row in read_json_lines(path)]
-    # Imported here, because only datasets need the library.
-    from datasets import DatasetDict, load_dataset, load_from_disk
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        with as_user_errors():
-            if path.is_file():
-                dataset = load_dataset(path.suffix.removeprefix("."), data_files=name, split="train")
-            elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-                dataset = load_from_disk(name)
-            else:
-                source, _, config = (name, "", "") if path.exists() else name.partition(":")
-                dataset = load_dataset(source, config or None)
-    except DatasetGenerationError as error:
-        raise UserValueError(f"{name!r} cannot be read: {error.__cause__}. Repair or replace the file.") from error
-    if isinstance(dataset, DatasetDict):
-        dataset = dataset["test" if "test" in dataset else next(iter(dataset))]
-    return [(f"Row {index}", row) for index, row in enumerate(dataset)]
+    if name.endswith(".jsonl"):
+        return [(f"Line {number}", row) for number, row in read_json_lines(name)]
+    return [(f"Row {index}", parse_row(row)) for index, row in enumerate(load_conversations(name, split=None))]
 
 
 def _read_question(row: Mapping[str, Any], index: int, where: str, column: str | None) -> Question:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ class TargetArguments:
     target: str | None = option("Target model: a folder or a name on the Hub.")
     dtype: str = option("Precision of all models, e.g. `bfloat16`.", "auto")
     device_map: str | None = option("`device_map` for the target, e.g. `auto` (default: one device).")
+    chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
+    chat_template_kwargs: str | None = option("""Template arguments as JSON, e.g. '{"enable_thinking": false}'.""")
 
     def resolved(self: Options) -> Options:
         """

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.decoding_settings import DraftingSettings, override_settings
 from ..model.modeling_gumiho import GumihoModel
+from ..open_text import load_tokenizer
 from ..user_errors import UserFileNotFoundError, UserValueError, as_user_errors
 from ..verification.placement import drafter_device
 from ..verification.requirements import check_pair
@@ -79,9 +80,9 @@ def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedToken
     place: Any = device_map
     if place is None:
         place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    tokenizer = load_tokenizer(name, args.chat_template, args.chat_template_kwargs)
     with as_user_errors():
         target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
-        tokenizer = AutoTokenizer.from_pretrained(name)
     if isinstance(target, GumihoModel):
         raise UserValueError(
             f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."

@@ -1,6 +1,5 @@
 """The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from .. import options
+from ..open_text import parse_template_kwargs
 from ..options import REQUIRED, option
 from ..training import GumihoTrainingArguments, Sampling
 from ..user_errors import UserValueError
@@ -62,17 +62,6 @@ class WritingArguments:
         """Whether the target writes the prompts, too."""
         return self.data == "none"
 
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the chat template."""
-        try:
-            kwargs = json.loads(self.chat_template_kwargs or "{}")
-        except ValueError:
-            kwargs = None
-        if not isinstance(kwargs, dict):
-            raise UserValueError(f"--chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
-        return kwargs
-
     def sampling(self, config: GenerationConfig) -> Sampling:
         """Returns how answers are sampled: as the options say, or else as the target's generation config does."""
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
@@ -85,7 +74,7 @@ class WritingArguments:
             raise UserValueError(
                 "Give the target with --target, and the data with --data FILE, --data DATASET or none."
             )
-        _ = self.template_kwargs  # is refused here rather than after the target is loaded
+        parse_template_kwargs(self.chat_template_kwargs)  # is refused here rather than after the target is loaded
         if not self.writes_prompts and self.openings:
             raise UserValueError("--openings are for prompts of the target: use --data none.")
 

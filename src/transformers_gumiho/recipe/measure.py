@@ -1,8 +1,7 @@
 """The last two stages: the fastest settings for this machine, and a comparison with plain decoding."""
 
 from pathlib import Path
-
-from transformers import AutoTokenizer
+from typing import Any
 
 from ..benchmarking import BenchmarkSettings, decoding_modes, read_prompts, run_benchmark, summarize
 from ..benchmarking.journal import Journal, measuring_conditions
@@ -19,8 +18,7 @@ _EVALUATION = "\n## Decoding speed\n"
 def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts: int) -> str:
     """Finds the fastest decoding settings of the drafter in a folder, and returns them in words."""
     options = TuningArguments(
-        target=str(args.target), assistant=str(folder), prompts=str(prompts), batch_sizes=[1],
-        dtype=args.target_dtype, device_map=args.device_map, num_prompts=num_prompts,
+        **_pair(args, folder), prompts=str(prompts), batch_sizes=[1], num_prompts=num_prompts,
         max_new_tokens=args.measured_new_tokens,
     )  # fmt: skip
     return describe(tune(options))
@@ -28,18 +26,14 @@ def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts
 
 def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, work: Path) -> str:
     """Compares the drafter with plain decoding and prompt lookup, adds the table to its card, and returns it."""
-    pair = PairArguments(
-        target=args.target, assistant=str(folder), dtype=args.target_dtype, device_map=args.device_map
-    )
-    target, _, drafter = load_pair(pair)
+    target, tokenizer, drafter = load_pair(PairArguments(**_pair(args, folder)))
     modes = choose_modes(decoding_modes(drafter), [PROMPT_LOOKUP, "gumiho"])
     conditions = measuring_conditions(target, drafter) | {"max_new_tokens": args.measured_new_tokens}
     work.mkdir(exist_ok=True)
     settings = BenchmarkSettings(max_new_tokens=args.measured_new_tokens)
-    questions, tokenizer = read_prompts(str(prompts)), AutoTokenizer.from_pretrained(folder)
     journal = Journal(work / "samples.jsonl", conditions)
     try:
-        samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
+        samples = run_benchmark(target, tokenizer, read_prompts(str(prompts)), modes, settings, journal)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.") from None
     table = markdown(summarize(samples))
@@ -48,3 +42,9 @@ def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, work: P
     measured = f"{_EVALUATION}\nHeld-out prompts, on the machine that trained the drafter:\n\n{table}"
     card.write_text(f"{text.rstrip()}\n{measured}", encoding="utf-8")
     return table
+
+
+def _pair(args: RecipeArguments, folder: Path) -> dict[str, Any]:
+    """Returns the options of a pair: the run's target, and its drafter in a folder."""
+    same = {name: getattr(args, name) for name in ("target", "device_map", "chat_template", "chat_template_kwargs")}
+    return same | {"assistant": str(folder), "dtype": args.target_dtype}

@@ -25,7 +25,7 @@ from ..training import (
     prepare_dataset,
     write_feature_cache,
 )
-from ..training.data.usable_rows import split_rows
+from ..training.data.preparation import split_rows
 from ..training.feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_fields, row_lengths
 from ..training.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..user_errors import UserValueError, as_user_errors

@@ -19,6 +19,7 @@ from ..model.checkpoint_files import stored_dtype
 from ..model.configuration_gumiho import GumihoConfig, resolve_layer_ids
 from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import Record
+from ..text_files import MalformedRowError
 from ..training import (
     CachedFeatures,
     FeatureDataset,
@@ -27,8 +28,8 @@ from ..training import (
     last_complete_checkpoint,
     prepare_dataset,
 )
-from ..training.data.conversations import MalformedRowError, RawText, read_row
-from ..training.data.usable_rows import held_out_numbers
+from ..training.data.conversations import read_row
+from ..training.data.preparation import held_out_numbers
 from ..training.feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
 from ..user_errors import UserValueError, as_user_errors
 from .arguments import RecipeArguments
@@ -243,12 +244,11 @@ def prepared(args: RecipeArguments, tokenizer: Any, target_config: Any, rows: An
 def prompt_of(row: Mapping[str, Any]) -> str | None:
     """Returns what a user says first in a row, or how its text begins."""
     try:
-        example = read_row(row, has_template=True)
+        example = read_row(row, has_template=True, answered=False)
     except MalformedRowError:
         return None
-    if isinstance(example, RawText):
-        return example.prompt or example.completion[:_TEXT_CHARACTERS]
-    return next((message["content"] for message in example.messages if message["role"] == "user"), None)
+    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
+    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
 
 
 def _make_drafter(

@@ -10,37 +10,31 @@ from datasets import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from ..text_files import read_text
+from .. import open_text
+from ..text_files import load_conversations, read_text
 from ..training import (
     LocalEngine,
     Sampling,
     ServerEngine,
     WritingSettings,
-    load_conversations,
     regenerate_dataset,
     synthesize_dataset,
 )
-from ..training.data.rendering import with_template_kwargs
-from ..training.data.usable_rows import usable_rows
-from ..training.writing.answer_file import processes
+from ..training.data.preparation import usable_rows
+from ..training.writing.row_file import Engine, processes
 from ..user_errors import as_user_errors
 from .arguments import WritingArguments
 
 
 def load_tokenizer(args: WritingArguments) -> PreTrainedTokenizerBase:
     """Returns the target's tokenizer, with the chat template that the options name, and its arguments."""
-    with as_user_errors():
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    if args.chat_template is not None:
-        tokenizer.chat_template = read_text(args.chat_template)
-    return with_template_kwargs(tokenizer, args.template_kwargs)
+    return open_text.load_tokenizer(str(args.target), args.chat_template, args.chat_template_kwargs)
 
 
 def load_target(args: WritingArguments) -> PreTrainedModel:
@@ -74,16 +68,6 @@ def load_rows(
     return usable_rows(rows, tokenizer, row_length(args, config), answered=answered, max_new_tokens=limit)
 
 
-def make_engine(
-    args: WritingArguments, target: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase
-) -> LocalEngine | ServerEngine:
-    """Returns what runs the target: this process, or the servers that the options name."""
-    if args.endpoint is None:
-        return LocalEngine(target or load_target(args), args.writing_batch_size)
-    model, key = str(args.endpoint_model or args.target), os.environ.get("ENDPOINT_API_KEY")
-    return ServerEngine(args.endpoint, model, tokenizer, concurrency=args.concurrency, api_key=key)
-
-
 def write_answers(
     args: WritingArguments, tokenizer: PreTrainedTokenizerBase, path: str | Path, seed: int, target: Any = None
 ) -> None:
@@ -93,20 +77,26 @@ def write_answers(
     """
     with as_user_errors():
         config = AutoConfig.from_pretrained(args.target)
-    sampling = args.sampling(_generation_config(args))
+    try:
+        sampling = args.sampling(GenerationConfig.from_pretrained(str(args.target)))
+    except OSError:  # the target has none
+        sampling = args.sampling(GenerationConfig())
     settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)
     if not args.writes_prompts:
         rows, report = load_rows(args, tokenizer, config, answered=False)
         say(report)
-    engine = make_engine(args, target, tokenizer)
+    if args.endpoint is None:
+        engine: Engine = LocalEngine(target or load_target(args), args.writing_batch_size)
+    else:
+        model, key = str(args.endpoint_model or args.target), os.environ.get("ENDPOINT_API_KEY")
+        engine = ServerEngine(args.endpoint, model, tokenizer, concurrency=args.concurrency, api_key=key)
     if args.writes_prompts:
         lines = read_text(args.openings).splitlines() if args.openings is not None else []
-        questions = str(path).removesuffix(".jsonl") + ".prompts.jsonl"
         rows = synthesize_dataset(
             args.num_prompts,
             engine,
             tokenizer,
-            questions,
+            str(path).removesuffix(".jsonl") + ".prompts.jsonl",
             openings=[line.strip().replace("\\n", "\n") for line in lines if line.strip()],
             max_prompt_tokens=args.max_prompt_tokens,
             sampling=Sampling(args.temperature or 1.0, args.top_p or 0.95),
@@ -120,10 +110,3 @@ def say(text: str) -> None:
     if processes().is_main_process:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-
-
-def _generation_config(args: WritingArguments) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(str(args.target))
-    except OSError:  # the target has none
-        return GenerationConfig()

@@ -12,18 +12,17 @@ if find_spec("datasets") is None:
 
 from ..losses.chunked import chunked_gumiho_loss
 from ..losses.predictors import LossWeights
+from ..text_files import load_conversations
 from .arguments import GumihoTrainingArguments
 from .checkpoints import last_complete_checkpoint
 from .collator import GumihoDataCollator
 from .data.preparation import PreparationReport, prepare_dataset
-from .data.sources import load_conversations
 from .feature_cache import CachedFeatures, FeatureDataset
 from .feature_extraction import cache_size, write_feature_cache
 from .scores import expected_acceptance_length, measure_acceptance
 from .target_features import OnlineFeatures
 from .trainer import GumihoTrainer
-from .writing.answer_file import regenerate_dataset
-from .writing.answers import WritingSettings
+from .writing.answers import WritingSettings, regenerate_dataset
 from .writing.local import LocalEngine
 from .writing.questions import UserTurnNotFoundError, synthesize_dataset
 from .writing.requests import Sampling

@@ -39,34 +39,20 @@ class GumihoDataCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Returns `input_ids` and `loss_mask` `(B, L)`, and the other columns where the rows have them."""
-        if missing := [row for row in rows if "input_ids" not in row]:
-            raise UserValueError(
-                f"A row must hold `input_ids`, and one of the batch holds only {sorted(missing[0])}. Prepare "
-                f"conversations with `transformers_gumiho.training.prepare_dataset`."
-            )
         for row in rows:
-            if not len(row["input_ids"]):
-                raise UserValueError("A row holds no tokens. Leave such rows out of the dataset.")
-            for name in ("loss_mask", *OTHER_MARKS, "position_ids", *_STATES):
-                if row.get(name) is not None and len(row[name]) != len(row["input_ids"]):
-                    raise UserValueError(
-                        f"A row has {len(row['input_ids'])} tokens, but its `{name}` is for {len(row[name])}."
-                    )
-        batch = {
-            "input_ids": self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long, device="cpu") for row in rows])
-        }
-        self._check(batch["input_ids"])
+            _check_columns(row)
+        ids = self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long, device="cpu") for row in rows])
+        self._check(ids)
         # Rows from several sources: packed ones next to others.
         positions = [
             torch.as_tensor(row.get("position_ids", range(len(row["input_ids"]))), device="cpu").long() for row in rows
         ]
         marked = [loss_mask_of(row, of_row) for row, of_row in zip(rows, positions, strict=True)]
-        batch["loss_mask"] = self._pad(marked if self.assistant_only_loss else list(map(_counts_all, positions)))
+        masks = marked if self.assistant_only_loss else list(map(_counts_all, positions))
+        batch = {"input_ids": ids, "loss_mask": self._pad(masks)}
         if any("position_ids" in row for row in rows):
-            length = batch["input_ids"].shape[1]
-            batch["position_ids"] = torch.stack(
-                [torch.cat((p, torch.arange(length - len(p), device="cpu"))) for p in positions]
-            )
+            padding = [torch.arange(ids.shape[1] - len(of_row), device="cpu") for of_row in positions]
+            batch["position_ids"] = torch.stack([torch.cat(pair) for pair in zip(positions, padding, strict=True)])
         for name in _STATES:
             if name in rows[0]:
                 batch[name] = self._pad([torch.as_tensor(row[name], device="cpu") for row in rows])
@@ -78,18 +64,32 @@ class GumihoDataCollator:
         missing = max(2 - padded.shape[1], 0)
         return torch.cat((padded, padded.new_zeros(len(padded), missing, *padded.shape[2:])), dim=1)
 
-    def _check(self, input_ids: torch.Tensor) -> None:
-        outside = input_ids[(input_ids < 0) | (input_ids >= (self.vocab_size or float("inf")))]
+    def _check(self, ids: torch.Tensor) -> None:
+        outside = ids[(ids < 0) | (ids >= (self.vocab_size or float("inf")))]
         if len(outside):
             raise UserValueError(
                 f"A row holds the token {int(outside[0])}, but target and drafter know {self.vocab_size or 'no such'} "
                 f"tokens. Prepare the dataset with the target's own tokenizer."
             )
-        if self.max_length is not None and input_ids.shape[1] > self.max_length:
+        if self.max_length is not None and ids.shape[1] > self.max_length:
             raise UserValueError(
-                f"A row has {input_ids.shape[1]} tokens, but target and drafter have positions for {self.max_length}. "
+                f"A row has {ids.shape[1]} tokens, but target and drafter have positions for {self.max_length}. "
                 f"Prepare the dataset with `max_length={self.max_length}` or less."
             )
+
+
+def _check_columns(row: Mapping[str, Any]) -> None:
+    if "input_ids" not in row:
+        raise UserValueError(
+            f"A row must hold `input_ids`, and one of the batch holds only {sorted(row)}. Prepare conversations with "
+            f"`transformers_gumiho.training.prepare_dataset`."
+        )
+    length = len(row["input_ids"])
+    if not length:
+        raise UserValueError("A row holds no tokens. Leave such rows out of the dataset.")
+    for name in ("loss_mask", *OTHER_MARKS, "position_ids", *_STATES):
+        if row.get(name) is not None and len(row[name]) != length:
+            raise UserValueError(f"A row has {length} tokens, but its `{name}` is for {len(row[name])}.")
 
 
 def loss_mask_of(row: Mapping[str, Any], position_ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,13 +1,11 @@
 """The forms in which datasets write conversations and texts."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...user_errors import UserValueError
-from .sources import JSON_LINE
+from ...text_files import MalformedRowError, parse_row
 
 
 # Who speaks, as datasets write it and as chat templates want it.
@@ -16,37 +14,13 @@ _ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model")
 _ROLES |= dict.fromkeys(("tool", "function", "observation"), "tool")
 # The names that servers, datasets and templates have for what the assistant thinks.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
-
-
-class MalformedRowError(UserValueError):
-    """A row that cannot be used; its message is the reason it is counted under."""
-
-
-@dataclass
-class LeftOut:
-    """Counts rows that are left out, by reason, each with the index of its first row."""
-
-    problems: Counter[str] = field(default_factory=Counter)
-    first_rows: dict[str, int] = field(default_factory=dict)
-
-    def add(self, problem: str, row: int) -> None:
-        """Counts a row."""
-        self.problems[problem] += 1
-        self.first_rows.setdefault(problem, row)
-
-    def lines(self) -> list[str]:
-        """Returns a line for each reason."""
-        return [
-            f"  left out {count:,} (the first is row {self.first_rows[problem]}): {problem}"
-            for problem, count in self.problems.most_common()
-        ]
+_FORMS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Example:
     """
-    A conversation under a chat template.
+    A conversation, or a text: what the target reads as a user's message, and what it writes as its answer.
 
     Attributes:
         messages: Messages with all their fields. An assistant's turn to be answered has no `content`.
@@ -54,37 +28,26 @@ class Conversation:
         ended: Whether the last answer ended, or else was cut at a limit.
         extras: What the row gives its template: `tools`, `documents` and further arguments.
         drops_answer: Whether the row began with an answer, which is left out.
+        text: Of a text, for which there is no chat template, the column of it: `completion` or `text`.
+        generations: What the target read and wrote each time, as token ids, if it wrote the row.
     """
 
     messages: list[dict[str, Any]]
-    first_trained: int = 0
-    ended: bool = True
-    extras: dict[str, Any] = field(default_factory=dict)
+    first_trained: int
+    ended: bool
+    extras: dict[str, Any]
     drops_answer: bool = False
+    text: str = ""
+    generations: list[tuple[list[int], list[int]]] = field(default_factory=list)
+
+    @property
+    def turns(self) -> list[int]:
+        """The places of the target's answers."""
+        turns = range(self.first_trained, len(self.messages))
+        return [turn for turn in turns if self.messages[turn]["role"] == "assistant"]
 
 
-@dataclass(frozen=True)
-class RawText:
-    """Text without a chat template. The drafter learns `completion`; a long one is cut into windows."""
-
-    prompt: str
-    completion: str
-    ended: bool = True
-
-
-def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row without its empty columns; raises `MalformedRowError` for a line that is not a JSON object."""
-    if JSON_LINE in row:
-        try:
-            row = json.loads(row[JSON_LINE])
-        except ValueError:
-            raise MalformedRowError("is not JSON, or not UTF-8") from None
-        if not isinstance(row, dict):
-            raise MalformedRowError("is not a JSON object")
-    return _without_none(row)
-
-
-def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) -> Conversation | RawText:
+def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) -> Example:
     """
     Reads a row in any of the known forms.
 
@@ -100,31 +63,24 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
         MalformedRowError: It has none of these forms.
     """
     row = parse_row(row)
-    if row.get("skipped"):
+    if "skipped" in row:
         raise MalformedRowError(str(row["skipped"]))
-    ended, prompt, completion = row.get("ended", True), row.get("prompt"), row.get("completion")
-    messages, first_trained = row.get("messages", row.get("conversations")), 0
-    if messages is None and prompt is not None and (completion is not None or not (answered or row.get("text"))):
+    prompt, completion, text = row.get("prompt"), row.get("completion"), ""
+    turns, first_trained = row.get("messages", row.get("conversations")), 0
+    if turns is None and prompt is not None and (completion is not None or not (answered or row.get("text"))):
         if isinstance(prompt, str) and isinstance(completion, str | None):
-            if not completion and answered:
-                raise MalformedRowError("the completion is empty")
-            if not has_template:
-                return RawText(prompt, completion or "", ended)
+            text = "" if has_template else "completion"
             prompt = [{"role": "user", "content": prompt}]
-            completion = [{"role": "assistant", "content": completion}]
-        if not isinstance(prompt, list) or not isinstance(completion, list | None):
+            completion = completion and [{"role": "assistant", "content": completion}]
+        if not isinstance(prompt, list) or not isinstance(completion or [], list):
             raise MalformedRowError("`prompt` and `completion` are neither both text nor both messages")
-        messages, first_trained = prompt + (completion or []), len(prompt)
-    if messages is not None:
-        return _read_conversation(row, messages, first_trained, ended, answered)
-    if isinstance(row.get("text"), str) and row["text"]:
-        return RawText("", row["text"], ended)
-    raise MalformedRowError(f"has none of {FORMATS}")
-
-
-def _read_conversation(
-    row: dict[str, Any], turns: Any, first_trained: int, ended: bool, answered: bool
-) -> Conversation:
+        turns, first_trained = prompt + (completion or []), len(prompt)
+    elif turns is None and row.get("text"):
+        text, empty = "text", {"role": "user", "content": ""}
+        # The target continues it, or has written it.
+        turns = [empty, {"role": "assistant", "content": row[text]}] if answered else [empty | {"content": row[text]}]
+    if turns is None:
+        raise MalformedRowError(f"has none of {_FORMS}, only {', '.join(map(repr, sorted(row))) or 'nothing'}")
     if not isinstance(turns, list) or not turns:
         raise MalformedRowError("its conversation is not a list of messages, or is empty")
     messages = [_read_message(turn, answered) for turn in turns]
@@ -132,13 +88,15 @@ def _read_conversation(
         messages.append({"role": "assistant"})
     # The continuation of a conversation that was cut in two begins with an answer to a question that is not here.
     drops_answer = messages[0]["role"] == "assistant"
-    messages, first_trained = messages[drops_answer:], max(first_trained - drops_answer, 0)
-    if all(message["role"] != "assistant" for message in messages[first_trained:]):
+    extras = _parsed(row.get("chat_template_kwargs", {}))
+    extras |= {name: _parsed(row[name]) for name in ("tools", "documents") if row.get(name)}
+    example = Example(
+        messages[drops_answer:], max(first_trained - drops_answer, 0), row.get("ended", True), extras, drops_answer,
+        text, _read_generations(row),
+    )  # fmt: skip
+    if not example.turns:
         raise MalformedRowError("the assistant says nothing")
-    extras = _json(row.get("chat_template_kwargs", {})) | {
-        name: _json(row[name]) for name in ("tools", "documents") if row.get(name)
-    }
-    return Conversation(messages, first_trained, ended, extras, drops_answer)
+    return example
 
 
 def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
@@ -168,19 +126,21 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
 def _with_arguments(call: Any) -> Any:
     """Returns a tool call whose arguments, JSON in OpenAI's protocol, are what most templates want: a dict."""
     function = call.get("function", call)
-    parsed = dict(function) | {"arguments": _json(function.get("arguments", {}))}
+    parsed = dict(function) | {"arguments": _parsed(function.get("arguments", {}))}
     return call | {"function": parsed} if "function" in call else parsed
 
 
-def _json(value: Any) -> Any:
+def _read_generations(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
+    try:
+        if "generations" in row:
+            return [(item["prompt_ids"], item["answer_ids"]) for item in row["generations"]]
+        return [(item["prompt"], item["answer"]) for item in row.get("written", [])]  # as earlier versions named them
+    except (KeyError, TypeError):
+        raise MalformedRowError("its `generations` are no list of `prompt_ids` and `answer_ids`") from None
+
+
+def _parsed(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def _without_none(value: Any) -> Any:
-    """Returns a value without empty fields, which tables fill in wherever another row has something."""
-    if isinstance(value, Mapping):
-        return {name: _without_none(part) for name, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value

@@ -1,78 +1,58 @@
 """From a dataset of conversations to the rows that a drafter is trained on."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ...open_text import with_template_kwargs
+from ...text_files import JSON_LINE, MalformedRowError
 from ...user_errors import UserValueError
-from .conversations import FORMATS, Conversation, LeftOut, MalformedRowError, RawText, parse_row, read_row
-from .rendering import Renderer, counting_states, with_template_kwargs
-from .sources import JSON_LINE
-from .written import written_texts
+from .conversations import read_row
+from .rendering import Renderer, counting_states
 
 
-_IDS, _MASK = Sequence(Value("int32")), Sequence(Value("int8"))
-_ENCODED = Features(
-    {"input_ids": _IDS, "loss_mask": _MASK, "problem": Value("string")}
-    | dict.fromkeys(("num_cut", "num_dropped", "row"), Value("int64"))
-)
-_ROWS = Features({"input_ids": _IDS, "loss_mask": _MASK})
-_PACKED = Features({"input_ids": _IDS, "loss_mask": _MASK, "position_ids": _IDS})
-# Part of what `datasets` keeps results under: raise it whenever the same rows are to be encoded or packed differently.
-_FORMAT = 3
+# Part of what `datasets` keeps results under: raise it whenever the same rows are to be read or packed differently.
+_FORMAT = 4
+_ROWS: dict[str, Any] = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
+_PACKED = _ROWS | {"position_ids": _ROWS["input_ids"]}
+_COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_tokens_cut", "num_dropped")
+_LOOKS = {"key": Value("string")} | dict.fromkeys(("num_answers", "num_tokens", "num_dropped"), Value("int64"))
 # Texts that are packed together come from as many at a time.
 _PACKING_BATCH = 1000
+# What may differ between two texts that say the same.
+_INDIFFERENT = re.compile(r"[\s.,;:!?\"']+")
 
 
 @dataclass
-class PreparationReport(LeftOut):
+class PreparationReport:
     """
-    What became of a dataset: `problems` counts the skipped rows by reason, and `first_rows` has the first of each.
-
-    Attributes:
-        num_texts: Texts kept; each window of a long raw text is one.
-        num_truncated: Texts that were cut at the maximum length.
-        num_tokens_cut: Tokens lost by that.
-        num_dropped: First messages that were answers, and were left out.
-        num_tokens: Tokens kept.
-        num_loss_tokens: Tokens kept that the loss counts.
-        num_rows: Rows after packing.
+    What became of a dataset: the numbers of the rows that are left out, by reason (`problems`); texts, of which each
+    window of a long raw text is one; their tokens, and those that the loss counts; texts cut at the maximum length,
+    and tokens lost by that; answers that began a row, and were left out (`num_dropped`); and rows after packing.
     """
 
+    problems: dict[str, list[int]] = field(default_factory=dict)
     num_texts: int = 0
+    num_tokens: int = 0
+    num_loss_tokens: int = 0
     num_truncated: int = 0
     num_tokens_cut: int = 0
     num_dropped: int = 0
-    num_tokens: int = 0
-    num_loss_tokens: int = 0
     num_rows: int = 0
 
-    def keeps(self, row: dict[str, Any]) -> bool:
-        """Counts a row of the encoded dataset; returns whether it is kept."""
-        if row["problem"]:
-            self.add(str(row["problem"]), int(row["row"]))
-            return False
-        self.num_texts += 1
-        self.num_truncated += int(row["num_cut"] > 0)
-        self.num_tokens_cut += int(row["num_cut"])
-        self.num_dropped += int(row["num_dropped"])
-        self.num_tokens += len(row["input_ids"])
-        self.num_loss_tokens += int(np.sum(row["loss_mask"]))
-        return True
-
     def __str__(self) -> str:
-        lines = [
+        return (
             f"{self.num_texts:,} texts with {self.num_tokens:,} tokens ({self.num_loss_tokens:,} of them count) in "
             f"{self.num_rows} rows; {self.num_truncated:,} texts truncated ({self.num_tokens_cut:,} "
-            f"tokens cut); {sum(self.problems.values()):,} left out"
-        ]
-        if self.num_dropped:
-            lines.append(f"  {self.num_dropped:,} conversations begin with an answer, which was left out")
-        return "\n".join([*lines, *self.lines()])
+            f"tokens cut); {sum(map(len, self.problems.values())):,} left out"
+            f"{_left_out(self.problems, self.num_dropped)}"
+        )
 
 
 def prepare_dataset(
@@ -107,7 +87,7 @@ def prepare_dataset(
 
     Raises:
         ValueError: `max_length` exceeds the target's positions, the dataset is empty, a stream or of no known form, or
-            no row of it could be used.
+            no row of it can be used.
 
     Example:
 
@@ -125,129 +105,193 @@ def prepare_dataset(
 
     ```
     """
-    check_length(target_config, max_length)
-    check_form(dataset)
-    report = PreparationReport()
-    settings = {"vocab_size": target_config.get_text_config(decoder=True).vocab_size, "max_length": max_length}
-    tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
-    Renderer(tokenizer)  # refuses a tokenizer that it cannot read
-    encoded = dataset.map(
-        _encode_batch,
-        with_indices=True,
-        batched=True,
-        batch_size=100,
-        remove_columns=dataset.column_names,
-        features=_ENCODED,
-        fn_kwargs={"tokenizer": tokenizer, "format_version": _FORMAT} | settings,
-        num_proc=num_proc,
-        desc="encoding",
-    )
-    kept = [index for index, row in enumerate(encoded.with_format("numpy")) if report.keeps(row)]
-    if not kept:
-        raise UserValueError(f"No row of the dataset could be used:\n{report}")
-    rows = encoded.select(kept).select_columns(list(_ROWS))
-    if packing:
-        rows = rows.map(
-            _pack_batch,
-            batched=True,
-            batch_size=_PACKING_BATCH,
-            remove_columns=list(_ROWS),
-            features=_PACKED,
-            fn_kwargs={"max_length": max_length, "format_version": _FORMAT},
-            desc="packing",
-        )
-    report.num_rows = len(rows)
-    return rows, report
-
-
-def check_length(target_config: PreTrainedConfig, max_length: int) -> None:
-    """Raises `ValueError` for more tokens than a target has positions for."""
-    positions = getattr(target_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = target_config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
     if max_length < 2 or (positions and max_length > positions):
         raise UserValueError(
             f"`max_length` must be at least 2 and at most the target's {positions} positions, got {max_length}."
         )
+    columns = _ROWS | dict.fromkeys(_COUNTS, Value("int64"))
+    settings = {"max_length": max_length, "vocab_size": config.vocab_size}
+    tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
+    rows, problems = _read_rows(dataset, _encode, columns, tokenizer, num_proc, **settings)
+    counts = {name: sum(rows[name]) for name in _COUNTS}
+    report = PreparationReport(problems, len(rows), **counts, num_rows=len(rows))
+    if not len(rows):
+        raise UserValueError(f"No row of the dataset can be used:\n{report}")
+    rows = rows.select_columns(list(_ROWS))
+    if packing:
+        settings = {"max_length": max_length, "format_version": _FORMAT}
+        rows = rows.map(
+            _pack_batch, batched=True, batch_size=_PACKING_BATCH, features=Features(_PACKED), fn_kwargs=settings,
+            desc="packing",
+        )  # fmt: skip
+        report.num_rows = len(rows)
+    return rows, report
 
 
-def check_form(dataset: Dataset, answered: bool = True) -> None:
-    """Raises `ValueError` for a dataset that is a stream, empty or of an unknown form."""
+def usable_rows(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    *,
+    answered: bool = False,
+    max_new_tokens: int | None = None,
+) -> tuple[Dataset, str]:
+    """
+    Returns the rows that a target can answer, or if they are `answered`, those that have an answer, without
+    duplicates; and a report with the reasons of the others.
+
+    Raises:
+        ValueError: The dataset is a stream, empty or of no known form, or no row can be used.
+    """
+    settings = {"max_length": max_length, "answered": answered}
+    looks, problems = _read_rows(dataset, _look, _LOOKS, tokenizer, **settings)
+    first: dict[str, int] = {}
+    for place, key in enumerate(looks["key"]):
+        if first.setdefault(key, place) != place:
+            problems.setdefault("is a duplicate", []).append(looks[place]["row"])
+    looks = looks.select(first.values())
+    num_answers = sum(looks["num_answers"])
+    report = f"{len(looks):,} of {len(dataset):,} rows can be used, with {num_answers:,} answers"
+    if not answered:
+        report += f" to write after {sum(looks['num_tokens']):,} tokens of first prompts"
+    if max_new_tokens:
+        report += f": about {num_answers * max_new_tokens // 2:,} tokens, if they have half of {max_new_tokens} each"
+    report += _left_out(problems, sum(looks["num_dropped"]))
+    if not len(looks):
+        raise UserValueError(f"No row of the dataset can be used:\n{report}")
+    return dataset.select(looks["row"]), report
+
+
+def held_out_numbers(num_rows: int, num_eval_rows: float, seed: int) -> list[int]:
+    """
+    Returns the rows to hold out of `num_rows`, in random order: `num_eval_rows`, at most a tenth, or if below 1, this
+    share. They depend on nothing else, so a row is held out whatever happens to others.
+    """
+    share = num_eval_rows * num_rows if num_eval_rows < 1 else min(num_eval_rows, num_rows // 10)
+    return random.Random(seed).sample(range(num_rows), int(share))
+
+
+def split_rows(rows: Dataset, num_eval_rows: float, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Returns the rows to train on, and those to hold out ([`held_out_numbers`]), `None` where these are none."""
+    held_out = held_out_numbers(len(rows), num_eval_rows, seed)
+    trained = sorted({*range(len(rows))} - {*held_out})
+    return rows.select(trained), rows.select(held_out) if held_out else None
+
+
+def normalized(text: str) -> str:
+    """Returns a text without the differences of case, spaces and punctuation."""
+    return _INDIFFERENT.sub(" ", text.casefold()).strip()
+
+
+def _left_out(problems: dict[str, list[int]], num_dropped: int) -> str:
+    """Returns lines on what is left out of a dataset."""
+    lines = [f"  {num_dropped:,} conversations begin with an answer, which is left out"] if num_dropped else []
+    for problem, rows in sorted(problems.items(), key=lambda item: -len(item[1])):
+        lines.append(f"  left out {len(rows):,} (the first is row {rows[0]}): {problem}")
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _read_rows(
+    dataset: Dataset,
+    read: Callable[..., Iterator[dict[str, Any]]],
+    columns: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    num_proc: int | None = None,
+    **settings: Any,
+) -> tuple[Dataset, dict[str, list[int]]]:
+    """
+    Returns what `read` makes of each row, next to the number of the `row`; and the numbers of those that cannot be
+    used, by reason.
+    """
     if not isinstance(dataset, Dataset):
         raise UserValueError(
             f"The dataset must be a `datasets.Dataset`, got {type(dataset).__name__}. Load it at once."
         )
-    columns = dataset.column_names
-    if not columns or not len(dataset):
+    if not len(dataset):
         raise UserValueError("The dataset is empty. Check its name and split.")
-    known = {"messages", "conversations", "completion", "text", JSON_LINE} | (set() if answered else {"prompt"})
-    if not known & set(columns):
-        raise UserValueError(
-            f"The dataset has the columns {columns}, and must have {FORMATS}. Rename or map its columns."
-        )
+    Renderer(tokenizer)  # refuses a tokenizer that it cannot read
+    features = Features(columns | {"row": Value("int64"), "problem": Value("string")})
+    settings |= {"read": read, "tokenizer": tokenizer, "names": [*features], "format_version": _FORMAT}
+    found = dataset.map(
+        _read_batch, with_indices=True, batched=True, batch_size=100, remove_columns=dataset.column_names,
+        features=features, fn_kwargs=settings, num_proc=num_proc, desc="reading the data",
+    )  # fmt: skip
+    problems: dict[str, list[int]] = {}
+    for number, problem in zip(found["row"], found["problem"], strict=True):
+        if problem:
+            problems.setdefault(problem, []).append(number)
+    return found.select([place for place, problem in enumerate(found["problem"]) if not problem]), problems
 
 
-def _encode_batch(
+def _read_batch(
     batch: dict[str, list[Any]],
-    indices: list[int],
+    numbers: list[int],
+    read: Callable[..., Iterator[dict[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    vocab_size: int,
+    names: list[str],
     format_version: int,
+    **settings: Any,
 ) -> dict[str, list[Any]]:
     renderer = Renderer(tokenizer)
-    encoded = []
-    for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
+    found: list[dict[str, Any]] = []
+    for number, *values in zip(numbers, *batch.values(), strict=True):
         row = dict(zip(batch, values, strict=True))
         if not str(row.get(JSON_LINE, "{}")).strip():
             continue  # a blank line is no row
-        none = {"input_ids": [], "loss_mask": [], "problem": "", "num_cut": 0, "num_dropped": 0, "row": index}
         try:
-            encoded += [none | new for new in _encode_row(row, renderer, max_length, vocab_size)]
+            found += [{"row": number, "problem": ""} | new for new in read(row, renderer, **settings)]
         except MalformedRowError as error:
-            encoded.append(none | {"problem": str(error)})
-    return {name: [row[name] for row in encoded] for name in _ENCODED}
+            found.append({"row": number, "problem": str(error)})
+    return {name: [row.get(name) for row in found] for name in names}
 
 
-def _encode_row(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size: int) -> Iterator[dict[str, Any]]:
-    texts, example = written_texts(row := parse_row(row), renderer), None
-    if texts is None:
-        example = read_row(row, has_template=bool(renderer.tokenizer.chat_template))
-        texts = renderer.texts(example)
+def _look(row: dict[str, Any], renderer: Renderer, max_length: int, answered: bool) -> Iterator[dict[str, Any]]:
+    """Yields what tells rows apart, and what is to be written."""
+    example = read_row(row, bool(renderer.tokenizer.chat_template), answered)
+    turns, messages, num_tokens = example.turns, example.messages, 0
+    said = [message for message in messages if answered or message["role"] != "assistant"]
+    if not answered:
+        num_tokens = len(renderer.prompt(messages[: turns[0]], example.extras, bool(example.text)))
+        if num_tokens >= max_length and example.text != "text":  # of which only the beginning is read
+            raise MalformedRowError(f"its first prompt leaves no room for an answer within {max_length} tokens")
+    key = hashlib.sha256(normalized(f"{said} {example.extras}").encode()).hexdigest()
+    yield {"key": key, "num_answers": len(turns), "num_tokens": num_tokens, "num_dropped": example.drops_answer}
+
+
+def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size: int) -> Iterator[dict[str, Any]]:
+    """Yields the texts of a row, each cut at the maximum length, or into windows of it."""
+    example = read_row(row, bool(renderer.tokenizer.chat_template))
+    texts = renderer.texts(example)
     if any(token >= vocab_size for ids, _ in texts for token in ids):
         raise MalformedRowError("holds tokens that the target does not have. Use the target's own tokenizer")
-    num_dropped = int(isinstance(example, Conversation) and example.drops_answer)
+    num_dropped = int(example.drops_answer)
     for ids, learned in texts:
         counts = counting_states(ids, learned, renderer.tokenizer.eos_token_id)
-        windows = range(0, len(ids), max_length) if isinstance(example, RawText) and not example.prompt else range(1)
-        for start in windows:
-            stop = start + max_length
-            mask = counts[start:stop]
-            if not any(mask[1:]) and start:
-                continue  # the end of a raw text, too short to learn from
-            problem = "" if any(mask[1:]) else "no token to learn within the maximum length"
-            cut = max(len(ids) - stop, 0) if len(windows) == 1 else 0
-            yield {
-                "input_ids": ids[start:stop], "loss_mask": mask, "problem": problem, "num_cut": cut,
-                "num_dropped": num_dropped,
-            }  # fmt: skip
-            num_dropped = 0
+        is_cut = len(ids) > max_length and example.text != "text"
+        for start in range(0, max_length if is_cut else max(len(ids), 1), max_length):
+            some, mask = ids[start : start + max_length], counts[start : start + max_length]
+            if any(mask[1:]):
+                num_cut = (len(ids) - max_length) * is_cut
+                yield {
+                    "input_ids": some, "loss_mask": mask, "num_tokens": len(some), "num_loss_tokens": sum(mask),
+                    "num_truncated": is_cut, "num_tokens_cut": num_cut, "num_dropped": num_dropped,
+                }  # fmt: skip
+                num_dropped = 0
+            elif not start:  # or else it is the end of a long text, too short to learn from
+                yield {"problem": "no token to learn within the maximum length"}
 
 
 def _pack_batch(batch: dict[str, list[list[int]]], max_length: int, format_version: int) -> dict[str, list[list[int]]]:
     """Packs texts first-fit, the longest first, which leaves few gaps."""
-    lengths = [len(ids) for ids in batch["input_ids"]]
-    rows: list[list[int]] = []
-    space: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = next((row for row, left in enumerate(space) if left >= lengths[index]), None)
-        if fitting is None:
-            rows.append([])
-            space.append(max_length)
-            fitting = len(rows) - 1
-        rows[fitting].append(index)
-        space[fitting] -= lengths[index]
-
-    def joined(name: str) -> list[list[int]]:
-        return [[value for index in row for value in batch[name][index]] for row in rows]
-
-    positions = [[position for index in row for position in range(lengths[index])] for row in rows]
-    return {"input_ids": joined("input_ids"), "loss_mask": joined("loss_mask"), "position_ids": positions}
+    rows: list[dict[str, list[int]]] = []
+    for ids, mask in sorted(zip(batch["input_ids"], batch["loss_mask"], strict=True), key=lambda text: -len(text[0])):
+        row = next((row for row in rows if len(row["input_ids"]) + len(ids) <= max_length), None)
+        if row is None:
+            row = {name: [] for name in _PACKED}
+            rows.append(row)
+        row["input_ids"] += ids
+        row["loss_mask"] += mask
+        row["position_ids"] += range(len(ids))
+    return {name: [row[name] for row in rows] for name in _PACKED}

@@ -5,16 +5,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from ...open_text import count_closing_tokens, encode_open_text
+from ...text_files import MalformedRowError
 from ...user_errors import UserValueError
-from .conversations import REASONING, Conversation, MalformedRowError, RawText
+from .conversations import REASONING, Example
 
 
+Messages = Sequence[Mapping[str, Any]]
 Text = tuple[list[int], list[int]]  # token ids, and for each whether it is the target's (1) or not (0)
 # Why it is not clear which tokens of a conversation are the target's.
 _WAY_OUT = (
@@ -25,21 +28,7 @@ UNCLEAR = f"the chat template opens an answer in another way than it shows the a
 REWRITTEN = f"the chat template hides or rewrites what the assistant says. {_WAY_OUT}"
 DOUBLED = f"the chat template writes a block before an answer that begins with such a block itself. {_WAY_OUT}"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ANSWER = "9b1f6c-the-assistant-speaks-here-4e02"  # what no template writes by itself
-
-
-def with_template_kwargs(
-    tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
-) -> PreTrainedTokenizerBase:
-    """Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others."""
-    if not kwargs or not tokenizer.chat_template:
-        return tokenizer
-    lines = [f"{{%- set {name} = {name} if {name} is defined else {value!r} -%}}" for name, value in kwargs.items()]
-    tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
-    is_one = isinstance(template, str)
-    templates = {name: "".join(lines) + text for name, text in ({"": template} if is_one else template).items()}
-    tokenizer.chat_template = templates[""] if is_one else templates
-    return tokenizer
+MARK = "9b1f6c-somebody-speaks-here-4e02"  # what no template writes by itself
 
 
 class Renderer:
@@ -55,56 +44,74 @@ class Renderer:
                 f"`tokenizer.json` instead (`PreTrainedTokenizerFast`)."
             ) from error
         self._special = {tokenizer.eos_token_id} | {number for number, token in added if token.special}
-        self._is_marked = False
-        if tokenizer.chat_template:
-            self._is_marked = _GENERATION_MARK.search(tokenizer.get_chat_template()) is not None
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], extras: Mapping[str, Any]) -> list[int]:
-        """Returns the token ids of messages to answer."""
-        return self._encode(self._render(messages, extras, add_generation_prompt=True))
+    def prompt(self, messages: Messages, extras: Mapping[str, Any], is_text: bool = False) -> list[int]:
+        """Returns the token ids of messages to answer, or of a text to continue."""
+        if is_text:
+            return encode_open_text(self.tokenizer, "".join(message["content"] for message in messages))
+        return self.encode(self._render(messages, extras, add_generation_prompt=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text, without what the tokenizer puts around texts."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included, that comes closest to encoding back to them."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def continuation(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Returns the text of tokens after others: alone, some tokenizers drop the space in front of them."""
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
+
     @cached_property
     def end_of_answer(self) -> int:
         """The token with which the chat template ends an answer; without one, the tokenizer's end of a text."""
         try:
-            text = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}], {})
-            ids = self._encode(text.partition(_ANSWER)[2])
-        except (MalformedRowError, ValueError):
-            ids = []
-        return next((token for token in ids if token in self._special), self.tokenizer.eos_token_id)
+            text = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}], {})
+        except ValueError:
+            text = ""
+        after = self.encode(text.partition(MARK)[2])
+        return next((token for token in after if token in self._special), self.tokenizer.eos_token_id)
 
     def after_marks(self, text: str) -> str:
         """Returns what follows the last special token of a text."""
-        ids = self._encode(text)
-        last = next((n for n in reversed(range(len(ids))) if ids[n] in self._special), -1)
-        return self.decode(ids[last + 1 :])
+        ids = self.encode(text)
+        return self.decode(ids[self._num_to_last_special(ids) :])
 
-    def texts(self, example: Conversation | RawText) -> list[Text]:
+    def texts(self, example: Example) -> list[Text]:
         """
         Returns the texts of an example: one, or several where the template shows earlier turns in another way later.
 
         Raises:
             MalformedRowError: The chat template refuses the conversation, or does not show which of its tokens are
-                the target's.
+                the target's; or its tokens are another tokenizer's.
             ValueError: There is no chat template.
         """
-        if isinstance(example, RawText):
+        if example.generations:
+            return self._written(example)
+        if example.text:
             return [self._raw_text(example)]
-        messages = example.messages
-        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = [n for n in turns if n >= example.first_trained]
-        texts = [self._marked(example)] if self._is_marked else [self._turn(example, n) for n in turns]
+        tokenizer = self.tokenizer
+        if tokenizer.chat_template and _GENERATION_MARK.search(tokenizer.get_chat_template()):
+            texts = [self._marked(example)]
+        else:
+            texts = [self._turn(example, turn) for turn in example.turns]
         ids, learned = texts[-1]
         last = max((n for n, mark in enumerate(learned) if mark), default=0)
         if not example.ended and ids[last] in self._special:
             learned[last] = 0  # the target was cut before it wrote its end
-        return merge(texts)
+        return _merged(texts)
 
-    def _turn(self, example: Conversation, turn: int) -> Text:
+    def _written(self, example: Example) -> list[Text]:
+        """Returns what the target read and wrote, as it is."""
+        texts = [(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in example.generations]
+        size, said = len(self.tokenizer), example.messages[-1]["content"] or ""
+        is_known = all(0 <= token < size for ids, _ in texts for token in ids)
+        if not is_known or said.strip() not in self.decode(texts[-1][0]):
+            raise MalformedRowError("its tokens are another tokenizer's")
+        return _merged(texts)
+
+    def _turn(self, example: Example, turn: int) -> Text:
         """Returns the conversation up to an answer, of which the answer's own tokens are learned."""
         before, message = example.messages[:turn], example.messages[turn]
         prompt = self._render(before, example.extras, add_generation_prompt=True)
@@ -118,60 +125,56 @@ class Renderer:
             raise MalformedRowError(REWRITTEN)
         if not (content and answer.startswith(content)):
             # What the template writes before any answer is not the target's, such as an empty block of reasoning.
-            other = self._render([*before, {"role": "assistant", "content": _ANSWER}], example.extras)
-            block = other[len(prompt) :].partition(_ANSWER)[0]
+            other = self._render([*before, {"role": "assistant", "content": MARK}], example.extras)
+            block = other[len(prompt) :].partition(MARK)[0]
             if block.strip() and answer.startswith(block):
                 if content.startswith(block.split()[0]):
                     raise MalformedRowError(DOUBLED)
                 answer = answer.removeprefix(block)
-        ids = self._encode(whole)
-        first, last = self._first_token(ids, self._encode(prompt), answer), self._num_written(ids)
-        return ids, [int(first <= n < last) for n in range(len(ids))]
+        ids = self.encode(whole)
+        return self._learned(ids, self._first_token(ids, self.encode(prompt), answer))
 
-    def _marked(self, example: Conversation) -> Text:
+    def _marked(self, example: Example) -> Text:
         """Returns a conversation whose template marks what the assistant says."""
         encoding = self._apply(example.messages, example.extras, tokenize=True, return_assistant_tokens_mask=True)
-        ids, learned = list(encoding["input_ids"]), list(encoding["assistant_masks"])
         before = example.messages[: example.first_trained]
-        first = len(self._encode(self._render(before, example.extras))) if before else 0
-        last = self._num_written(ids)
-        return ids, [int(mark and first <= n < last) for n, mark in enumerate(learned)]
+        first = len(self.encode(self._render(before, example.extras))) if before else 0
+        ids, learned = self._learned(list(encoding["input_ids"]), first)
+        return ids, [is_ours * mark for is_ours, mark in zip(learned, encoding["assistant_masks"], strict=True)]
 
-    def _raw_text(self, example: RawText) -> Text:
-        ids = encode_open_text(self.tokenizer, example.prompt + example.completion)
-        read = encode_open_text(self.tokenizer, example.prompt) if example.prompt else []
-        first = self._first_token(ids, read, example.completion) if example.prompt else 0
-        learned = [int(n >= first) for n in range(len(ids))]
+    def _raw_text(self, example: Example) -> Text:
+        read, said = (message["content"] for message in example.messages)
+        ids, first = encode_open_text(self.tokenizer, read + said), 0
+        if read:
+            first = self._first_token(ids, encode_open_text(self.tokenizer, read), said)
         if example.ended:  # the target ends its text, so the end has to be drafted, too
             num_closing = count_closing_tokens(self.tokenizer)
             closing = self.tokenizer("a")["input_ids"][-num_closing:] if num_closing else [self.tokenizer.eos_token_id]
             if closing != [None] and (num_closing or ids[-1:] != closing):
-                return ids + closing, learned + [1] * len(closing)
-        return ids, learned
+                ids = ids + closing
+        return ids, [int(n >= first) for n in range(len(ids))]
 
     def _first_token(self, ids: list[int], read: list[int], tail: str) -> int:
         """Returns the first token that begins within `tail`, the end of a text; a prompt of it encodes to `read`."""
-        if ids[: len(read)] == read and len(self.decode(ids[len(read) :])) <= len(tail):
-            return len(read)
-        pairs = zip(ids, read, strict=False)
-        first = next((n for n, (token, other) in enumerate(pairs) if token != other), min(len(ids), len(read)))
+        first = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, read, strict=False))))
         # A token that begins before the tail belongs to what the target reads: it does not choose it.
         while first < len(ids) and len(self.decode(ids[first:])) > len(tail):
             first += 1
         return first
 
-    def _num_written(self, ids: list[int]) -> int:
-        """Returns the number of tokens up to the end of the last turn: the target does not write what follows it."""
-        last = next((n for n in reversed(range(len(ids))) if ids[n] in self._special), len(ids))
-        return len(ids) if self.decode(ids[last + 1 :]).strip() else last + 1
+    def _learned(self, ids: list[int], first: int) -> Text:
+        """Returns a text that is learned from a token to the end of the last turn: what follows is the template's."""
+        last = self._num_to_last_special(ids)
+        last = last if last and not self.decode(ids[last:]).strip() else len(ids)
+        return ids, [int(first <= n < last) for n in range(len(ids))]
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _num_to_last_special(self, ids: list[int]) -> int:
+        return max((n for n, token in enumerate(ids, 1) if token in self._special), default=0)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], extras: Mapping[str, Any], **settings: Any) -> str:
+    def _render(self, messages: Messages, extras: Mapping[str, Any], **settings: Any) -> str:
         return str(self._apply(messages, extras, tokenize=False, **settings))
 
-    def _apply(self, messages: Sequence[Mapping[str, Any]], extras: Mapping[str, Any], **settings: Any) -> Any:
+    def _apply(self, messages: Messages, extras: Mapping[str, Any], **settings: Any) -> Any:
         if not self.tokenizer.chat_template:
             raise UserValueError(
                 f"The dataset holds conversations, and the target's tokenizer {self.tokenizer.name_or_path!r} has no "
@@ -189,7 +192,16 @@ class Renderer:
             raise MalformedRowError(f"the chat template refuses it: {error}") from error
 
 
-def merge(texts: Sequence[Text]) -> list[Text]:
+def counting_states(ids: list[int], learned: list[int], eos_token_id: int | None) -> list[int]:
+    """
+    Returns 1 for each state that counts as a target: its token and the next one are learned. After the end of a text
+    nothing is drafted, whatever the template writes there.
+    """
+    pairs = zip(ids, learned, [*learned[1:], 0], strict=True)
+    return [int(bool(ours and next_is_ours) and token != eos_token_id) for token, ours, next_is_ours in pairs]
+
+
+def _merged(texts: list[Text]) -> list[Text]:
     """Joins texts of a conversation, of which each begins with the one before it; others stay apart."""
     merged: list[Text] = []
     for ids, learned in texts:
@@ -199,15 +211,6 @@ def merge(texts: Sequence[Text]) -> list[Text]:
         else:
             merged.append((ids, learned))
     return merged
-
-
-def counting_states(ids: list[int], learned: list[int], eos_token_id: int | None) -> list[int]:
-    """
-    Returns 1 for each state that counts as a target: its token and the next one are learned. After the end of a text
-    nothing is drafted, whatever the template writes there.
-    """
-    pairs = zip(ids, learned, [*learned[1:], 0], strict=True)
-    return [int(bool(ours and next_is_ours) and token != eos_token_id) for token, ours, next_is_ours in pairs]
 
 
 def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

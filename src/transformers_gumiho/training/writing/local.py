@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -52,8 +53,8 @@ class LocalEngine:
         """Fingerprint of the target."""
         return model_fingerprint(self.target)
 
-    def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields the rows of tasks as these end; all are one batch. The arguments are those of [`Engine.run`]."""
+    def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields the numbers and rows of the `tasks`, one batch, as they end; `is_proven` is for servers."""
         running = dict(tasks)
         completions: dict[int, Any] = dict.fromkeys(running)
         while completions:
@@ -68,16 +69,15 @@ class LocalEngine:
     @torch.inference_mode()
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Answers requests as one batch. Raises `ValueError` if what the target computes is not finite."""
-        if not requests:
-            return []
         ends, device = self.ends.union(*(request.ends for request in requests)), input_device(self.target)
-        longest, pad = max(len(request.prompt_ids) for request in requests), min(ends, default=0)
-        prompts = [([pad] * (longest - len(r.prompt_ids)), r.prompt_ids) for r in requests]
-        ids = torch.tensor([padding + prompt for padding, prompt in prompts], device=device)
-        mask = torch.tensor([[0] * len(padding) + [1] * len(prompt) for padding, prompt in prompts], device=device)
+        padding, longest = min(ends, default=0), max((len(request.prompt_ids) for request in requests), default=0)
+        gaps = [longest - len(request.prompt_ids) for request in requests]
+        prompts = [[padding] * gap + request.prompt_ids for gap, request in zip(gaps, requests, strict=True)]
+        ids, places = torch.tensor(prompts, device=device), torch.arange(longest, device=device)
+        mask = (places >= torch.tensor(gaps, device=device)[:, None]).long()
         cache = DynamicCache(config=self.target.config)
         rows_leave = all(type(layer) is DynamicLayer for layer in cache.layers)
-        settings = _ONE_ROW_EACH | {"pad_token_id": pad, "eos_token_id": sorted(ends) or None}
+        settings = _ONE_ROW_EACH | {"pad_token_id": padding, "eos_token_id": sorted(ends) or None}
         settings |= {CACHE_NAME: cache} if rows_leave else {}
         found: list[list[int]] = [[] for _ in requests]
         rows = list(range(len(requests)))
@@ -94,12 +94,10 @@ class LocalEngine:
             is_open = [found[r][-1] not in ends and len(found[r]) < requests[r].max_new_tokens for r in rows]
             # In the computer's memory: it indexes layers on any device.
             kept = torch.tensor(is_open, device="cpu").nonzero()[:, 0]
-            if len(kept):
-                if rows_leave:
-                    cache.batch_select_indices(kept)
-                mask = torch.nn.functional.pad(mask, (0, output.shape[1] - ids.shape[1]), value=1)[kept.to(device)]
-                ids = output[kept.to(output.device)]
-            rows = [rows[index] for index in kept.tolist()]
+            if rows_leave and len(kept):
+                cache.batch_select_indices(kept)
+            mask = pad(mask, (0, output.shape[1] - ids.shape[1]), value=1)[kept.to(device)]
+            ids, rows = output[kept.to(output.device)], [rows[index] for index in kept.tolist()]
         return [(new, new[-1] in ends) for new in found]
 
 
@@ -111,22 +109,22 @@ class _Choice(LogitsProcessor):
 
     def __init__(self, requests: Sequence[Request], prompt_length: int, target: PreTrainedModel):
         self.prompt_length, self.dtype, device = prompt_length, target.dtype, input_device(target)
-        sampled = [(row, request) for row, request in enumerate(requests) if request.sampling is not None]
-        self.sampling = sampled[0][1].sampling if sampled else None
-        self.rows = torch.tensor([row for row, _ in sampled], device=device, dtype=torch.long)
+        sampled = {row: request for row, request in enumerate(requests) if request.sampling is not None}
+        self.rows = torch.tensor([*sampled], device=device, dtype=torch.long)
+        self.sampling = next((request.sampling for request in sampled.values()), None)
         numbers = [
             torch.rand(
                 request.max_new_tokens, generator=torch.Generator("cpu").manual_seed(request.seed), device="cpu"
             )
-            for _, request in sampled
+            for request in sampled.values()
         ]
-        self.numbers = pad_sequence(numbers, batch_first=True).to(device) if numbers else None
+        self.numbers = pad_sequence(numbers, batch_first=True).to(device) if numbers else torch.empty(0, device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Returns the scores `(B, V)`, in which sampled rows have one finite score each."""
         if scores.isnan().any():
             raise UserValueError(why_not_finite(self.dtype))
-        if self.sampling is None or self.numbers is None:
+        if self.sampling is None:
             return scores
         rows, step = self.rows.to(scores.device), input_ids.shape[1] - self.prompt_length
         drawn = draw(scores[rows], self.sampling, self.numbers[:, step].to(scores.device))

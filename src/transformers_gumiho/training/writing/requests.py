@@ -1,8 +1,8 @@
 """What is asked of a target: to continue token ids. Engines answer in this process, or behind a server."""
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -46,8 +46,8 @@ class Request:
         max_new_tokens: Tokens to write, at most.
         sampling: How they are sampled, `None` for the most probable ones.
         seed: For sampling; of this request alone.
-        ends: Further tokens that end the text, and the words before which it ends if the engine knows no tokens.
-        stop: Words that begin what follows the text.
+        ends: Further tokens that end the text.
+        stop: Words that begin what follows the text, for servers that know no tokens.
     """
 
     prompt_ids: list[int]
@@ -59,26 +59,6 @@ class Request:
 
 
 Completion = tuple[list[int], bool]  # what the target wrote, with its end, and whether it ended
-# Something to write in one or several requests, such as the answers of a conversation; it returns its row.
+# Something to write in one or several requests, such as the answers of a conversation; it returns its row. A request
+# that a server refuses raises `MalformedRowError` in it.
 Task = Generator[Request, Completion, dict[str, Any]]
-
-
-class Engine(Protocol):
-    """Runs a target."""
-
-    @property
-    def batch_size(self) -> int | None:
-        """Tasks that it takes at a time, `None` for all."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the target."""
-        ...
-
-    def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-        """
-        Yields the number and the row of each task as it ends. A request that is refused raises `MalformedRowError`
-        in its task. If the engine `is_proven`, all tasks may be refused.
-        """
-        ...

@@ -9,14 +9,14 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ...text_files import MalformedRowError
 from ...user_errors import UserOSError, UserValueError
-from ..data.conversations import MalformedRowError
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Task
 
 
 _REFUSALS = (400, 413, 422)  # what concerns one request: it is too long, or filtered
-_NUM_REFUSALS = 32  # refusals in a row at the start, after which the run stops
+_NUM_REFUSALS = 32  # refusals at the start, after which the run stops
 # What may go wrong in reading an answer that is not one.
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
@@ -38,7 +38,6 @@ class ServerEngine:
         concurrency: Requests at a time.
         api_key: For servers that require one.
         max_retries: Times that a request is sent again if a server is busy or does not answer, after growing waits.
-        timeout: Seconds until a request is sent again.
 
     Raises:
         ValueError: An address is none, or the concurrency is below 1.
@@ -48,14 +47,13 @@ class ServerEngine:
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: str | Sequence[str],
         model: str,
         tokenizer: PreTrainedTokenizerBase,
         *,
         concurrency: int = 32,
         api_key: str | None = None,
         max_retries: int = 8,
-        timeout: float = 600.0,
     ):
         from openai import OpenAI
 
@@ -65,23 +63,18 @@ class ServerEngine:
                 raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
         if concurrency < 1:
             raise UserValueError(f"`concurrency` must be at least 1, got {concurrency}.")
-        self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
-        self.fingerprint = model
-        clients = [
-            OpenAI(
-                base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1",
-                api_key=api_key or "none",  # never the user's token for the Hub, or for OpenAI
-                max_retries=max_retries,
-                timeout=timeout,
-            )
-            for url in self.urls
-        ]
-        self._clients, self._renderer, self._lock = itertools.cycle(clients), Renderer(tokenizer), threading.Lock()
+        self.fingerprint, self.tokenizer, self.concurrency = model, tokenizer, concurrency
+        # Never with the user's token for the Hub, or for OpenAI.
+        settings: dict[str, Any] = {"api_key": api_key or "none", "max_retries": max_retries}
+        urls = [f"{url.rstrip('/').removesuffix('/v1')}/v1" for url in self.urls]
+        self._clients = itertools.cycle([OpenAI(base_url=url, **settings) for url in urls])
+        self._renderer, self._lock = Renderer(tokenizer), threading.Lock()
         self._knows_ids: bool | None = None
+        self._refusal = ""
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the rows of tasks as these end. The arguments are those of [`Engine.run`].
+        Yields the numbers and rows of the `tasks` as they end. If the server `is_proven`, it may refuse all of them.
 
         Raises:
             EndpointError: The server does not answer, or answers none of the first tasks, of which none is yielded.
@@ -90,33 +83,33 @@ class ServerEngine:
             self._knows_ids = self._ask_for_ids()
         held: list[tuple[int, dict[str, Any]]] = []
         with ThreadPool(self.concurrency) as pool:
-            for number, row, refusal in pool.imap_unordered(self._drive, tasks):
+            for number, row, is_refused in pool.imap_unordered(self._drive, tasks):
                 held.append((number, row))
-                is_proven = is_proven or refusal is None
+                is_proven = is_proven or not is_refused
                 if is_proven:
                     yield from held
                     held = []
                 elif len(held) == _NUM_REFUSALS:
                     break
         if held:
-            raise EndpointError(f"{', '.join(self.urls)}: {refusal}. So it was with all {len(held)} requests.")
+            raise EndpointError(f"{', '.join(self.urls)}: {self._refusal}. So it was with all {len(held)} requests.")
 
-    def _drive(self, numbered: tuple[int, Task]) -> tuple[int, dict[str, Any], str | None]:
-        """Returns the number and the row of a task, and why the server refused its first request, if so."""
+    def _drive(self, numbered: tuple[int, Task]) -> tuple[int, dict[str, Any], bool]:
+        """Returns the number and the row of a task, and whether the server refused its first request."""
         number, task = numbered
+        answer: Any = None
         refusal: MalformedRowError | None = None
-        completion: Completion | None = None
-        is_answered = False
+        is_refused = is_answered = False
         while True:
             try:
                 with self._lock:  # tokenizers do not like threads
-                    request = task.send(completion) if refusal is None else task.throw(refusal)  # type: ignore[arg-type]
+                    request = task.throw(refusal) if refusal else task.send(answer)
             except StopIteration as end:
-                return number, end.value, None if is_answered or refusal is None else str(refusal)
+                return number, end.value, is_refused and not is_answered
             try:
-                completion, refusal, is_answered = self.complete(request), None, True
+                answer, refusal, is_answered = self.complete(request), None, True
             except MalformedRowError as error:
-                refusal = error
+                refusal, is_refused, self._refusal = error, True, str(error)
 
     def complete(self, request: Request) -> Completion:
         """
@@ -128,9 +121,9 @@ class ServerEngine:
         """
         try:
             return self._by_ids(request) if self._knows_ids else self._by_text(request)
+        except MalformedRowError:
+            raise
         except _NO_ANSWER as error:
-            if isinstance(error, MalformedRowError):
-                raise
             raise MalformedRowError("the server's response is invalid") from error
 
     def _ask_for_ids(self) -> bool:
@@ -156,7 +149,7 @@ class ServerEngine:
             prompt = prompt.removeprefix(bos)  # the server's tokenizer puts it before every text itself
         choice = self._send(request, prompt=prompt, **({"stop": [request.stop]} if request.stop else {}))
         with self._lock:
-            ids = list(self.tokenizer(choice.text, add_special_tokens=False)["input_ids"])
+            ids = self._renderer.encode(choice.text)
             if self._renderer.decode(ids) != choice.text:
                 raise MalformedRowError("the server's text does not encode back to its tokens")
         is_ended = choice.finish_reason == "stop"
@@ -165,15 +158,14 @@ class ServerEngine:
     def _send(self, request: Request, **settings: Any) -> Any:
         import openai
 
-        sampling = request.sampling
-        how: dict[str, Any] = {"temperature": 0.0} if sampling is None else {
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed,
-        }  # fmt: skip
+        how: dict[str, Any] = {"temperature": 0.0}
+        if (sampling := request.sampling) is not None:
+            how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed}
+        with self._lock:
+            client = next(self._clients)
         try:
-            with self._lock:
-                client = next(self._clients)
             response = client.completions.create(
-                model=self.model, max_tokens=request.max_new_tokens, **how, **settings
+                model=self.fingerprint, max_tokens=request.max_new_tokens, **how, **settings
             )
             return response.choices[0]
         except openai.APIStatusError as error:

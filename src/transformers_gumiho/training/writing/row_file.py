@@ -1,0 +1,111 @@
+"""A file of rows: it grows as rows are written, in one or several processes, and continues where it was stopped."""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+
+from ...resumable_file import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
+from .local import LocalEngine
+from .requests import Task
+from .server import ServerEngine
+
+
+Engine = LocalEngine | ServerEngine
+
+
+def processes() -> PartialState:
+    """Returns the state of this run's processes, of which the fastest may wait for a day."""
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
+
+
+@contextmanager
+def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"]:
+    """
+    Opens a file of rows for this run alone.
+
+    Raises:
+        ValueError: The file was begun with other settings.
+        OSError: The disk is full, or another run writes there. What was written stays.
+    """
+    file, is_main = RowFile(Path(path)), processes().is_main_process
+    with sole_writer(file.path) if is_main else nullcontext():
+        if is_main:
+            check_begun_with(file.path, begun_with)
+        file.collect()
+        yield file
+        processes().wait_for_everyone()
+
+
+class RowFile:
+    """A JSONL file of rows with numbers."""
+
+    def __init__(self, path: Path):
+        self.path, self.state = path, processes()
+        number = self.state.process_index
+        self.part = path.with_name(f"{path.name}.part{number}") if number else path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of the file in their order."""
+        found = {row["row"]: row for row in map(json.loads, complete_lines(self.path))}
+        return [found[number] for number in sorted(found)]
+
+    def write(
+        self, batches: Sequence[Sequence[int]], begin: Callable[[int], Task], engine: Engine, description: str
+    ) -> None:
+        """
+        Writes those rows of the batches that are not there yet. Of several processes, each writes some batches, and
+        the first one puts them together; behind a server, it writes alone.
+        """
+        done, state, num_tokens = self.rows(), self.state, 0
+        numbers, start = {row["row"] for row in done}, time.perf_counter()
+        if engine.batch_size is None:
+            left = [number for batch in batches for number in batch if number not in numbers]
+            share: Sequence[Sequence[int]] = [left] if state.is_main_process else []
+        else:
+            # Each batch is the same whenever and wherever it is written.
+            share = batches[state.process_index :: state.num_processes]
+            share = [batch for batch in share if not numbers.issuperset(batch)]
+        is_proven, hidden = any("skipped" not in row for row in done), not state.is_main_process
+        with tqdm(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
+            for batch in share:
+                for number, row in engine.run(((number, begin(number)) for number in batch), is_proven):
+                    append_rows(self.part, [row | {"row": number}])
+                    num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
+                    if num_tokens:
+                        progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.0f} tokens/s")
+                    progress.update()
+        self.collect()
+
+    def collect(self) -> None:
+        """Adds what other processes wrote to the file."""
+        self.state.wait_for_everyone()
+        if self.state.is_main_process:
+            cut_after(self.path, len(complete_lines(self.path)))
+            for part in self.path.parent.glob(f"{self.path.name}.part*"):
+                append_rows(self.path, map(json.loads, complete_lines(part)))
+                part.unlink()
+        self.state.wait_for_everyone()
+
+    def finish(self, rows: Iterable[dict[str, Any]], report: str) -> None:
+        """Replaces what is in the file by these rows, and prints a report."""
+        if self.state.is_main_process:
+            unfinished = self.path.with_name(self.path.name + ".unfinished")
+            unfinished.unlink(missing_ok=True)
+            append_rows(unfinished, rows)
+            os.replace(unfinished, self.path)
+            tqdm.write(report)
+
+
+def in_words(reasons: Iterable[str]) -> str:
+    """Returns how often each reason was given."""
+    return ", ".join(f"{count} ({reason})" for reason, count in Counter(reasons).most_common()) or "none"

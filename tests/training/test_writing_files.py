@@ -1,0 +1,168 @@
+"""The files of answers and questions, which a stopped run continues, in one or several processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_target import make_chat_target, make_chat_tokenizer
+from datasets import Dataset
+from full_disk import disk_of, no_room
+from training_data import DEMO_TARGET, write_jsonl
+
+from transformers_gumiho.resumable_file import check_begun_with
+from transformers_gumiho.training import (
+    LocalEngine,
+    Sampling,
+    WritingSettings,
+    regenerate_dataset,
+    synthesize_dataset,
+)
+from transformers_gumiho.training.writing import row_file
+
+
+TARGET, TOKENIZER = make_chat_target(), make_chat_tokenizer()
+ROWS = [{"prompt": f"def f{index}(self):"} for index in range(11)] + [{"prompt": None}]
+
+
+def write_answers(path: Path, seed: int = 0) -> None:
+    settings = WritingSettings(64, 20, Sampling(share=1.0), seed)
+    regenerate_dataset(Dataset.from_list(ROWS), LocalEngine(TARGET, 2), TOKENIZER, path, settings)
+
+
+def write_questions(path: Path, seed: int = 0, num_prompts: int = 7) -> list[str]:
+    settings: dict[str, Any] = {"max_prompt_tokens": 40, "seed": seed}
+    dataset = synthesize_dataset(num_prompts, LocalEngine(TARGET, 4), TOKENIZER, path, **settings)
+    return [row["messages"][0]["content"] for row in dataset]
+
+
+WRITERS = [write_answers, write_questions]
+Whole = dict[Callable[..., Any], list[bytes]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The lines of each file, written without a stop."""
+    paths = {write: tmp_path_factory.mktemp("whole") / "a.jsonl" for write in WRITERS}
+    for write, path in paths.items():
+        write(path)
+    return {write: path.read_bytes().splitlines(keepends=True) for write, path in paths.items()}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("num_bytes", [0, 10, 900, 10**6])
+def test_a_killed_run_goes_on_to_the_same_file(write: Any, num_bytes: int, whole: Whole, tmp_path: Path) -> None:
+    """Also where lines that another process wrote are beside it. Other settings are refused."""
+    path, lines = tmp_path / "a.jsonl", whole[write]
+    path.write_bytes(b"".join(lines)[:num_bytes])
+    (tmp_path / "a.jsonl.part3").write_bytes(b"".join(lines[4:6]) + b'{"row": 7, "te')
+    write(path)
+    assert path.read_bytes() == b"".join(lines)
+    assert [json.loads(line)["row"] for line in lines] == [*range(len(lines))]
+    assert not list(tmp_path.glob("*.part*"))
+    with pytest.raises(ValueError, match=r"was created with different settings: seed \(0, now 1\)\. Write into"):
+        write(path, seed=1)
+
+
+def test_more_questions_begin_with_those_that_are_there(whole: Whole, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"".join(whole[write_questions]))
+    found = write_questions(tmp_path / "a.jsonl")
+    rows = list(map(json.loads, whole[write_questions]))
+    assert found == [row["prompt"] for row in rows if "dropped" not in row][:7]
+    assert write_questions(tmp_path / "a.jsonl", num_prompts=9)[:7] == found
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_second_run_into_a_file_is_refused(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, refused = tmp_path / "a.jsonl", row_file.append_rows, []
+
+    def append_and_start_again(*arguments: Any) -> None:
+        real(*arguments)
+        with pytest.raises(OSError, match=r"Another run is writing there.*a.jsonl") as error:
+            write(path)
+        refused.append(error)
+
+    monkeypatch.setattr(row_file, "append_rows", append_and_start_again)
+    write(path)
+    assert len(refused) > 2
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_full_disk_keeps_what_was_written(
+    write: Any, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, num_bytes = tmp_path / "a.jsonl", sum(map(len, whole[write][:3])) + 10
+    monkeypatch.setattr(Path, "open", disk_of(num_bytes, Path.open, "a.jsonl"))
+    with pytest.raises(OSError, match=r"a.jsonl': No space left on device. What was written before stays. Make room"):
+        write(path)
+    assert path.stat().st_size == num_bytes
+    monkeypatch.undo()
+    write(path)
+    assert path.read_bytes() == b"".join(whole[write])
+
+
+def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, beside = tmp_path / "a.jsonl", tmp_path / "a.jsonl.settings.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", no_room)
+        with pytest.raises(OSError, match=r"Could not write '.*a.jsonl.settings.json': No space left on device"):
+            check_begun_with(path, {"seed": 0})
+    check_begun_with(path, {"seed": 1})
+    path.write_text("{}\n")
+    beside.write_text("")
+    with pytest.raises(ValueError, match=r"a.jsonl.settings.json' is damaged. .* Delete it to continue"):
+        check_begun_with(path, {"seed": 0})
+
+
+# Runs `gumiho`. The second process is killed after so many rows.
+RUN = """
+import os, sys
+from accelerate import PartialState
+from transformers_gumiho.training.writing import row_file
+from transformers_gumiho.cli import main
+rows_left, append_rows = int(sys.argv.pop(1)), row_file.append_rows
+def append(*arguments):
+    global rows_left
+    rows_left -= PartialState().process_index
+    if rows_left < 0:
+        os._exit(9)
+    append_rows(*arguments)
+row_file.append_rows = append
+main()
+"""
+LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--main_process_port", "0"]
+
+
+@pytest.mark.parametrize("data", ["questions.jsonl", "none"])
+def test_several_processes_write_what_one_writes(data: str, tmp_path: Path) -> None:
+    """By the commands, also when one of them is killed, and another number of processes goes on."""
+    (tmp_path / "run.py").write_text(RUN)
+    write_jsonl(tmp_path / "questions.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(17)])
+    target = DEMO_TARGET if data != "none" else tmp_path / "chats"
+    TARGET.save_pretrained(tmp_path / "chats")
+    TOKENIZER.save_pretrained(tmp_path / "chats")
+    shared = [
+        "--target", target, "--data", tmp_path / data if data != "none" else data, "--max_new_tokens", 6, "--seed", 0,
+        "--writing_batch_size", 2, "--target_dtype", "float32", "--sampled_share", 0.5, "--num_prompts", 9,
+        "--max_prompt_tokens", 40,
+    ]  # fmt: skip
+    runs = {
+        "one": [(1, 99, ["data", "--output_file", tmp_path / "one.jsonl"])],
+        "two": [(2, 99, ["train", "--stages", "write", "--output_dir", tmp_path / "two"])],
+        "killed": [(n, k, ["data", "--output_file", tmp_path / "killed.jsonl"]) for n, k in ((2, 3), (3, 99))],
+    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    for starts in runs.values():
+        for number, num_rows, words in starts:
+            launch = [*LAUNCH, "--num_processes", number] if number > 1 else []
+            command = [sys.executable, *launch, tmp_path / "run.py", num_rows, *words, *shared]
+            process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, timeout=500)
+            assert (process.returncode == 0) == (num_rows == 99), process.stderr.decode()[-3000:]
+    answers = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in ("one", "killed")}
+    assert len(answers["one"].splitlines()) == (9 if data == "none" else 17)
+    assert (tmp_path / "two" / "work" / "answers.jsonl").read_bytes() == answers["one"] == answers["killed"]
