@@ -165,7 +165,8 @@ class CachedFeatures:
         weights = load_checked(target / WEIGHTS)
         self.embedding = weights.pop("embed_tokens.weight")
         tensors = {name.removeprefix("lm_head."): tensor for name, tensor in weights.items()}
-        self._linear = nn.Linear(*reversed(tensors["weight"].shape), bias="bias" in tensors, device="meta")
+        num_outputs, num_inputs = tensors["weight"].shape
+        self._linear = nn.Linear(num_inputs, num_outputs, bias="bias" in tensors, device="meta")
         self._linear.load_state_dict(tensors, assign=True)
         self._linear.requires_grad_(False)
         self.head = scaled_head(self._linear, self.config)
