@@ -28,13 +28,7 @@ from demo_pair import parse
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.benchmarking import (
-    BenchmarkSettings,
-    DecodingMode,
-    read_prompts,
-    run_benchmark,
-    summarize,
-)
+from transformers_gumiho.benchmarking import DecodingMode, read_prompts, run_benchmark, summarize
 from transformers_gumiho.measuring.machine import machine_name, peak_memory
 from transformers_gumiho.measuring.timing import synchronize
 from transformers_gumiho.pairs import PairArguments, load_pair
@@ -149,11 +143,11 @@ class GpuCheck:
             target, tokenizer, gumiho = load_pair(PairArguments(pair=name, dtype="float32"))
         except (ImportError, OSError) as error:
             raise NotRun(str(error)) from error
-        path = ROOT / "examples" / Path(find_pair(name).drafter).parent / "prompts.jsonl"
+        path = ROOT / "examples" / find_pair(name).folder / "prompts.jsonl"
         questions = read_prompts(str(path), num_prompts=1 if self.is_toy else 8)
         modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": gumiho})]
-        settings = BenchmarkSettings(max_new_tokens=16 if self.is_toy else 128)
-        row = summarize(run_benchmark(target, tokenizer, questions, modes, settings))[1]
+        num_tokens = 16 if self.is_toy else 128
+        row = summarize(list(run_benchmark(target, tokenizer, questions, modes, max_new_tokens=num_tokens)))[1]
         yield "speed-up over plain, float32", f"{row.speedup:.2f}"
         yield "tokens per cycle", f"{row.tau_micro:.2f}"
         yield "equal to plain", f"{row.num_equal} of {row.num_samples}"

@@ -77,8 +77,9 @@ def measure_times(target: PreTrainedModel, gumiho: GumihoModel, text: torch.Tens
             step = time_decoding(target, inputs, **generation).pass_seconds
             with stage_timer(target.device) as taken:
                 target.generate(**inputs, assistant_model=gumiho, **generation)
-            cycle = (taken.total - taken.prompt) / taken.num_cycles
-            of_lengths.append([1e3 * seconds for seconds in (step, cycle, taken.verify / taken.num_cycles)])
+            stages = taken.stages()
+            cycle = (taken.total - stages["prompt"]) / taken.num_cycles
+            of_lengths.append([1e3 * seconds for seconds in (step, cycle, stages["verify"] / taken.num_cycles)])
         rounds.append(of_lengths)
     return rounds[1:]  # the first one warms up
 

@@ -24,7 +24,8 @@ def read_counts(folder: Path) -> Counts:
     found: dict[str, dict[tuple[str, float], list[list[tuple[int, int]]]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("*-*/benchmark/samples.jsonl")):
         of_seed = defaultdict(list)
-        for sample in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        batches = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for sample in (sample for batch in batches for sample in batch["samples"]):
             for lengths in sample["accepted_lengths"] or []:
                 of_seed[sample["mode"], sample["temperature"]].append((sum(lengths), len(lengths)))
         for way, counts in of_seed.items():

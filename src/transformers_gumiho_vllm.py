@@ -133,7 +133,7 @@ def is_drafter(model: Any, revision: str | None = None, token: Any = None) -> bo
     if "gumiho" not in str(model).lower() or fields.get("model_type") not in (None, "llama"):
         return False
     # The released drafters have no config, or one in the layout of the reference implementation.
-    released = importlib.import_module("transformers_gumiho.model.checkpoint_files")
+    released = importlib.import_module("transformers_gumiho.model.loading")
     return released.find_packaged_folder(model) is not None
 
 

@@ -12,9 +12,9 @@ from .decoding.attach import attach, attached, detach
 from .decoding.hooks import GumihoGenerationMixin, install
 from .decoding.loop import GumihoGenerateOutput
 from .drafting.candidate_generator import GumihoCandidateGenerator
-from .model.checkpoint_conversion import register_released_names
 from .model.configuration_gumiho import GumihoConfig
 from .model.decoding_settings import DraftingSettings
+from .model.loading import register_released_names
 from .model.modeling_gumiho import GumihoModel
 from .model.outputs import GumihoOutput
 from .verification.cycle_shapes import free_memory

@@ -29,7 +29,13 @@ def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = N
     """
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     if assistant_model is None:
-        assistant_model = load_drafter(model, _repository(model), **loading)
+        if not (repository := repository_of_call(model)):
+            raise UserValueError(
+                "This function was not called by `target.generate(custom_generate=<name or folder of a Gumiho "
+                "drafter>, trust_remote_code=True)`, so there is no repository to load a drafter from. Call it so, or "
+                "pass `assistant_model=GumihoModel.from_pretrained(...)`."
+            )
+        assistant_model = load_drafter(model, repository, **loading)
     # Not `model.generate`: if the target's own folder holds a `custom_generate`, that has replaced it.
     return type(model).generate(model, assistant_model=assistant_model, **kwargs)
 
@@ -49,17 +55,6 @@ def generate_attached(drafter: str, /, *args: Any, model: PreTrainedModel, **kwa
     # Not `model.generate`, which is the `generate` of this folder.
     plain = types.MethodType(type(model).generate, model)
     return generate_where_possible(plain, model, drafter, args, kwargs)
-
-
-def _repository(target: PreTrainedModel) -> str:
-    """Returns the `custom_generate` argument of the running `generate()`."""
-    if repository := repository_of_call(target):
-        return repository
-    raise UserValueError(
-        "This function was not called by `target.generate(custom_generate=<name or folder of a Gumiho drafter>, "
-        "trust_remote_code=True)`, so there is no repository to load a drafter from. Call it so, or pass "
-        "`assistant_model=GumihoModel.from_pretrained(...)`."
-    )
 
 
 __all__ = ["generate", "generate_attached"]

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,11 +63,11 @@ def write_served_target(args: AttachArguments) -> str:
         raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
     source = _find_target(args.target)
     files = [path for path in sorted(source.iterdir()) if path.is_file()]
-    kept = [path for path in files if not _matches(path, _OTHER_FORMATS)]
-    weights = [path for path in kept if _matches(path, _WEIGHTS)]
+    kept = [path for path in files if not any(path.match(pattern) for pattern in _OTHER_FORMATS)]
+    weights = [path for path in kept if any(path.match(pattern) for pattern in _WEIGHTS)]
     _check_source(args.target, source, weights)
     with as_user_errors():
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _CODE).mkdir(parents=True)
     for path in kept:
         if path in weights and not args.copy_weights:
             (folder / path.name).symlink_to(path.resolve())
@@ -76,15 +75,14 @@ def write_served_target(args: AttachArguments) -> str:
             shutil.copy(path, folder / path.name)
     if (source / _TEMPLATES).is_dir():
         shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
-    (folder / _CODE).mkdir()
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter), encoding="utf-8")
-    how = "copied" if args.copy_weights else "linked"
-    left_out = f" {_count(len(files) - len(kept), 'file')} in other formats left out." if kept != files else ""
+    how, num_others = "copied" if args.copy_weights else "linked", len(files) - len(kept)
+    left_out = f" {_count(num_others)} in other formats left out." if num_others else ""
     return (
-        f"{args.output_dir} drafts with {drafter}: {_count(len(weights), 'file')} of weights {how}.{left_out} "
-        f"Load it with trust_remote_code."
+        f"{args.output_dir} drafts with {drafter}: {_count(len(weights))} of weights {how}.{left_out} Load it with "
+        f"trust_remote_code."
     )
 
 
@@ -102,12 +100,8 @@ def _check_source(target: str, source: Path, weights: list[Path]) -> None:
         raise UserValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
 
 
-def _matches(path: Path, patterns: Sequence[str]) -> bool:
-    return any(path.match(pattern) for pattern in patterns)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _count(number: int) -> str:
+    return f"{number} file{'s' * (number != 1)}"
 
 
 def _find_target(name: str) -> Path:

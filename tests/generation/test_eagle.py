@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel, attached
-from transformers_gumiho.drafting.break_even import estimate_break_even
+from transformers_gumiho.drafting.candidate_generator import estimate_break_even
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.serving_folder import AttachArguments, write_served_target
 from transformers_gumiho.tree.draft_tree import DraftTree

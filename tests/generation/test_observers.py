@@ -188,12 +188,12 @@ def test_without_observers_nothing_is_reported(generate: Callable[..., Any], mon
 @pytest.mark.parametrize("settings", [{}, STATIC], ids=["growing", "fixed shapes"])
 def test_stages_of_a_cycle_are_timed(generate: Callable[..., Any], settings: dict[str, Any]) -> None:
     recorder = Recorder()
-    with stage_timer(torch.device("cpu")) as seconds, observing(recorder):
+    with stage_timer(torch.device("cpu")) as timer, observing(recorder):
         generate(5, **settings)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(generate, 6).result()
-    assert seconds.num_cycles == len(recorder.cycles)
-    assert min(seconds.prompt, seconds.verify, seconds.draft, seconds.rest) > 0
+    assert timer.num_cycles == len(recorder.cycles)
+    assert min(timer.stages().values()) > 0
 
 
 @pytest.mark.parametrize("stage", ["prompt", "draft", "verify"])

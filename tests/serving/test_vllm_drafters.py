@@ -26,7 +26,7 @@ from vllm_pairs import (
 )
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.model import checkpoint_files
+from transformers_gumiho.model import loading
 from transformers_gumiho.vllm.heads import DraftingHead
 
 
@@ -195,7 +195,7 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pre
     gumiho.generation_config.draft_vocabulary = token_ids.tolist()
     (tmp_path / "cache").mkdir()
     files = write_weights(tmp_path / "cache", renamed)
-    monkeypatch.setattr(checkpoint_files, "_FOLDERS", (packaged.parent,))
+    monkeypatch.setattr(loading, "_FOLDERS", (packaged.parent,))
     return write_to_hub_cache(tmp_path / "cache", "amd/Gumiho-llama3-8b", files), target, gumiho
 
 

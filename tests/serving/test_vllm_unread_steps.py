@@ -18,7 +18,7 @@ from vllm_engine import (
     write_texts,
 )
 
-from transformers_gumiho.vllm.unread_steps import MOST_STEPS, UnreadSteps
+from transformers_gumiho.vllm.unread_steps import MAX_STEPS, UnreadSteps
 
 
 # One or two requests draft, more do not.
@@ -66,7 +66,7 @@ def go_on_after_a_cached_text(llm: Any) -> None:
     (first, *_) = llm.generate(PROMPTS[:3], sampling, use_tqdm=False)
     prompt = {"prompt_token_ids": [*first.prompt_token_ids, *first.outputs[0].token_ids]}
     (second,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)
-    assert second.num_cached_tokens > len(first.prompt_token_ids) + MOST_STEPS
+    assert second.num_cached_tokens > len(first.prompt_token_ids) + MAX_STEPS
 
 
 WAYS = [write_until_few_are_left, write_while_others_come, write_more_than_fits, go_on_after_a_cached_text]

@@ -29,6 +29,7 @@ from transformers_gumiho.user_errors import UserValueError
 Pair = tuple[Any, Any, Any]
 PROMPTS = ["def __init__(self, ", "def read(self):"]
 SMALL = {"max_new_tokens": 16, "num_assistant_tokens": 12, "branching_factor": 4}
+LIMITS = DemoArguments(pair="demo", max_new_tokens=2000, max_question_tokens=100)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,12 @@ def pair() -> Pair:
     return load_pair(PairArguments(pair="demo", dtype="float32"))
 
 
-def make_host(pair: Pair, **limits: int) -> Host:
-    return Host(*pair, **{"max_new_tokens": 4096, "max_question_tokens": 100} | limits)
+def make_host(pair: Pair) -> Host:
+    return Host(*pair, LIMITS)
 
 
 def begin(host: Host, text: str, **settings: Any) -> Race:
-    race = Race(host, GenerateArguments(prompt=text, **SMALL | settings))
-    race.start()
-    return race
+    return Race(host, GenerateArguments(prompt=text, **SMALL | settings))
 
 
 def plain_tokens(pair: Pair, text: str, seed: int = 0, **settings: Any) -> list[int]:
@@ -93,11 +92,10 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
     pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
     from transformers_gumiho.presenting.web.page import Page
 
-    for lookup in (None, 7):
-        with temporary_settings(pair[2], {"prompt_lookup_num_tokens": lookup}):
-            shown = Page(*pair, max_new_tokens=20, max_question_tokens=100).build(max_visitors=1)
-        (slider,) = [b for b in shown.blocks.values() if getattr(b, "label", "") == "Prompt-lookup drafts"]
-        assert slider.value == (lookup or 0)
+    with temporary_settings(pair[2], {"prompt_lookup_num_tokens": 7, "branching_factor": 3}):
+        shown = Page(*pair, LIMITS)
+    values = {getattr(block, "label", ""): getattr(block, "value", None) for block in shown.blocks.values()}
+    assert (values["Prompt-lookup drafts"], values["Branching factor"]) == (7, 3)
 
 
 def test_what_is_colored_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
@@ -121,16 +119,18 @@ def test_what_is_colored_is_drafted_and_the_page_survives_any_text(pair: Pair) -
 
 def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
     host = make_host(pair)
-    stopped = Race(host, GenerateArguments(prompt=PROMPTS[0], **SMALL | {"max_new_tokens": 2000}))
     so_far: list[tuple[int, int]] = []
 
     def stop_once_both_are_written(*_: Any) -> None:
+        is_there.wait()
         if stopped.plain.tokens and stopped.drafted.cycles and not so_far:
             so_far.append((len(stopped.plain.tokens), len(stopped.drafted.cycles)))
             stopped.wish_to_stop.set()
 
+    is_there = threading.Event()
     with pair[0].model.layers[0].register_forward_pre_hook(stop_once_both_are_written):
-        stopped.start()
+        stopped = begin(host, PROMPTS[0], max_new_tokens=2000)
+        is_there.set()
         other = begin(host, PROMPTS[1])
         assert stopped.wait(120)
         assert other.wait(120)
@@ -193,38 +193,34 @@ def test_what_only_the_host_may_know_is_not_shown(pair: Pair, monkeypatch: pytes
     assert "secret" in str(logged[0])
 
 
-def test_the_page_trusts_nothing_that_it_is_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
     from transformers_gumiho.presenting.web import page as page_module
 
-    page = page_module.Page(*pair, max_new_tokens=2000, max_question_tokens=100)
-    settings = {"length": 2000, "temperature": 0, "seed": 0, "nodes": 12, "width": 4, "lookup": 0}
-    for wrong, message in (
-        ({"seed": "<img>"}, "Seed must be a number from 0"),
-        ({"length": 3e9}, "got 3000000000.0"),
-        ({"lookup": -1}, "Prompt-lookup drafts must be from 0 to 64, got -1"),
-    ):
-        with pytest.raises(gradio.Error) as refused:
-            next(page.ask("a", *(settings | wrong).values()))
-        assert message in refused.value.message
-        assert "<img>" not in refused.value.message
-    with pytest.raises(gradio.Error, match="max_question_tokens"):
-        next(page.ask("a" * 1601, *settings.values()))
-    monkeypatch.setattr(page_module, "Race", fail_with(UserValueError("<img>")))
-    with pytest.raises(gradio.Error, match="&lt;img&gt;"):
-        next(page.ask("a", *settings.values()))
-
-
-def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(pair: Pair) -> None:
-    pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    from transformers_gumiho.presenting.web.page import Page
-
-    shown = Page(*pair, max_new_tokens=2000, max_question_tokens=100).ask("a", 2000, 0, 0, 12, 4, 0)
+    page = page_module.Page(*pair, LIMITS)
+    shown = page.ask("a", 2000, 0, None, 12, 4, 0)
     kept = next(shown)[0]
     assert isinstance(kept, threading.Event)
     assert not kept.is_set()
     shown.close()
     assert kept.is_set()
+    # What a refusal quotes is no markup.
+    monkeypatch.setattr(page_module, "Race", fail_with(UserValueError("<img>")))
+    with pytest.raises(gradio.Error, match="&lt;img&gt;"):
+        next(page.ask("a", 2000, 0, 0, 12, 4, 0))
+
+
+def test_a_closed_page_ends_all_answers(pair: Pair) -> None:
+    pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
+    from transformers_gumiho.presenting.web.page import Page
+
+    page = Page(*pair, LIMITS)
+    race = begin(page.host, PROMPTS[0], max_new_tokens=2000)
+    page.close()
+    assert race.wait(60)
+    assert "stopped" in (race.plain.progress, race.drafted.progress)
 
 
 def test_gradio_is_asked_for_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +279,25 @@ def page_with_gate() -> Iterator[tuple[str, Gate]]:
     _, url, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False)
     yield url, gate
     page.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_new_tokens": 3e9}, "Value 3000000000.0 is greater than maximum value 512"),
+        ({"prompt_lookup": -1}, "Value -1 is less than minimum value 0"),
+        ({"seed": -5}, "Value -5 is less than minimum value 0"),
+        ({"text": "a" * 20_000}, "max_question_tokens"),
+        ({"nodes": "<img>"}, "error"),
+    ],
+)
+def test_the_page_trusts_nothing_that_it_is_sent(wrong: dict[str, Any], message: str, address: str) -> None:
+    gradio_client = pytest.importorskip("gradio_client", reason="needs gradio (the extra `demo` has it)")
+    settings = {"text": "a", "max_new_tokens": 8, "temperature": 0, "seed": 0, "nodes": 12, "width": 4}
+    client = gradio_client.Client(address, verbose=False)
+    with pytest.raises(gradio_client.exceptions.AppError, match=re.escape(message)) as refused:
+        client.predict(*(settings | {"prompt_lookup": 0} | wrong).values(), api_name="/ask")
+    assert "<img>" not in str(refused.value)
 
 
 @pytest.fixture

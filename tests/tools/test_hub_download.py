@@ -24,9 +24,9 @@ LOAD = """
 import sys
 from pathlib import Path
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.model import checkpoint_files
+from transformers_gumiho.model import loading
 
-checkpoint_files._FOLDERS = (Path(sys.argv[1]),)
+loading._FOLDERS = (Path(sys.argv[1]),)
 model = GumihoModel.from_pretrained(sys.argv[2], cache_dir=sys.argv[3], revision="v2", token=sys.argv[4])
 print(model.config.model.hidden_size, model.fc.weight.float().abs().sum().item())
 """

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gpu_check
@@ -21,16 +21,25 @@ import recipe_table
 import sweep_architectures
 import torch
 import transformers
+from training_data import DEMO_TARGET, write_jsonl
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.measuring.timing import DecodingTime, StageSeconds
+from transformers_gumiho.measuring.timing import DecodingTime
+from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.recipe.arguments import RecipeArguments, parse
 from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.verification import session
 
 
 ROOT = Path(__file__).parents[2]
+DEMO_PAIR = DEMO_TARGET.parent
+
+
+def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    """Runs a script in this process."""
+    monkeypatch.setattr(sys, "argv", list(map(str, [script.__file__, *words])))
+    script.main()
 
 
 def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +47,8 @@ def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.M
     def plain(_: Any, inputs: dict[str, torch.Tensor], **__: Any) -> DecodingTime:
         return DecodingTime(seconds=0.001 * inputs["input_ids"].shape[1], num_tokens=50, num_passes=50)
 
-    taken = StageSeconds(prompt=5.0, verify=0.3, num_cycles=10)
+    stages = {"prompt": 5.0, "verify": 0.3}
+    taken = SimpleNamespace(num_cycles=10, total=0.0, stages=lambda: stages)
 
     def generate(input_ids: torch.Tensor, **_: Any) -> None:
         taken.total = 5.0 + 0.02 * input_ids.shape[1]
@@ -58,17 +68,15 @@ def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.M
     )
 
 
-def test_a_cycle_is_measured_in_plain_steps(tmp_path: Path) -> None:
-    config = GumihoConfig.from_pretrained(ROOT / "examples" / "demo_pair" / "gumiho")
-    config.save_pretrained(tmp_path)
-    output = subprocess.run(
-        [
-            sys.executable, str(ROOT / "benchmarks" / "measure_shape.py"), "--assistant", str(tmp_path),
-            "--num_layers", "2", "--device", "cpu", "--dtype", "float32", "--nodes", "4", "8", "--context", "8",
-            "--repeats", "1", "--max_new_tokens", "8", "--no_compile",
-        ],
-        check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+def test_a_cycle_is_measured_in_plain_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    GumihoConfig.from_pretrained(DEMO_PAIR / "gumiho").save_pretrained(tmp_path)
+    run(
+        measure_shape, monkeypatch, "--assistant", tmp_path, "--num_layers", 2, "--device", "cpu", "--dtype",
+        "float32", "--nodes", 4, 8, "--context", 8, "--repeats", 1, "--max_new_tokens", 8, "--no_compile",
+    )  # fmt: skip
+    output = capsys.readouterr().out
     step = float(re.search(r"plain step: ([\d.]+) ms", output)[1])
     rows = re.findall(r"^\| (\d+)" + 2 * r" \| ([\d.]+) ms \| ([\d.]+)" + r" \|$", output, flags=re.M)
     assert [int(size) for size, *_ in rows] == [4, 8]
@@ -77,12 +85,12 @@ def test_a_cycle_is_measured_in_plain_steps(tmp_path: Path) -> None:
             assert float(ratio) == pytest.approx(float(cycle) / step, rel=0.02)
 
 
-def test_a_gpu_is_checked_in_one_table(tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-    script = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--toy", "--json", str(path)]
-    output = subprocess.run(script, check=True, capture_output=True, text=True).stdout
-    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", output, flags=re.M)[1:]
-    sections = json.loads(path.read_text())["sections"]
+def test_a_gpu_is_checked_in_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(gpu_check, monkeypatch, "--toy", "--json", tmp_path / "found.json")
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", capsys.readouterr().out, flags=re.M)[1:]
+    sections = json.loads((tmp_path / "found.json").read_text())["sections"]
     assert rows == [(name, *row) for name, section in sections.items() for row in section.items()]
     assert list(sections) == ["shape, eager", "shape, compiled", "training", "pair smollm2", "pair demo", "GPU tests"]
     assert sections["pair smollm2"] == {"not run": "too large for a toy"}
@@ -152,45 +160,47 @@ def test_what_is_not_equal_is_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sweep_architectures.compare(sweep_architectures.build("llama"), settings)["verdict"] == "differs"
 
 
-def test_agreement_counts_the_tokens_of_the_answers() -> None:
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any, GumihoModel]:
+    return load_pair(PairArguments(pair="demo", dtype="float32"))
+
+
+def test_agreement_counts_the_tokens_of_the_answers(pair: tuple[Any, Any, GumihoModel]) -> None:
     """Up to the token that ends them, in batches of answers of different lengths."""
-    folder = ROOT / "examples" / "demo_pair" / "target"
-    target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    target, tokenizer, _ = pair
     texts = ["def read(self):", "import os", "class Path:\n    def"]
     alone = []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt").input_ids
         alone.append((ids.shape[1], target.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()))
-    # One of the texts ends early.
+    args = measure_agreement.AgreementArguments(assistants=[], prompts="", max_new_tokens=12, batch_size=2)
+    questions = [measure_agreement.Question(str(i), "all", (text,)) for i, text in enumerate(texts)]
     length, tokens = alone[0]
-    target.generation_config.eos_token_id = end = tokens[length + 4]
+    end = tokens[length + 4]  # one of the texts ends early
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target.generation_config, "eos_token_id", end)
+        rows = measure_agreement.answer(args, target, tokenizer, questions)
     expected = []
     for length, tokens in alone:
         stop = next((i + 1 for i in range(length, len(tokens)) if tokens[i] == end), len(tokens))
         expected.append((tokens[:stop], [0] * length + [1] * (stop - length - 1) + [0]))
-    args = measure_agreement.AgreementArguments(assistants=[], prompts="", max_new_tokens=12, batch_size=2)
-    questions = [measure_agreement.Question(str(i), "all", (text,)) for i, text in enumerate(texts)]
-    rows = measure_agreement.answer(args, target, tokenizer, questions)
     assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected
     assert len({len(tokens) - length for (length, _), (tokens, _) in zip(alone, expected, strict=True)}) > 1
 
 
 def test_agreement_is_the_share_of_drafts_that_are_the_targets_choice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    pair: tuple[Any, Any, GumihoModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Of each depth, by category, on the target's own answers, among the tokens that may be drafted."""
-    pair = ROOT / "examples" / "demo_pair"
-    target = transformers.AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(pair / "target")
-    drafter = GumihoModel.from_pretrained(pair / "gumiho", dtype=torch.float32)
+    target, tokenizer, drafter = pair
     vocabulary = torch.tensor(drafter.generation_config.draft_vocabulary)
     questions = [("a", "def read(self):"), ("b", "class Path:\n    def"), ("a", "    def test_empty(self):\n")]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"category": c, "prompt": text}) + "\n" for c, text in questions))
-    argv = ["--target", pair / "target", "--assistants", pair / "gumiho", "--prompts", prompts, "--dtype", "float32"]
-    monkeypatch.setattr(sys, "argv", [*map(str, ["measure_agreement.py", *argv]), "--max_new_tokens", "24"])
-    measure_agreement.main()
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"category": c, "prompt": text} for c, text in questions])
+    run(
+        measure_agreement, monkeypatch, "--target", DEMO_PAIR / "target", "--assistants", DEMO_PAIR / "gumiho",
+        "--prompts", prompts, "--dtype", "float32", "--max_new_tokens", 24,
+    )  # fmt: skip
     printed = re.findall(r"^\| ([ab]) \| (\d+) \| (.*) \|$", capsys.readouterr().out, re.MULTILINE)
     right: dict[str, list[list[bool]]] = {"a": [[] for _ in range(7)], "b": [[] for _ in range(7)]}
     with torch.inference_mode():
@@ -221,7 +231,7 @@ def test_gains_are_over_the_published_recipe(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         samples = [{"mode": "plain", "temperature": 0.0, "accepted_lengths": None}]
         samples += [{"mode": "tree of 63", "temperature": 0.0, "accepted_lengths": [row]} for row in lengths]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        (folder / "samples.jsonl").write_text(json.dumps({"samples": samples}) + "\n")
 
     write("published", 0, [[2, 2], [2, 2]])
     write("published", 1, [[2, 2], [2, 2]])

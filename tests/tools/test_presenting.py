@@ -19,7 +19,7 @@ from commands import gumiho, refuse
 from drafting_oracle import score_of_path
 from targets import make_drafter, make_prompts, make_target
 from tokenizers import Tokenizer, decoders, models
-from training_data import DEMO_TARGET, make_tokenizer, write_jsonl
+from training_data import CHATML, DEMO_TARGET, make_tokenizer, write_jsonl
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -28,11 +28,9 @@ from transformers import (
     TrainingArguments,
 )
 
-import transformers_gumiho
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel
 from transformers_gumiho.benchmarking import (
     BenchmarkArguments,
-    BenchmarkSettings,
     DecodingMode,
     Question,
     run_benchmark,
@@ -44,7 +42,6 @@ from transformers_gumiho.pairs import PairArguments, TargetArguments, load_pair,
 from transformers_gumiho.presenting import (
     Answer,
     Cycle,
-    CycleStreamer,
     DemoArguments,
     GenerateArguments,
     ShowArguments,
@@ -53,8 +50,8 @@ from transformers_gumiho.presenting import (
     stream_answer,
     watch_cycles,
 )
-from transformers_gumiho.presenting.answering import describe_comparison, logit_gap
-from transformers_gumiho.presenting.streaming import colored_writer, wants_colors
+from transformers_gumiho.presenting.answering import AnswerStreamer, logit_gap
+from transformers_gumiho.presenting.terminal import colored_writer, describe_comparison, wants_colors
 from transformers_gumiho.recipe.arguments import RecipeArguments
 from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.tuning import TuningArguments
@@ -101,31 +98,22 @@ def split_by_color(text: str) -> list[tuple[str, bool]]:
     return characters
 
 
-def test_command_writes_the_sampled_text_of_plain_generate(target: PreTrainedModel) -> None:
-    command = [sys.executable, "-m", "transformers_gumiho.cli", "generate", *OPTIONS, "--prompt", PROMPT]
-    command += ["--max_new_tokens", "48", "--temperature", "0.8", "--seed", "3"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    torch.manual_seed(3)
-    plain = plain_tokens(target, PROMPT, max_new_tokens=48, do_sample=True, temperature=0.8)
-    text, line = process.stdout.rstrip("\n").rsplit("\n\n", 1)
-    assert text == TOKENIZER.decode(plain)
-    assert re.fullmatch(
-        r"\[tau \d\.\d\d \| \d+\.\d tokens/s \| \d+ cycles \| 48 tokens, \d+ accepted drafts\]", line
-    ), line
-
-
-def test_printed_tau_is_that_of_generate(
-    target: PreTrainedModel, drafter: GumihoModel, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_command_writes_the_text_of_plain_generate_and_the_tau_of_generate(
+    target: PreTrainedModel, drafter: GumihoModel, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (answer,) = generate(GenerateArguments(**PAIR, prompt=PROMPT, max_new_tokens=48))
-    output = decode(target, drafter, PROMPT, max_new_tokens=48)
-    lengths = output.accepted_lengths[0]
-    assert list(answer.tokens) == new_tokens(output)
-    assert [len(cycle.committed) for cycle in answer.cycles] == lengths
-    written = capsys.readouterr().out
-    assert written.startswith(TOKENIZER.decode(answer.tokens))
-    assert f"[tau {sum(lengths) / len(lengths):.2f} | " in written
+    gumiho("generate", *OPTIONS, "--prompt", PROMPT, "--max_new_tokens", 48, "--temperature", temperature, "--seed", 3)
+    text, line = capsys.readouterr().out.rstrip("\n").rsplit("\n\n", 1)
+    sampling = {"max_new_tokens": 48} | ({"do_sample": True, "temperature": temperature} if temperature else {})
+    torch.manual_seed(3)
+    assert text == TOKENIZER.decode(plain_tokens(target, PROMPT, **sampling))
+    torch.manual_seed(3)
+    lengths = decode(target, drafter, PROMPT, **sampling).accepted_lengths[0]
+    assert re.fullmatch(
+        rf"\[tau {sum(lengths) / len(lengths):.2f} \| \d+\.\d tokens/s \| {len(lengths)} cycles \| 48 tokens, "
+        rf"\d+ accepted drafts\]",
+        line,
+    ), line
 
 
 @pytest.mark.parametrize(
@@ -174,21 +162,23 @@ def test_characters_of_several_tokens_are_written_completely() -> None:
     assert len(tokens) > len(text)
     for num_accepted in range(len(tokens)):
         cycle = make_cycle(tokens[: num_accepted + 1], num_accepted)
-        written = split_by_color(write(TOKENIZER, TOKENIZER("# ")["input_ids"], tokens, cycle=cycle))
-        assert "".join(character for character, _ in written) == text
+        # The prompt's last token is chosen after the rest of it, in no cycle.
+        written = split_by_color(write(TOKENIZER, TOKENIZER("a#")["input_ids"], tokens, cycle=cycle))
+        assert "".join(character for character, _ in written) == f"#{text}"
+        written = written[1:]
         num_colored = len(TOKENIZER.decode(tokens[:num_accepted]).rstrip("\N{REPLACEMENT CHARACTER}"))
         assert [is_colored for _, is_colored in written] == [i < num_colored for i in range(len(text))]
 
 
 def write(tokenizer: Any, prompt: list[int], tokens: list[int], cycle: Cycle | None = None, ends: bool = True) -> str:
     """Returns what a streamer writes of tokens after a prompt, with colors where they are of a cycle."""
-    stream = io.StringIO()
-    streamer = CycleStreamer(tokenizer, colored_writer(stream, colors=cycle is not None))
-    streamer.put(torch.tensor([prompt]))
-    if cycle is not None:
-        streamer.expect(cycle)
-    for token in tokens:
+    stream, has_cycles = io.StringIO(), cycle is not None
+    streamer = AnswerStreamer(Answer(), tokenizer, has_cycles, colored_writer(stream, colors=has_cycles))
+    streamer.put(torch.tensor([prompt[:-1] if has_cycles else prompt]))
+    for token in [*(prompt[-1:] if has_cycles else []), *tokens]:
         streamer.put(torch.tensor([token]))
+    if cycle is not None:
+        streamer.end_cycle(cycle)
     if ends:
         streamer.end()
     return stream.getvalue()
@@ -235,31 +225,26 @@ def test_colors_are_for_terminals_whose_users_want_them(monkeypatch: pytest.Monk
         assert not wants_colors("never", terminal)
 
 
+@pytest.mark.parametrize("has_template", [True, False])
 def test_typed_lines_are_a_conversation_where_there_is_a_chat_template(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_template: bool, target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = make_tokenizer()
+    """Without one, each is continued."""
+    tokenizer = make_tokenizer(CHATML if has_template else None)
     tokenizer.save_pretrained(tmp_path)
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(DEMO_TARGET / name)
     messages, expected = [], []
     for line in ("import os", "and then?"):
         messages.append({"role": "user", "content": line})
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        prompt = line
+        if has_template:
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         expected.append(plain_tokens(target, prompt, max_new_tokens=12))
         messages.append({"role": "assistant", "content": tokenizer.decode(expected[-1], skip_special_tokens=True)})
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n\nand then?\n"))
     answers = generate(GenerateArguments(**PAIR | {"target": str(tmp_path)}, max_new_tokens=12))
     assert [answer.tokens for answer in answers] == expected
-
-
-def test_lines_are_continued_one_by_one_without_a_chat_template(
-    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\nclass "))
-    answers = generate(GenerateArguments(**PAIR, max_new_tokens=12))
-    expected = [plain_tokens(target, line, max_new_tokens=12) for line in ("import os", "class ")]
-    assert [list(answer.tokens) for answer in answers] == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -311,18 +296,18 @@ def test_options_are_settings_of_the_drafter(drafter: GumihoModel, tmp_path: Pat
 def test_a_target_that_is_offloaded_answers_too(drafter: GumihoModel) -> None:
     """Its first parameters are on no device."""
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
-    prompt, options = TOKENIZER(PROMPT)["input_ids"], {"max_new_tokens": 8, "temperature": 0.0}
+    prompt, options = TOKENIZER(PROMPT)["input_ids"], {"max_new_tokens": 4, "temperature": 0.0}
     expected = stream_answer(target, TOKENIZER, drafter, prompt, Answer(), **options).tokens
     cpu_offload(target, execution_device=torch.device("cpu"))
     assert target.device.type == "meta"
     answers = [stream_answer(target, TOKENIZER, model, prompt, Answer(), **options) for model in (drafter, None)]
     assert [answer.tokens for answer in answers] == [expected] * 2
     assert logit_gap(target, prompt, answers[0], Answer([expected[0], 0])) > 0
-    taken = Runner(target, 0, max_new_tokens=8).compare([PLAIN], [prompt], temperature=0.0, seed=0)
+    taken = Runner(target, 0, max_new_tokens=4).compare([PLAIN], [prompt], temperature=0.0, seed=0)
     assert taken[0].texts == [[*prompt, *expected]]
     modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": drafter})]
-    questions, settings = [Question("0", "all", (PROMPT,))], BenchmarkSettings(max_new_tokens=8)
-    assert all(sample.equal for sample in run_benchmark(target, TOKENIZER, questions, modes, settings))
+    questions = [Question("0", "all", (PROMPT,))]
+    assert all(sample.equal for sample in run_benchmark(target, TOKENIZER, questions, modes, max_new_tokens=4))
 
 
 def test_prompts_of_a_file_are_answered_turn_by_turn(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -348,15 +333,15 @@ def test_ctrl_c_ends_an_answer_and_nothing_else(
     target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = new_tokens(decode(target, drafter, PROMPT, max_new_tokens=48))
-    put = CycleStreamer.put
+    put = AnswerStreamer.put
 
-    def interrupted_put(self: CycleStreamer, value: torch.Tensor) -> None:
-        if len(self.tokens) == 20:
+    def interrupted_put(self: AnswerStreamer, value: torch.Tensor) -> None:
+        if len(self._answer.tokens) == 20:
             raise KeyboardInterrupt
         put(self, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CycleStreamer, "put", interrupted_put)
+        patch.setattr(AnswerStreamer, "put", interrupted_put)
         (answer,) = generate(GenerateArguments(**PAIR, prompt=PROMPT, max_new_tokens=48))
     assert list(answer.tokens) == whole[:20]
     assert " | interrupted]" in capsys.readouterr().out
@@ -374,7 +359,7 @@ def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
         raise KeyboardInterrupt
 
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": PROMPT}] * 3)
-    monkeypatch.setattr(CycleStreamer, "put", interrupt)
+    monkeypatch.setattr(AnswerStreamer, "put", interrupt)
     for words in (["generate", "--prompts", prompts], ["show", "--prompt", PROMPT]):
         with pytest.raises(SystemExit, match="130"):
             gumiho(*words, *OPTIONS)
@@ -522,18 +507,6 @@ def test_pictures_of_large_trees_are_valid_and_small(tmp_path: Path, capsys: pyt
     assert f"after {re.search(r'^after (.*)$', printed, re.M)[1]}" in written
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step": 0}, "counted from 1, got --step 0"),
-        ({"output": "tree.pdf"}, "an .svg file, got --output tree.pdf"),
-    ],
-)
-def test_show_refuses_what_it_cannot_draw(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        show(ShowArguments(**PAIR, prompt=PROMPT, **options))
-
-
 def test_show_says_how_many_cycles_a_text_has(tmp_path: Path) -> None:
     """A target that may end its text nearly anywhere."""
     for path in DEMO_TARGET.iterdir():
@@ -550,27 +523,12 @@ def test_cycles_of_a_batch_are_refused(target: PreTrainedModel, drafter: GumihoM
         target.generate(prompts, assistant_model=drafter, max_new_tokens=4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], r"^usage: gumiho COMMAND"),
-        (["chat"], r"^gumiho: unknown command 'chat'\nusage: gumiho COMMAND"),
-        (["show", "--target", "t", "--assistant", "a", "--prompt", "p", "--max_new_tokens", "9"],
-         r"^usage: gumiho show (.|\n)*error: unrecognized arguments: --max_new_tokens 9"),
-    ],
-)  # fmt: skip
-def test_wrong_commands_are_answered_with_the_usage(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_unknown_option_is_answered_with_the_usage(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as caught:
-        gumiho(*arguments)
+        gumiho("show", *OPTIONS, "--prompt", "p", "--max_new_tokens", "9")
     assert caught.value.code == 2
+    message = r"^usage: gumiho show (.|\n)*error: unrecognized arguments: --max_new_tokens 9"
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    gumiho("--version")
-    assert capsys.readouterr().out == f"gumiho {transformers_gumiho.__version__}\n"
 
 
 def test_all_commands_name_a_pair_with_the_same_options() -> None:
@@ -633,20 +591,22 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("command", "options", "message"),
     [
-        (["--target", "no/such/folder"], "There is no folder 'no/such/folder'. Give an existing"),
-        (["--assistant", "./gumihoo"], "There is no folder './gumihoo'"),
-        (["--temperature", "-1"], "--temperature must not be negative, got -1.0"),
-        (["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
-        (["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
-        (["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),
-        (["--assistant", DEMO_TARGET.parents[1] / "smollm2" / "gumiho"],
+        ("generate", ["--target", "no/such/folder"], "There is no folder 'no/such/folder'. Give an existing"),
+        ("generate", ["--assistant", "./gumihoo"], "There is no folder './gumihoo'"),
+        ("generate", ["--temperature", "-1"], "--temperature must not be negative, got -1.0"),
+        ("generate", ["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
+        ("generate", ["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
+        ("generate", ["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),
+        ("generate", ["--assistant", DEMO_TARGET.parents[1] / "smollm2" / "gumiho"],
          "This Gumiho drafter has a vocabulary of 49152, but LlamaForCausalLM has one of 4096"),
+        ("show", ["--step", "0"], "Cycles are counted from 1, got --step 0"),
+        ("show", ["--output", "tree.pdf"], "A tree can be drawn into an .svg file, got --output tree.pdf"),
     ],
 )  # fmt: skip
 def test_what_a_user_can_fix_is_reported_without_a_traceback(
-    options: list[object], message: str, monkeypatch: pytest.MonkeyPatch
+    command: str, options: list[object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refuse(f"gumiho generate: {message}", "generate", *OPTIONS, "--prompt", "a", *options)
+    refuse(f"gumiho {command}: {message}", command, *OPTIONS, "--prompt", "a", *options)

@@ -6,9 +6,11 @@ import pytest
 from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaForCausalLM
 
+from transformers_gumiho import GumihoCandidateGenerator
 from transformers_gumiho.measuring import modes, timing
 from transformers_gumiho.measuring.modes import DecodingMode, Runner
 from transformers_gumiho.measuring.timing import DecodingTime, stage_timer, temporary_settings, time_decoding
+from transformers_gumiho.tuning.contest import compare
 
 
 def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,11 +41,39 @@ def test_time_with_a_drafter_is_that_of_its_cycles(monkeypatch: pytest.MonkeyPat
     assert 19 / 6 <= taken.num_passes <= 19
     assert taken.seconds == pytest.approx(0.02 * taken.num_passes)
     assert time_decoding(target, inputs, **length).texts == taken.texts
-    with temporary_settings(drafter, settings), stage_timer(target.device) as stages:
+    with temporary_settings(drafter, settings), stage_timer(target.device) as timer:
         target.generate(**inputs, assistant_model=drafter, **length)
-    assert stages.num_cycles == taken.num_passes
-    assert stages.verify == pytest.approx(0.02 * stages.num_cycles)
-    assert stages.total == pytest.approx(stages.prompt + stages.verify)
+    stages = timer.stages()
+    assert stages["num_cycles"] == taken.num_passes
+    assert stages["verify"] == pytest.approx(0.02 * taken.num_passes)
+    assert timer.total == pytest.approx(stages["prompt"] + stages["verify"])
+
+
+def test_the_time_of_a_cycle_is_that_of_cycles_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one token missing, nothing is drafted: the last cycle is a step of plain decoding."""
+    target, now = make_target(), [0.0]
+    drafter = make_drafter(target, num_assistant_tokens=5, branching_factor=1, tree_depth=5)
+    draft, forward = GumihoCandidateGenerator.draft, LlamaForCausalLM.forward
+
+    def timed_draft(self: Any, committed: Any) -> Any:
+        now[0] += 0.03
+        return draft(self, committed)
+
+    def timed_forward(*args: Any, **kwargs: Any) -> Any:
+        now[0] += 0.02
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(GumihoCandidateGenerator, "draft", timed_draft)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", timed_forward)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    ended = 0
+    for length in range(8, 16):
+        settings = {"max_new_tokens": length, "do_sample": False, "eos_token_id": None}
+        drafted = time_decoding(target, make_prompts([6]), assistant_model=drafter, **settings)
+        plain = time_decoding(target, make_prompts([6]), **settings)
+        ended += drafted.last_step > 0
+        assert compare([(drafted, plain)]).break_even == pytest.approx(0.05 / 0.02)
+    assert 0 < ended < 8
 
 
 def test_modes_take_turns_in_coming_first_once_they_are_warm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "metrics": set(),
     "pairs": {"model", "verification", "drafting", "open_text", "options"},
-    "measuring": {"internals", "model", "verification", "decoding", "open_text", "text_files"},
+    "measuring": {"internals", "model", "verification", "drafting", "decoding", "open_text", "text_files"},
     "benchmarking": {
         "internals",
         "model",

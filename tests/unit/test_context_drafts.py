@@ -13,8 +13,16 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteriaList
 
 from transformers_gumiho.decoding.sequences import CommittedSequences, WalkedTokens
-from transformers_gumiho.drafting.context_drafts import ContextDrafts, MatchEstimates, RowDrafts, longest_run
-from transformers_gumiho.drafting.ngram_index import LONGEST_MATCH, LONGEST_NGRAM, Match, NgramIndex
+from transformers_gumiho.drafting.context_drafts import (
+    LONGEST_MATCH,
+    LONGEST_NGRAM,
+    ContextDrafts,
+    Match,
+    MatchEstimates,
+    NgramIndex,
+    RowDrafts,
+    longest_run,
+)
 
 
 CPU = torch.device("cpu")
@@ -207,7 +215,7 @@ def test_committed_tokens_are_not_read_again(monkeypatch: pytest.MonkeyPatch) ->
     for cycle in range(60):
         new = [[], [cycle] * 5, [cycle, -cycle]]
         tokens = torch.tensor([[0] * 5, new[1], new[2] + [0] * 3])
-        sequences.commit(WalkedTokens(tokens, tokens, tokens.tolist(), [0, 5, 2]))
+        sequences.commit([WalkedTokens(tokens, tokens, tokens.tolist(), [0, 5, 2])])
         sizes.clear()
         assert sequences.tokens_from(known) == new
         assert not sizes

@@ -3,31 +3,31 @@
 import threading
 
 import torch
+from targets import make_target
 
-from transformers_gumiho.presenting.web.race import Hold, ModelLock
+from transformers_gumiho.presenting import DemoArguments
+from transformers_gumiho.presenting.web.race import Host
 
 
 def test_the_lock_goes_round_in_the_order_of_arrival() -> None:
-    lock, taken = ModelLock(torch.device("cpu")), []
-    arrived = [threading.Event() for _ in range(3)]
+    host, taken = Host(make_target(), None, None, DemoArguments()), []
+    all_wait = threading.Event()
 
     def answer(name: int) -> None:
-        with Hold(lock, seed=name) as hold:
-            arrived[name].set()
-            if name == 0:
-                # All others wait in the queue before the first turn ends.
-                while len(lock.queue) < 3:
-                    arrived[0].wait(0.01)
-            for _ in range(3):
-                taken.append((name, torch.rand(()).item()))
-                hold.hand_over()
+        host.begin_turn()
+        torch.manual_seed(name)
+        all_wait.wait(60)
+        for _ in range(3):
+            taken.append((name, torch.rand(()).item()))
+            host.hand_over()
+        host.end_turn()
 
-    threads = []
-    for name in range(3):
-        threads.append(threading.Thread(target=answer, args=(name,), daemon=True))
-        threads[-1].start()
-        while len(lock.queue) < name + 1:
-            threads[-1].join(0.01)
+    threads = [threading.Thread(target=answer, args=(name,), daemon=True) for name in range(3)]
+    for name, thread in enumerate(threads):
+        thread.start()
+        while host.num_begun < name + 1:
+            thread.join(0.01)
+    all_wait.set()
     for thread in threads:
         thread.join(60)
     assert [name for name, _ in taken] == [0, 1, 2] * 3

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
-from transformers_gumiho.drafting import break_even
-from transformers_gumiho.drafting.break_even import estimate_break_even
-from transformers_gumiho.drafting.candidate_generator import DraftingPause
+from transformers_gumiho.drafting import candidate_generator
+from transformers_gumiho.drafting.candidate_generator import DraftingPause, estimate_break_even
 from transformers_gumiho.model.decoding_settings import override_settings, value_for_rows
 
 
@@ -177,7 +176,7 @@ def test_the_estimate_of_the_demo_pair() -> None:
 def test_the_estimate_by_parameters_alone(
     name: str, target: dict, device_type: str, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(break_even, "input_device", lambda target: target.device)
+    monkeypatch.setattr(candidate_generator, "input_device", lambda target: target.device)
     config = GumihoConfig.from_pretrained(ROOT / name)
     with torch.device("meta"):
         drafter, model = GumihoModel(config), AutoModelForCausalLM.from_config(LlamaConfig(**target))

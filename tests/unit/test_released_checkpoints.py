@@ -16,7 +16,7 @@ from targets import equals_plain, make_target
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
-from transformers_gumiho.model import checkpoint_files
+from transformers_gumiho.model import loading
 
 
 # Hidden size, size of the feed-forward layers, heads, key-value heads, vocabulary, base of the rotary embedding,
@@ -69,7 +69,7 @@ def tiny_packaged_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     (folder / "config.json").write_text(json.dumps(VLLM_FIELDS))
     settings = {"num_assistant_tokens": 21, "branching_factor": 3}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    monkeypatch.setattr(checkpoint_files, "_FOLDERS", (folder.parent,))
+    monkeypatch.setattr(loading, "_FOLDERS", (folder.parent,))
     return settings
 
 
@@ -110,7 +110,7 @@ def test_packaged_configs_describe_the_released_tensors(name: str, tmp_path: Pat
 
 
 def test_packaged_configs_are_those_of_the_table() -> None:
-    assert set(checkpoint_files.released_names()) == set(TABLE)
+    assert set(loading.released_names()) == set(TABLE)
 
 
 @pytest.mark.parametrize("noted", [True, False], ids=["noted_as_missing", "not_downloaded"])

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from transformers_gumiho.tree.draft_tree import (
     DraftTree,
-    block_attention_mask,
     build_tree,
     extend_level,
     first_level,
+    tree_attention_mask,
 )
 from transformers_gumiho.tree.walk import ChildFinder, walk_tree
 
@@ -120,18 +120,26 @@ def test_walk_is_the_one_that_takes_one_step_after_the_other(
     lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     window=st.none() | st.integers(1, 8),
     padded=st.booleans(),
+    num_unused=st.integers(0, 3),
 )
 def test_attention_mask_by_brute_force(
-    case: tuple[torch.Tensor, torch.Tensor, int], lengths: list[int], window: int | None, padded: bool
+    case: tuple[torch.Tensor, torch.Tensor, int], lengths: list[int], window: int | None, padded: bool, num_unused: int
 ) -> None:
     tree = grow(*case[:2], torch.zeros(case[0].shape[0], dtype=torch.long), case[2])
     batch_size, num_nodes = tree.tokens.shape
     lengths = lengths[:batch_size]
     context = torch.rand(batch_size, max(lengths), generator=torch.Generator().manual_seed(0)) < 0.7
-    mask = block_attention_mask(
-        tree.ancestors, tree.depths, lengths, torch.float32, context if padded else None, window
+    starts = torch.tensor(lengths)[:, None] if len(set(lengths)) > 1 else lengths[0]
+    mask = tree_attention_mask(
+        tree.ancestors,
+        tree.depths,
+        starts,
+        max(lengths) + num_nodes + num_unused,
+        torch.float32,
+        context if padded else None,
+        window,
     )
-    assert mask.shape == (batch_size, 1, num_nodes, max(lengths) + num_nodes)
+    assert mask.shape == (batch_size, 1, num_nodes, max(lengths) + num_nodes + num_unused)
     for row, length in enumerate(lengths):
         for query, slot in itertools.product(range(num_nodes), range(mask.shape[3])):
             position = length + int(tree.depths[row, query])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm_metadata import Metadata
 
-from transformers_gumiho.vllm.unread_steps import MOST_STEPS, UnreadSteps
+from transformers_gumiho.vllm.unread_steps import MAX_STEPS, UnreadSteps
 
 
 @pytest.mark.parametrize("num_positions", [None, 3])
@@ -42,8 +42,8 @@ def test_steps_are_merged_request_by_request(num_positions: int | None) -> None:
 
 
 def test_only_steps_of_the_same_requests_are_read_together() -> None:
-    def room(most_tokens: int, num_steps: int, others: Any = ("a", "b")) -> bool:
-        unread = UnreadSteps(most_tokens)
+    def room(max_tokens: int, num_steps: int, others: Any = ("a", "b")) -> bool:
+        unread = UnreadSteps(max_tokens)
         starts = torch.arange(3)
         for _ in range(num_steps):
             metadata = Metadata(starts, starts, 2, 1, starts, starts)
@@ -51,8 +51,8 @@ def test_only_steps_of_the_same_requests_are_read_together() -> None:
             unread.add(["a", "b"], dict.fromkeys(names, starts) | {"common_attn_metadata": metadata})
         return unread.has_room_for(list(others))
 
-    assert room(100, MOST_STEPS - 1)
-    assert not room(100, MOST_STEPS)
+    assert room(100, MAX_STEPS - 1)
+    assert not room(100, MAX_STEPS)
     assert room(8, 3)
     assert not room(8, 4)
     for others in (["a"], ["b", "a"], ["a", "c"], ["a", "b", "c"]):

@@ -4,14 +4,12 @@ from ..measuring.modes import DecodingMode
 from ..measuring.prompts import Question, read_prompts
 from .command import BenchmarkArguments, benchmark
 from .modes import decoding_modes
-from .runner import BenchmarkSettings, run_benchmark
-from .sample import Sample
-from .summary import SummaryRow, summarize
+from .runner import run_benchmark
+from .summary import Sample, SummaryRow, summarize
 
 
 __all__ = [
     "BenchmarkArguments",
-    "BenchmarkSettings",
     "DecodingMode",
     "Question",
     "Sample",

@@ -1,5 +1,6 @@
 """`gumiho benchmark`: compares all ways of decoding a target, and writes the results."""
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from ..user_errors import as_user_errors
 from ..verification.placement import input_device
 from .journal import Journal, measuring_conditions
 from .modes import choose_modes, decoding_modes
-from .report import markdown, write_json
-from .runner import BenchmarkSettings, Stopped, run_benchmark
-from .summary import SummaryRow, summarize
+from .report import markdown
+from .runner import run_benchmark
+from .summary import Sample, SummaryRow, summarize
 
 
 @dataclass(kw_only=True)
@@ -73,16 +74,22 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     conditions = measuring_conditions(target, drafter)
     options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
     journal_settings = conditions | {"modes": [mode.name for mode in modes]} | options
-    settings = BenchmarkSettings(tuple(args.temperatures), tuple(args.batch_sizes), args.max_new_tokens, args.seed)
-    journal, stopped = Journal(folder / "samples.jsonl", journal_settings, args.resume), False
+    journal = Journal(folder / "samples.jsonl", journal_settings, args.resume)
+    samples: list[Sample] = []
+    stopped = False
     try:
-        samples = run_benchmark(target, tokenizer, questions, modes, settings, journal)
-    except Stopped as error:
-        samples, stopped = error.samples, True
+        for sample in run_benchmark(
+            target, tokenizer, questions, modes, temperatures=args.temperatures, batch_sizes=args.batch_sizes,
+            max_new_tokens=args.max_new_tokens, seed=args.seed, journal=journal,
+        ):  # fmt: skip
+            samples.append(sample)
+    except KeyboardInterrupt:
+        stopped = True
     if not samples:
         raise KeyboardInterrupt("Stopped before anything was measured.")
     rows = summarize(samples)
-    write_json(rows, folder / "summary.json", environment=conditions, arguments=asdict(args))
+    summary = {"environment": conditions, "arguments": asdict(args), "rows": list(map(asdict, rows))}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
     plot_summary(rows, folder)
     if stopped:

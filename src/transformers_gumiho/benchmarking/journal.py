@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +15,39 @@ from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import append_rows, check_begun_with, complete_lines, cut_after, settings_file
 from ..verification.fingerprint import model_fingerprint
 from ..verification.placement import input_device
+from .summary import Sample
 
 
 class Journal:
     """
-    Measurements as JSONL, written to the disk as soon as they are taken. The rows with the same key are a group. A
-    group counts once it is complete.
+    A JSONL file with a line for each batch of conversations, written as soon as all its turns are measured.
 
     Args:
         path: The file.
         settings: The conditions of the measurements, as values for JSON. They are kept next to the file.
         resume: Continue the file instead of beginning a new one.
 
+    Attributes:
+        known: The samples that the file holds, by the key of their batch.
+
     Raises:
         ValueError: The file was begun with other settings.
         OSError: The disk is full.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool = True):
-        self.path = path
-        self._known: dict[str, list[dict[str, Any]]] = {}
+    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool):
+        self._path = path
         if not resume:
             path.unlink(missing_ok=True)
             settings_file(path).unlink(missing_ok=True)
-        check_begun_with(path, json.loads(json.dumps(settings)))  # as it is read again
-        num_kept = 0
-        for key, group in groupby(map(json.loads, complete_lines(path)), key=lambda row: row["of"]):
-            rows = list(group)
-            if len(rows) < rows[0]["num_rows"]:
-                break  # the run was stopped in it
-            num_kept += len(rows)
-            self._known[key] = [{name: row[name] for name in row if name not in ("of", "num_rows")} for row in rows]
-        cut_after(path, num_kept)
+        check_begun_with(path, dict(settings))
+        rows = list(map(json.loads, complete_lines(path)))
+        cut_after(path, len(rows))
+        self.known = {row["of"]: [Sample(**sample) for sample in row["samples"]] for row in rows}
 
-    def find(self, key: str) -> list[dict[str, Any]]:
-        """Returns the rows of a complete group, or no rows."""
-        return self._known.get(key, [])
-
-    def append(self, key: str, rows: Sequence[dict[str, Any]], num_rows: int) -> None:
-        """
-        Writes rows of a group, which is complete once it has `num_rows`.
-
-        Raises:
-            OSError: The disk is full. What was written before stays.
-        """
-        append_rows(self.path, ({"of": key, "num_rows": num_rows} | row for row in rows))
-        if len(rows) == num_rows:
-            self._known[key] = list(rows)
+    def append(self, key: str, samples: Sequence[Sample]) -> None:
+        """Writes the samples of a batch. Raises `OSError` if the disk is full; what was written before stays."""
+        append_rows(self._path, [{"of": key, "samples": list(map(asdict, samples))}])
 
 
 def measuring_conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The ways of decoding that a benchmark compares."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -33,11 +34,11 @@ def decoding_modes(
         tree_sizes: Numbers of drafted tokens of further trees.
         compiled: Also decode with compiled models and static caches, with the drafter and without.
     """
-    config = drafter.config
-    gumiho = {"assistant_model": drafter}
-    modes = [PLAIN]
+    config, gumiho = drafter.config, {"assistant_model": drafter}
+    # A measured `break_even` belongs to the tuned tree.
+    other: dict[str, Any] = {"break_even": None}
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-    modes.append(DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1))
+    modes = [PLAIN, DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1)]
     if draft_model is not None:
         modes.append(DecodingMode(ASSISTED, {"assistant_model": draft_model}, max_batch_size=1))
     modes.append(DecodingMode("gumiho", gumiho))
@@ -45,19 +46,18 @@ def decoding_modes(
         modes.append(DecodingMode("gumiho without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None}))
     else:
         modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
-    # A measured `break_even` belongs to the tuned tree.
-    modes.append(DecodingMode("gumiho without FTA", gumiho, {"full_tree_attention": False, "break_even": None}))
+    modes.append(DecodingMode("gumiho without FTA", gumiho, other | {"full_tree_attention": False}))
     for length in (3, 5, 7):
         if length <= config.max_draft_depth:
-            chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length, "break_even": None}
+            chain = other | {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length}
             modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
     for name, depth in (("serial head only", config.num_serial_tokens), ("one serial token", 1)):
-        modes.append(DecodingMode(name, gumiho, {"tree_depth": depth, "break_even": None}))
+        modes.append(DecodingMode(name, gumiho, other | {"tree_depth": depth}))
     if compiled:
         static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
     for size in tree_sizes:
-        modes.append(DecodingMode(f"tree of {size}", gumiho, {"num_assistant_tokens": size, "break_even": None}))
+        modes.append(DecodingMode(f"tree of {size}", gumiho, other | {"num_assistant_tokens": size}))
     return modes
 
 

@@ -1,10 +1,6 @@
-"""Benchmark results as Markdown and as JSON."""
+"""Benchmark results as Markdown."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from ..measuring.modes import PLAIN
 from .summary import SummaryRow
@@ -16,12 +12,6 @@ _HEADER = (
 )
 # On an idle machine, two runs of plain decoding differ by at most this factor.
 _IDLE_SPREAD = 1.1
-
-
-def write_json(rows: Sequence[SummaryRow], path: Path, **facts: Any) -> None:
-    """Writes the summary and its conditions."""
-    content = {**facts, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def markdown(rows: Sequence[SummaryRow]) -> str:

@@ -1,6 +1,7 @@
-"""Summarizes samples as the numbers of the report."""
+"""The samples of a benchmark, and their summary as the numbers of the report."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,12 +9,59 @@ import numpy as np
 from ..measuring.modes import PLAIN
 from ..metrics import acceptance_statistics
 from .modes import ASSISTED, COMPILED, PLAIN_COMPILED, PROMPT_LOOKUP
-from .sample import Sample
 
 
 OVERALL = "overall"
 _BASELINES = (PROMPT_LOOKUP, ASSISTED, PLAIN_COMPILED)
 _BOOTSTRAP_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """
+    One batch of prompts, decoded in one mode.
+
+    Attributes:
+        mode: The name of the mode.
+        temperature: 0 is greedy.
+        batch_size: Prompts decoded at once; the last batch of a category may have fewer.
+        category: Category of the questions.
+        questions: Names of the questions.
+        turn: Index of the turn in the conversations, from 0.
+        seconds: Time for decoding the batch, prompt included.
+        num_tokens: New tokens of all prompts, without padding.
+        equal: Whether every text is that of plain decoding.
+        peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
+        accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
+        stages: Seconds of each stage, if there are any. On other devices than a CPU, these are from a separate run.
+        num_compiled: Number of graphs that were compiled during the measurement.
+        repeat_seconds: Time of a second run, for some samples of plain decoding.
+    """
+
+    mode: str
+    temperature: float
+    batch_size: int
+    category: str
+    questions: list[str]
+    turn: int
+    seconds: float
+    num_tokens: int
+    equal: bool
+    peak_bytes: int | None
+    accepted_lengths: list[list[int]] | None
+    stages: dict[str, float] | None
+    num_compiled: int = 0
+    repeat_seconds: float | None = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def prompts(self) -> tuple[float, int, tuple[str, ...], int]:
+        """A key that the samples of all modes on the same prompts share."""
+        return self.temperature, self.batch_size, tuple(self.questions), self.turn
 
 
 @dataclass(frozen=True)
@@ -84,33 +132,25 @@ class SummaryRow:
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
     """Returns a row for each mode, category, temperature and batch size of `samples`, and one over all categories."""
-    settings = list(dict.fromkeys((sample.temperature, sample.batch_size) for sample in samples))
     rows = []
-    for temperature, batch_size in settings:
+    for temperature, batch_size in dict.fromkeys((sample.temperature, sample.batch_size) for sample in samples):
         chosen = [s for s in samples if (s.temperature, s.batch_size) == (temperature, batch_size)]
         categories = list(dict.fromkeys(sample.category for sample in chosen))
         for category in [OVERALL, *(categories if len(categories) > 1 else [])]:
-            group = [sample for sample in chosen if category in (OVERALL, sample.category)]
-            speeds = {
-                mode: {_key(sample): _speed(sample) for sample in group if sample.mode == mode}
-                for mode in (PLAIN.name, *_BASELINES)
-            }
-            for mode in dict.fromkeys(sample.mode for sample in group):
-                of_mode = [sample for sample in group if sample.mode == mode]
-                rows.append(_summarize_mode(of_mode, category, speeds))
+            groups: dict[str, list[Sample]] = defaultdict(list)
+            for sample in chosen:
+                if category in (OVERALL, sample.category):
+                    groups[sample.mode].append(sample)
+            rows += [_summarize_mode(groups, mode, category) for mode in groups]
     return rows
 
 
-def _summarize_mode(samples: list[Sample], category: str, speeds_of: dict[str, dict[tuple, float]]) -> SummaryRow:
-    first, speeds = samples[0], [_speed(sample) for sample in samples]
-    speedups = _ratios(samples, speeds_of[PLAIN.name])
-    is_compiled = first.mode.endswith(COMPILED)
-    baselines = [mode for mode in _BASELINES if mode != PLAIN_COMPILED or is_compiled]
-    against = {
-        mode: _compare(ratios)
-        for mode in (baselines if first.mode not in (PLAIN.name, *_BASELINES) else ())
-        if len(ratios := _ratios(samples, speeds_of[mode]))
-    }
+def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category: str) -> SummaryRow:
+    samples = groups[mode]
+    with_plain = _compare(samples, groups[PLAIN.name])
+    is_baseline = mode in (PLAIN.name, *_BASELINES)
+    baselines = [name for name in _BASELINES if name != PLAIN_COMPILED or mode.endswith(COMPILED)]
+    against = {name: _compare(samples, groups[name]) for name in baselines if name in groups and not is_baseline}
     runs = [sorted((sample.seconds, sample.repeat_seconds)) for sample in samples if sample.repeat_seconds]
     lengths = [row for sample in samples for row in sample.accepted_lengths or []]
     acceptance = acceptance_statistics(lengths) if any(lengths) else None
@@ -118,17 +158,17 @@ def _summarize_mode(samples: list[Sample], category: str, speeds_of: dict[str, d
     seconds = {name: sum(stage[name] for stage in stages) for name in ("verify", "draft", "rest")}
     num_cycles = sum(stage["num_cycles"] for stage in stages)
     peaks = [sample.peak_bytes for sample in samples if sample.peak_bytes is not None]
-    lower, median, upper = np.percentile(speeds, [25, 50, 75])
+    lower, median, upper = np.percentile([sample.speed for sample in samples], [25, 50, 75])
     return SummaryRow(
-        mode=first.mode,
+        mode=mode,
         category=category,
-        temperature=first.temperature,
-        batch_size=first.batch_size,
+        temperature=samples[0].temperature,
+        batch_size=samples[0].batch_size,
         num_samples=len(samples),
         num_equal=sum(sample.equal for sample in samples),
         tokens_per_second=(float(lower), float(median), float(upper)),
-        speedup=float(np.median(speedups)),
-        speedup_interval=bootstrap_interval(speedups),
+        speedup=with_plain.ratio,
+        speedup_interval=with_plain.interval,
         tau_micro=acceptance.tau_micro if acceptance else None,
         tau_macro=acceptance.tau_macro if acceptance else None,
         acceptance_per_position=acceptance.acceptance_per_position if acceptance else None,
@@ -141,12 +181,10 @@ def _summarize_mode(samples: list[Sample], category: str, speeds_of: dict[str, d
     )
 
 
-def _ratios(samples: list[Sample], speeds: dict[tuple, float]) -> np.ndarray:
-    """Returns the speeds of samples divided by the given speeds on the same prompts, if there are any."""
-    return np.array([_speed(sample) / speeds[_key(sample)] for sample in samples if _key(sample) in speeds])
-
-
-def _compare(ratios: np.ndarray) -> Comparison:
+def _compare(samples: Sequence[Sample], others: Sequence[Sample]) -> Comparison:
+    """Compares the speeds of samples with those of others on the same prompts."""
+    speeds = {other.prompts: other.speed for other in others}
+    ratios = np.array([s.speed / speeds[s.prompts] for s in samples if s.prompts in speeds])
     return Comparison(float(np.median(ratios)), bootstrap_interval(ratios), int((ratios > 1).sum()), len(ratios))
 
 
@@ -156,12 +194,3 @@ def bootstrap_interval(values: np.ndarray, share: float = 0.95, seed: int = 0) -
     resampled = generator.choice(values, size=(_BOOTSTRAP_SAMPLES, len(values)))
     lower, upper = np.quantile(np.median(resampled, axis=1), [(1 - share) / 2, (1 + share) / 2])
     return float(lower), float(upper)
-
-
-def _speed(sample: Sample) -> float:
-    return sample.num_tokens / sample.seconds
-
-
-def _key(sample: Sample) -> tuple:
-    """Returns a key that the samples of all modes on the same prompts share."""
-    return (sample.temperature, sample.batch_size, tuple(sample.questions), sample.turn)

@@ -8,7 +8,8 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from ..internals import named_arguments, prepared_request
-from ..model.checkpoint_files import find_packaged_folder, is_of_drafter
+from ..model.loading import find_packaged_folder, is_of_drafter
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter, unwrap_model
 from ..user_errors import UserValueError
@@ -34,27 +35,13 @@ logger = logging.get_logger(__name__)
 Source = tuple[str, Any]  # a folder or name, and the revision
 
 
-@dataclass(frozen=True)
-class _NamedDrafter:
-    """A loaded drafter, and the state of its files then."""
-
-    drafter: GumihoModel
-    files: dict[str, tuple[int, int]]
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Drafters:
-    """
-    The drafters of one target.
-
-    Attributes:
-        attached: The attached drafter.
-        named: Drafters that were given by folder or name.
-        reasons: Why calls decoded plainly, as far as it was logged, without numbers.
-    """
+    """The drafters of one target, and why calls decoded plainly, as far as it was logged, without numbers."""
 
     attached: GumihoModel | None = None
-    named: dict[Source, _NamedDrafter] = field(default_factory=dict)
+    # Those that were given by folder or name, each with the state of its files when it was loaded.
+    named: dict[Source, tuple[GumihoModel, Any]] = field(default_factory=dict)
     reasons: set[str] = field(default_factory=set)
 
 
@@ -106,7 +93,7 @@ def attach(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoM
     if found is None:
         raise UserValueError(f"No Gumiho drafter: {what}. Pass a `GumihoModel`, or its folder or name.")
     _check_attachment(inner, found)
-    _set_drafters(inner, replace(_drafters_of(inner), attached=found))
+    _set_attached(inner, found)
     return found
 
 
@@ -115,7 +102,9 @@ def detach(target: nn.Module) -> None:
     Undoes [`attach`], and forgets the drafters that were loaded by name for this target: the next call that names one
     reads its files again.
     """
-    _set_drafters(unwrap_model(target), _Drafters())
+    inner = unwrap_model(target)
+    _set_attached(inner, None)
+    _drafters.pop(inner, None)
 
 
 @contextmanager
@@ -125,12 +114,13 @@ def attached(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> Itera
     [`attach`] for the arguments.
     """
     inner = unwrap_model(target)
-    before = _drafters_of(inner)
-    before = replace(before, named=before.named.copy())
+    drafters = _drafters_of(inner)
+    before, named_before = drafters.attached, drafters.named.copy()
     try:
         yield attach(inner, drafter)
     finally:
-        _set_drafters(inner, before)
+        _set_attached(inner, before)
+        _drafters_of(inner).named = named_before
 
 
 def attached_drafter(target: nn.Module) -> GumihoModel | None:
@@ -142,24 +132,21 @@ def _drafters_of(target: nn.Module) -> _Drafters:
     return _drafters.setdefault(target, _Drafters())
 
 
-def _set_drafters(target: Any, drafters: _Drafters) -> None:
-    """Makes these the target's drafters, and sets or restores its `generate`."""
-    _drafters[target] = drafters
+def _set_attached(target: Any, drafter: GumihoModel | None) -> None:
+    """Makes this the target's drafter, and sets or restores the target's `generate`."""
+    _drafters_of(target).attached = drafter
     own = vars(target).get("generate")
     if not isinstance(own, AttachedGenerate):
-        if drafters.attached is not None:
+        if drafter is not None:
             target.generate = AttachedGenerate(target, own)
-    elif drafters.attached is None:
+    elif drafter is None:
         del target.generate
         if own.replaced is not None:
             target.generate = own.replaced
 
 
 def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    """
-    Raises `ValueError` for a target that a drafter cannot be attached to. What only a pass can say is tried with a few
-    tokens: for chains, and for a `forward` that transformers does not bring.
-    """
+    """Raises `ValueError` for a target that a drafter cannot be attached to."""
     traits = check_target(target)
     check_pair(target, drafter)
     parameters = inspect.signature(target.generate).parameters
@@ -168,36 +155,38 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"The `generate` of this {type(target).__name__} takes no `assistant_model`, so nothing can be attached: "
             f"it takes {', '.join(parameters)}. Give it `**kwargs` that it hands on to `super().generate`."
         )
-    verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
+    # What only a pass can say is tried with a few tokens: for chains, and for a `forward` that transformers does not
+    # bring.
+    layers = drafter.config.layers_read(target.config)
+    verifier = with_eager_decoder(target, layers)
     if traits.is_chain:
         check_multi_token_decode(verifier, traits, None, batch_size=1)
     elif not type(target).__module__.startswith("transformers."):
-        check_prompt_pass(verifier, traits, drafter.config.layers_read(target.config))
+        check_prompt_pass(verifier, traits, layers)
 
 
 class AttachedGenerate:
     """
     `generate` of one target: hands the attached drafter to what was its `generate` before. It holds the target weakly,
     so that both models are freed with their last reference. In a deep copy or a pickle of the target it belongs to
-    the copy, which has no drafter.
-
-    Args:
-        target: The target.
-        replaced: The `generate` that was set on the target itself, as repositories with a `custom_generate` do.
+    the copy, which has no drafter. `replaced` is the `generate` that was set on the target itself, as repositories
+    with a `custom_generate` do.
     """
 
     def __init__(self, target: PreTrainedModel, replaced: Callable[..., Any] | None = None):
         functools.update_wrapper(self, replaced or type(target).generate)
         self.target = weakref.ref(target)
         self.replaced = replaced
-        self.__signature__ = inspect.signature(replaced or types.MethodType(type(target).generate, target))
+        self.__signature__ = inspect.signature(self._plain(target))
+
+    def _plain(self, target: PreTrainedModel) -> Callable[..., Any]:
+        return self.replaced or types.MethodType(type(target).generate, target)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         target = self.target()
         if target is None:
             raise ReferenceError("The model of this `generate` was deleted. Keep a reference to it.")
-        plain = self.replaced or types.MethodType(type(target).generate, target)
-        drafter = _drafters_of(target).attached
+        plain, drafter = self._plain(target), _drafters_of(target).attached
         if drafter is None:
             return plain(*args, **kwargs)
         return generate_where_possible(plain, target, drafter, args, kwargs)
@@ -228,14 +217,8 @@ def generate_where_possible(
     kwargs: dict[str, Any],
 ) -> Any:
     """
-    Generates with a drafter if the call names no assistant and can be drafted, and else plainly.
-
-    Args:
-        plain: The `generate()` of the target, which takes an `assistant_model`.
-        target: The target.
-        drafter: The drafter, or its folder or name.
-        args: Arguments of the call by position.
-        kwargs: Arguments of the call by name.
+    Generates with a drafter, or with that of a folder or name, if the call names no assistant and can be drafted, and
+    else plainly: by `plain`, the `generate()` of the target, with the arguments of the call.
     """
     given = named_arguments(plain, args, kwargs)
     is_other = given.get("custom_generate") is not None or given.get("cache_implementation") == "paged"
@@ -262,10 +245,7 @@ def warn_of_plain_decoding(target: PreTrainedModel, reason: str) -> None:
 def is_drafter(name: str | os.PathLike) -> bool:
     """
     Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
-    no code from there.
-
-    Raises:
-        ValueError: No config can be read there.
+    no code from there. Raises `ValueError` where no config can be read.
     """
     if find_packaged_folder(str(name)):
         return True
@@ -279,12 +259,7 @@ def is_drafter(name: str | os.PathLike) -> bool:
 
 
 def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoModel | None:
-    """
-    Returns the drafter with this name or folder, or `None` if it is another model.
-
-    Raises:
-        ValueError: No config can be read there.
-    """
+    """Returns the drafter with this name or folder, or `None` if it is another model; see [`is_drafter`]."""
     # A loaded drafter needs no request to the Hub.
     is_known = (_source(name), None) in _drafters_of(target).named
     return load_drafter(target, name) if is_known or is_drafter(name) else None
@@ -294,37 +269,29 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoMod
 def load_drafter(target: PreTrainedModel, name: str | os.PathLike, **loading: Any) -> GumihoModel:
     """
     Returns the drafter of a folder or a name on the Hub, on the device of the target's output head and in the target's
-    dtype. Later calls return the same drafter, unless the files of the folder have changed.
-
-    Args:
-        target: The target.
-        name: The folder or name.
-        **loading: Arguments of `from_pretrained`.
+    dtype. Later calls return the same drafter, unless the files of the folder have changed. `loading` are arguments of
+    `from_pretrained`.
     """
     source, files, device = (_source(name), loading.get("revision")), _files_of(name), drafter_device(target)
     named = _drafters_of(target).named
-    known = named.get(source)
-    if known is None or (known.files, known.drafter.device, known.drafter.dtype) != (files, device, target.dtype):
+    drafter, known_files = named.get(source, (None, None))
+    if drafter is None or (known_files, drafter.device, drafter.dtype) != (files, device, target.dtype):
         drafter = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=device, **loading)
         if drafter.config.has_embedding:  # others read the target's in the first call
             drafter.share_embedding(target)
-        named[source] = known = _NamedDrafter(drafter, files)
-    return known.drafter
+        named[source] = drafter, files
+    return drafter
 
 
 def _source(name: str | os.PathLike) -> str:
     return os.path.abspath(name) if os.path.isdir(name) else str(name)
 
 
-def _files_of(name: str | os.PathLike[str]) -> dict[str, tuple[int, int]]:
+def _files_of(name: str | os.PathLike) -> list[tuple[str, int, int]]:
     """Returns when the configs and weights of a folder were written, and their sizes. A name on the Hub has none."""
-    if not os.path.isdir(name):
-        return {}
-    with os.scandir(os.fspath(name)) as entries:
-        files = {
-            entry.name: entry.stat() for entry in entries if entry.name.endswith((".json", ".safetensors", ".bin"))
-        }
-    return {file: (found.st_mtime_ns, found.st_size) for file, found in files.items()}
+    suffixes = (".json", ".safetensors", ".bin")
+    files = [(path.name, path.stat()) for path in Path(name).glob("*") if path.suffix in suffixes]
+    return sorted((file, found.st_mtime_ns, found.st_size) for file, found in files)
 
 
 __all__ = ["attach", "attached", "detach"]

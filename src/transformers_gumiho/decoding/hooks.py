@@ -21,10 +21,11 @@ from ..internals import (
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter
 from ..verification.cycle_shapes import with_eager_decoder
-from ..verification.requirements import Unsupported, check_request, unsupported_reason
-from ..verification.traits import TargetTraits
+from ..verification.requirements import check_inputs, check_request, unsupported_reason
+from ..verification.traits import TargetTraits, Unsupported
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
-from .loop import check_inputs, decode_with_tree
+from .loop import decode_with_tree
+from .sequences import max_length_of
 
 
 logger = logging.get_logger(__name__)
@@ -85,8 +86,9 @@ def _assisted_decoding(
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
     verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
-    traits = TargetTraits.of(verifier)
-    reason = unsupported_reason(check_inputs, verifier, traits, input_ids, kwargs)
+    traits, config = TargetTraits.of(verifier), kwargs["generation_config"]
+    max_new_tokens = max_length_of(kwargs["stopping_criteria"], config) - input_ids.shape[1]
+    reason = unsupported_reason(check_inputs, verifier, traits, input_ids, config, kwargs, max_new_tokens)
     if reason is None:
         kwargs |= {"assistant_model": drafter, "traits": traits}
         return decode_with_tree(verifier, input_ids, *args, **kwargs)

@@ -6,11 +6,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -19,15 +15,12 @@ from ..internals import CACHE_NAME
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root
-from ..tree.walk import AcceptedPath
-from ..verification.continuation import check_multi_token_decode
-from ..verification.cycle_shapes import CycleShapes, cycle_shapes
 from ..verification.placement import input_device
-from ..verification.prompt import outlives_call, prompt_positions, read_prompt
-from ..verification.requirements import check_cache, check_padding, check_positions, check_text_is_kept
+from ..verification.prompt import read_prompt
+from ..verification.session import TargetSession
 from ..verification.traits import TargetTraits
 from .observers import GenerationEvents
-from .sequences import CommittedSequences, max_length_of
+from .sequences import CommittedSequences
 from .token_choice import TokenChooser
 
 
@@ -91,82 +84,78 @@ def decode_with_tree(
     **model_kwargs: Any,
 ) -> GumihoGenerateOutput | torch.Tensor:
     """
-    Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared, and with the target's traits.
-
-    Returns:
-        `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
+    Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared, and with the target's traits. Returns
+    `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
-    num_rows = len(input_ids)
-    settings = _drafting_settings(traits, target, assistant_model, generation_config, num_rows)
+    settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    keeps_cache = outlives_call(model_kwargs.get(traits.cache_argument), traits, generation_config)
-    num_nodes = settings.num_assistant_tokens + 1
-    shapes = _prepare_shapes(target, traits, generation_config, model_kwargs, num_nodes)
-    is_chain = traits.is_chain
-    chooser = TokenChooser(sequences, logits_processor, stopping_criteria, generation_config, shapes, is_chain)
-    events = GenerationEvents.begin(num_rows)
-
-    def commit(tree: DraftTree, logits: torch.Tensor) -> AcceptedPath:
-        # One part, or a part for each token where processors, criteria or the streamer need the text before it.
-        return AcceptedPath.join([sequences.commit(walked) for walked in chooser.walk(tree, logits)])
-
+    events = GenerationEvents.begin(len(input_ids))
     with ExitStack() as running:
-        running.callback(chooser.return_unused_draws)
         with events.stage("prompt"):
-            session, output = read_prompt(
+            session = read_prompt(
                 target,
                 traits,
                 input_ids,
                 generation_config,
                 model_kwargs,
-                shapes,
-                keeps_cache=keeps_cache,
+                settings,
                 max_new_tokens=sequences.max_length - sequences.prompt_length,
-                num_nodes=num_nodes,
-                max_path=settings.longest_path + 1,
                 layers=assistant_model.config.layers_read(target.config),
             )
-            # Entered first, because it must return the entries of the caller's cache if an observer raises an error.
+            # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
+        do_sample = bool(generation_config.do_sample)
+        chooser = TokenChooser(sequences, logits_processor, do_sample, session.shapes, traits.is_chain)
+        running.callback(chooser.return_unused_draws)
         # The prefill is a pass over a tree, too: a root alone, the prompt's end, whose token does not matter.
-        tree = bare_root(input_ids.new_zeros(num_rows))
-        sequences.records.add_prompt(output.hidden_states)
-        commit(tree, output.logits)
+        tree = bare_root(input_ids.new_zeros(len(input_ids)))
+        sequences.records.add_prompt(session.prefill.hidden_states)
+        sequences.commit(chooser.walk(tree, session.prefill.logits))
         if not sequences.finished:
             drafts = GumihoCandidateGenerator.after_prompt(
                 session,
                 assistant_model,
                 settings,
-                output.states,
                 read_text=sequences.tokens_from,
                 prompt_length=sequences.prompt_length,
                 peek_noise=chooser.peek_noise,
                 around_pass=events.each("drafter_pass"),
                 prompt_chunk_size=generation_config.prefill_chunk_size,
             )
-            vocab_size = assistant_model.config.get_text_config().vocab_size
-            committed = session.committed_prompt(sequences.prefix(sequences.lengths[0]), output, vocab_size)
-        while not sequences.finished:
-            # 1. Draft a tree after the committed tokens.
-            with events.stage("draft"):
-                tree = drafts.draft_tree(committed, sequences.num_missing)
-            events.tree(drafts.origin)
-            # 2. Verify all of its nodes in one pass of the target.
-            with events.stage("verify"):
-                output = session.run_tree(tree, [not is_open for is_open in sequences.open_rows])
-            # 3. Commit the drafts that are the target's own tokens, and the target's token after them.
-            path = commit(tree, output.logits)
-            events.cycle(tree, path)
-            sequences.records.add_cycle(tree, path, output.hidden_states)
-            # 4. Roll the cache back to the accepted path.
-            committed = session.keep(path, output)
-        session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(1).squeeze(1), tree)
-
+            tree = _run_cycles(session, drafts, sequences, chooser, events)
+        session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(), tree)
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
         return sequences.final_ids()
     return _output(sequences, session.prompt.cache)
+
+
+def _run_cycles(
+    session: TargetSession,
+    drafts: GumihoCandidateGenerator,
+    sequences: CommittedSequences,
+    chooser: TokenChooser,
+    events: GenerationEvents,
+) -> DraftTree:
+    """Runs cycles until every row has ended. Returns the newest tree."""
+    vocab_size = drafts.assistant_model.config.get_text_config().vocab_size
+    committed = session.committed_prompt(sequences.prefix(sequences.lengths[0]), vocab_size)
+    while not sequences.finished:
+        # 1. Draft a tree after the committed tokens.
+        with events.stage("draft"):
+            tree = drafts.draft_tree(committed, sequences.num_missing)
+        events.tree(drafts.origin)
+        # 2. Verify all of its nodes in one pass of the target.
+        with events.stage("verify"):
+            output = session.run_tree(tree, [not is_open for is_open in sequences.open_rows])
+        # 3. Commit the drafts that are the target's own tokens, and the target's token after them.
+        path = sequences.commit(chooser.walk(tree, output.logits))
+        events.cycle(tree, path)
+        sequences.records.add_cycle(tree, path, output.hidden_states)
+        # 4. Roll the cache back to the accepted path.
+        committed = session.keep(path, output)
+    return tree
 
 
 def _output(sequences: CommittedSequences, cache: Any) -> GumihoGenerateOutput:
@@ -182,31 +171,6 @@ def _output(sequences: CommittedSequences, cache: Any) -> GumihoGenerateOutput:
         tree_sizes=records.tree_sizes[: max(map(len, accepted_lengths))],
         **{CACHE_NAME: cache},
     )
-
-
-def check_inputs(
-    target: PreTrainedModel, traits: TargetTraits, input_ids: torch.Tensor, arguments: dict[str, Any]
-) -> None:
-    """
-    Raises [`Unsupported`] where drafts cannot be verified for these inputs. The target does not run, except for a
-    trial of a few tokens in the first call of a chain's class and config.
-
-    Args:
-        target: A decoder-only model.
-        traits: Its traits.
-        input_ids (`(B, T)`): The prompt.
-        arguments: What `generate()` hands to its decoding loop, the cache among them.
-    """
-    config: GenerationConfig = arguments["generation_config"]
-    check_padding(traits, arguments)
-    max_new_tokens = max_length_of(arguments["stopping_criteria"], config) - input_ids.shape[1]
-    check_positions(traits, prompt_positions(input_ids, arguments), max_new_tokens)
-    cache = arguments.get(traits.cache_argument)
-    if config.cache_implementation != "static":  # a static cache is replaced by one of ours
-        check_cache(traits, cache)
-        check_text_is_kept(target, traits, cache, input_ids.shape[1], max_new_tokens)
-    if traits.is_chain:
-        check_multi_token_decode(target, traits, arguments.get("attention_mask"), len(input_ids))
 
 
 def _drafting_settings(
@@ -228,22 +192,3 @@ def _drafting_settings(
             f"{traits.name} {traits.tree_obstacle}. Falling back to chain drafts (`branching_factor=1`)."
         )
     return settings.as_chain()
-
-
-def _prepare_shapes(
-    target: PreTrainedModel,
-    traits: TargetTraits,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    num_nodes: int,
-) -> CycleShapes:
-    """Returns the shapes of the cycles, and gives the prefill an ordinary cache."""
-    shapes = cycle_shapes(target, generation_config, model_kwargs, num_nodes)
-    if shapes.are_fixed:
-        # The static cache that `generate()` prepared is dropped; unless the prompt is read in chunks it has taken no
-        # memory yet.
-        model_kwargs[CACHE_NAME] = traits.make_cache()
-    elif model_kwargs.get(traits.cache_argument) is None:
-        # `generate()` leaves a cache of the target's own class to the prompt's pass.
-        model_kwargs[traits.cache_argument] = traits.make_cache()
-    return shapes

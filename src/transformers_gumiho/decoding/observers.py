@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -28,10 +29,13 @@ class GenerationObserver:
         """Called before the prefill of a batch of `batch_size` rows."""
 
     def on_stage_begin(self, stage: Stage) -> None:
-        """Called when a stage begins. The stage "drafter_pass" runs within "draft"."""
+        """Called when a stage begins."""
 
     def on_stage_end(self, stage: Stage) -> None:
         """Called when a stage ends, also by an exception."""
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        """Called when a draft tree is made, before its cycle. `origin` is where its tokens come from."""
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
         """
@@ -44,20 +48,12 @@ class GenerationObserver:
                 last token is a draft instead of a bonus token.
         """
 
-    def on_tree(self, origin: DraftOrigin) -> None:
-        """
-        Called when a draft tree is made, before its cycle.
 
-        Args:
-            origin: Where its tokens come from.
-        """
-
-
+@dataclass
 class _Registration:
     """An observer while it is observing, then `None`. Copies of a context share the registration."""
 
-    def __init__(self, observer: GenerationObserver):
-        self.observer: GenerationObserver | None = observer
+    observer: GenerationObserver | None
 
 
 _REGISTRATIONS: ContextVar[tuple[_Registration, ...]] = ContextVar("gumiho_observers", default=())
@@ -81,9 +77,8 @@ def observing(observer: GenerationObserver) -> Iterator[None]:
 
 def _registrations() -> tuple[_Registration, ...]:
     """Returns the registrations of this context, and drops those that have ended."""
-    found = _REGISTRATIONS.get()
-    if any(registration.observer is None for registration in found):
-        found = tuple(registration for registration in found if registration.observer is not None)
+    found = tuple(registration for registration in _REGISTRATIONS.get() if registration.observer is not None)
+    if len(found) < len(_REGISTRATIONS.get()):
         _REGISTRATIONS.set(found)
     return found
 
@@ -97,8 +92,7 @@ class GenerationEvents:
     @classmethod
     def begin(cls, batch_size: int) -> "GenerationEvents":
         """Finds the observers of this thread and reports that a generation begins."""
-        observers = (registration.observer for registration in _registrations())
-        events = cls(tuple(observer for observer in observers if observer is not None))
+        events = cls(tuple(found.observer for found in _registrations() if found.observer is not None))
         for observer in events.observers:
             observer.on_generation_begin(batch_size)
         return events

@@ -1,7 +1,7 @@
 """The committed text of a generation: rows of different lengths, where each ends, and the records of its tokens."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from transformers.generation.streamers import BaseStreamer
 from ..internals import pad_token_id
 from ..tree.draft_tree import DraftTree
 from ..tree.walk import AcceptedPath, pick
-from ..uploads import upload
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class WalkedTokens:
         tokens (`(B, L)`): The token chosen at each of them; past the end any token.
         host_tokens: The same on the host.
         counts: Number of tokens of each row.
-        logits (`(B, L, V)`): The target's logits at the nodes. May be `None` if they are not recorded.
-        scores (`(B, L, V)`): The processed logits, in the same way.
+        logits (`(B, L, V)`): The target's logits at the nodes, where they are recorded.
+        scores (`(B, L, V)`): The processed logits, likewise.
     """
 
     nodes: torch.Tensor
@@ -43,13 +42,9 @@ class CommittedSequences:
     The committed tokens of all rows, which grow by different lengths until the stopping criteria end them.
 
     Every criterion sees every prefix, so a row ends at the same token as in plain `generate()`. Length limits and
-    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix.
-
-    Args:
-        input_ids (`(B, T)`): The prompt.
-        stopping_criteria: As prepared by `generate()`.
-        generation_config: As prepared by `generate()`.
-        streamer: Receives the tokens of each step, `(B,)`, as soon as all rows have them.
+    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix. The
+    arguments are as prepared by `generate()`. A streamer receives the tokens of each step, `(B,)`, as soon as all rows
+    have them.
 
     Attributes:
         lengths: Number of tokens of each row, those of the prompt included.
@@ -124,49 +119,40 @@ class CommittedSequences:
         """Returns the first `length` tokens of every row, `(B, length)`. Shorter rows end in padding."""
         return self._buffer[:, :length].contiguous()
 
-    def newest(self, num_tokens: int) -> torch.Tensor:
-        """Returns the newest `num_tokens` tokens of each row, `(B, num_tokens)`."""
-        if min(self.lengths) == max(self.lengths):
-            return self._buffer[:, self.lengths[0] - num_tokens : self.lengths[0]]
-        starts = upload([length - num_tokens for length in self.lengths], self.device)
-        return self._buffer.gather(1, starts[:, None] + torch.arange(num_tokens, device=self.device))
+    def newest(self) -> torch.Tensor:
+        """Returns the newest token of each row, `(B,)`."""
+        return torch.stack([self._buffer[row, length - 1] for row, length in enumerate(self.lengths)])
 
     def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
         """Returns the tokens of each row from index `starts[b]` on, on the host. Only the prompt is read for it."""
-        prompt_length = self.prompt_length
-        prompt: list[list[int]] = [[] for _ in starts]
-        if min(starts) < prompt_length:
-            prompt = self._buffer[:, :prompt_length].tolist()
-        return [
-            row[start:] + new[max(start - prompt_length, 0) :]
-            for row, new, start in zip(prompt, self._new_tokens, starts, strict=True)
-        ]
+        length = self.prompt_length
+        prompt = self._buffer[:, :length].tolist() if min(starts) < length else [[] for _ in starts]
+        rows = zip(prompt, self._new_tokens, starts, strict=True)
+        return [row[start:] + new[max(start - length, 0) :] for row, new, start in rows]
 
     def final_ids(self) -> torch.Tensor:
         """Returns the finished sequences `(B, final_length)`, padded on the right."""
         return self._buffer[:, : self.final_length].clone()
 
     def num_cached_by_plain_decoding(self) -> list[int]:
-        """
-        Returns how many new tokens of each finished row plain decoding runs: all, except for the last token of the
-        longest rows.
-        """
+        """Returns how many new tokens of each finished row plain decoding runs: all but the last of the longest."""
         return [min(length, self.final_length - 1) - self.prompt_length for length in self.lengths]
 
-    def commit(self, walked: WalkedTokens) -> AcceptedPath:
+    def commit(self, parts: Iterable[WalkedTokens]) -> AcceptedPath:
         """
-        Appends tokens up to and including the one at which a row ends, records them, and passes the steps that all
-        rows have to the streamer. Returns the committed path.
+        Commits the parts of a walk, each before the next one is asked for: tokens up to and including the one at which
+        a row ends. They are recorded, and the streamer gets the steps that all rows have. Returns the committed path.
         """
+        return AcceptedPath.join([self._commit(walked) for walked in parts])
+
+    def _commit(self, walked: WalkedTokens) -> AcceptedPath:
         records = self.records
         records.logits.add(walked.logits, walked.counts)
         records.scores.add(walked.scores, walked.counts)
         # 1. Each row ends at an end-of-sequence token or the length limit, which are known on the host.
+        rows = enumerate(zip(walked.host_tokens, walked.counts, self.open_rows, strict=True))
         accepted_lengths = [
-            self._count_to_end(row, tokens[:count]) if is_open else 0
-            for row, (tokens, count, is_open) in enumerate(
-                zip(walked.host_tokens, walked.counts, self.open_rows, strict=True)
-            )
+            self._count_to_end(row, tokens[:count]) if is_open else 0 for row, (tokens, count, is_open) in rows
         ]
         self._write(walked.tokens, accepted_lengths)
         # 2. Other criteria may end it earlier. They see the scores of the tokens before.
@@ -193,33 +179,29 @@ class CommittedSequences:
         return len(tokens)
 
     def _end(self, row: int, length: int) -> None:
-        end = self.ends[row]
-        self.ends[row] = length if end is None else min(end, length)
+        self.ends[row] = min(length, self.ends[row] or length)
 
     def _write(self, tokens: torch.Tensor, accepted_lengths: list[int]) -> None:
-        stop = max(start + length for start, length in zip(self.lengths, accepted_lengths, strict=True))
-        if stop > self._buffer.shape[1]:
-            grown = self._buffer.new_full((len(accepted_lengths), 2 * stop), self.pad_token_id)
+        bounds = [(start, start + number) for start, number in zip(self.lengths, accepted_lengths, strict=True)]
+        longest = max(stop for _, stop in bounds)
+        if longest > self._buffer.shape[1]:
+            grown = self._buffer.new_full((len(bounds), 2 * longest), self.pad_token_id)
             grown[:, : self._buffer.shape[1]] = self._buffer
             self._buffer = grown
-        if len(accepted_lengths) == 1:
-            self._buffer[:, self.lengths[0] : stop] = tokens[:, : accepted_lengths[0]]
-            return
-        for row, (start, length) in enumerate(zip(self.lengths, accepted_lengths, strict=True)):
-            if length:
-                self._buffer[row, start : start + length] = tokens[row, :length]
+        for row, (start, stop) in enumerate(bounds):
+            if stop > start:
+                self._buffer[row, start:stop] = tokens[row, : stop - start]
 
     def _apply_custom_criteria(self, accepted_lengths: list[int]) -> list[int]:
         """Calls the criteria with every new prefix, the shortest first; cuts the rows that they end."""
-        accepted_lengths = list(accepted_lengths)
-        starts, scores = self.lengths, self.records.scores
-        stop = max(start + number for start, number in zip(starts, accepted_lengths, strict=True))
-        first = min((start for start, number in zip(starts, accepted_lengths, strict=True) if number), default=stop)
-        for length in range(first + 1, stop + 1):
+        starts, accepted_lengths = self.lengths, list(accepted_lengths)
+        new = [range(start + 1, start + number + 1) for start, number in zip(starts, accepted_lengths, strict=True)]
+        for length in sorted(set(itertools.chain(*new))):
             rows = [row for row, start in enumerate(starts) if start < length <= start + accepted_lengths[row]]
             if not rows:
                 continue
-            done = self.custom_criteria(self.prefix(length), scores.until(length - self.prompt_length)).tolist()
+            scores = self.records.scores.until(length - self.prompt_length)
+            done = self.custom_criteria(self.prefix(length), scores).tolist()
             for row in rows:
                 if done[row]:
                     self._end(row, length)
@@ -246,11 +228,7 @@ def max_length_of(stopping_criteria: StoppingCriteriaList, generation_config: Ge
 class StepRecord:
     """
     Values of every generated token (scores, logits or states), recorded per row because rows advance by different
-    lengths.
-
-    Args:
-        batch_size: Number of rows.
-        enabled: If `False`, nothing is recorded, and the record reads as `None`.
+    lengths. Without `enabled` nothing is recorded, and the record reads as `None`.
     """
 
     def __init__(self, batch_size: int, enabled: bool):
@@ -289,12 +267,8 @@ class StepRecord:
 
 class GenerationRecords:
     """
-    What `generate()` returns of every token beside the text.
-
-    Attributes:
-        scores: The processed scores.
-        logits: The logits.
-        tree_sizes: Number of draft tokens that each cycle verified.
+    What `generate()` returns of every token beside the text: the processed `scores`, the `logits`, hidden states, and
+    of each cycle the number of draft tokens that it verified (`tree_sizes`) and committed.
     """
 
     def __init__(self, batch_size: int, generation_config: GenerationConfig):
@@ -327,10 +301,8 @@ class GenerationRecords:
         if self._prompt_states is None:
             return None
         layers = [record.until(num_steps - 1) or () for record in self._layers]
-        return (
-            self._prompt_states,
-            *(tuple(layer[step][:, None] for layer in layers) for step in range(num_steps - 1)),
-        )
+        later = (tuple(layer[step][:, None] for layer in layers) for step in range(num_steps - 1))
+        return self._prompt_states, *later
 
     def accepted_lengths(self, num_removed: Sequence[int]) -> list[list[int]]:
         """Returns the tokens that the cycles committed in each row, without the last `num_removed[b]` tokens."""

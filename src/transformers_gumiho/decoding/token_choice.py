@@ -1,38 +1,11 @@
 """The choice of the target's tokens along a draft tree, with processors and criteria as in plain decoding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from enum import Enum, auto
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation import (
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    StoppingCriteriaList,
-    StopStringCriteria,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import generation
+from transformers.generation import LogitsProcessorList
 
 from ..tree.draft_tree import DraftTree
 from ..tree.walk import ChildFinder, Walk, longest_path, pick, walk_tree
@@ -42,36 +15,37 @@ from .token_draws import NO_TOKEN, TokenDraws, sample_by_exponentials
 
 
 # Greedy decoding's processors that read the scores only. They are applied to all nodes of a tree at once.
-_GREEDY_PROCESSORS = (InfNanRemoveLogitsProcessor, LogitNormalization, SuppressTokensLogitsProcessor)
-
+_GREEDY_PROCESSORS: Set[type] = {
+    generation.InfNanRemoveLogitsProcessor,
+    generation.LogitNormalization,
+    generation.SuppressTokensLogitsProcessor,
+}
 # Processors that read the scores of each row only. Rows of different lengths need one call.
-_PREFIX_FREE_PROCESSORS = (
-    *_GREEDY_PROCESSORS,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-
+_PREFIX_FREE_PROCESSORS: Set[type] = _GREEDY_PROCESSORS | {
+    generation.EpsilonLogitsWarper,
+    generation.EtaLogitsWarper,
+    generation.MinPLogitsWarper,
+    generation.TemperatureLogitsWarper,
+    generation.TopKLogitsWarper,
+    generation.TopPLogitsWarper,
+    generation.TypicalLogitsWarper,
+}
 # Processors that read the scores and tokens of each row only, and keep no state between calls. The rows of a batch are
 # then processed one length after the other.
-_ROW_WISE_PROCESSORS = (
-    *_PREFIX_FREE_PROCESSORS,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-)
-_ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+_ROW_WISE_PROCESSORS: Set[type] = _PREFIX_FREE_PROCESSORS | {
+    generation.ExponentialDecayLengthPenalty,
+    generation.ForcedBOSTokenLogitsProcessor,
+    generation.ForcedEOSTokenLogitsProcessor,
+    generation.MinLengthLogitsProcessor,
+    generation.MinNewTokensLengthLogitsProcessor,
+    generation.NoBadWordsLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+    generation.RepetitionPenaltyLogitsProcessor,
+    generation.SequenceBiasLogitsProcessor,
+    generation.SuppressTokensAtBeginLogitsProcessor,
+}
+# Beside those of lengths and end-of-sequence tokens.
+_ROW_WISE_CRITERIA: Set[type] = {generation.MaxTimeCriteria, generation.StopStringCriteria}
 
 # Where sampled tokens are drawn at all nodes of a tree at once, so that the host waits for the path and not for each
 # of its tokens. On a CPU there is no wait to save, and each node costs time: 4 ms for one with top-p, 62 ms for 63.
@@ -94,8 +68,7 @@ class TokenChooser:
     Args:
         sequences: The committed text.
         logits_processor: As prepared by `generate()`, with the warpers of sampling.
-        stopping_criteria: As prepared by `generate()`.
-        generation_config: As prepared by `generate()`.
+        do_sample: Whether tokens are drawn.
         shapes: The shapes of the walk.
         rows_advance_together: Whether the target's cache needs all rows to take the same steps (chains).
     """
@@ -104,30 +77,27 @@ class TokenChooser:
         self,
         sequences: CommittedSequences,
         logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
+        do_sample: bool,
         shapes: CycleShapes,
         rows_advance_together: bool = False,
     ):
         self.sequences = sequences
         self.logits_processor = logits_processor
-        self.do_sample = generation_config.do_sample
         self.shapes = shapes
-        self.rows = _row_policy(sequences, logits_processor, stopping_criteria, self.do_sample, rows_advance_together)
         kinds = {type(processor) for processor in logits_processor}
-        self._reads_prefix = not kinds <= {*_PREFIX_FREE_PROCESSORS}
-        if self.do_sample:
+        self.rows = _row_policy(sequences, kinds, do_sample, rows_advance_together)
+        self._reads_prefix = not kinds <= _PREFIX_FREE_PROCESSORS
+        walks_at_once = kinds <= _GREEDY_PROCESSORS
+        if do_sample:
             # A token may be drawn before its parent is committed if nothing runs between two draws. `EtaLogitsWarper`
             # raises an error for NaN, also at nodes that the walk does not visit.
             runs_between = sequences.streamer is not None or len(sequences.custom_criteria) > 0
-            is_possible = not (self._reads_prefix or runs_between or EtaLogitsWarper in kinds)
+            is_possible = not (self._reads_prefix or runs_between or generation.EtaLogitsWarper in kinds)
             walks_at_once = is_possible and sequences.device.type in _AT_ONCE_DEVICES
-        else:
-            walks_at_once = kinds <= {*_GREEDY_PROCESSORS}
         self._walks_at_once = walks_at_once and self.rows is RowPolicy.INDEPENDENT
         batch_size = len(sequences.lengths)
         reserve = self._walks_at_once or (batch_size > 1 and self.rows is RowPolicy.INDEPENDENT)
-        self._draws = TokenDraws(batch_size, reserve) if self.do_sample else None
+        self._draws = TokenDraws(batch_size, reserve) if do_sample else None
         self._vocab_size = 0  # width of the target's logits
 
     def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -151,8 +121,7 @@ class TokenChooser:
         """
         draws, exponentials = self._draws, None
         if draws is not None and self._walks_at_once and 4 * logits.numel() <= _MAX_BYTES:
-            steps = self._steps(self.sequences.open_rows)
-            exponentials = draws.take(longest_path(tree), logits.shape[2], steps)
+            exponentials = draws.take(longest_path(tree), logits.shape[2], self._steps(self.sequences.open_rows))
         if draws is None and self._walks_at_once:
             yield self._walk_greedily(tree, logits)
         elif draws is not None and exponentials is not None:
@@ -164,7 +133,7 @@ class TokenChooser:
             self._vocab_size = logits.shape[2]
 
     def _walk_greedily(self, tree: DraftTree, logits: torch.Tensor) -> WalkedTokens:
-        """Walks by the best tokens, with processors that do not read the prefix: one walk on the device."""
+        """Walks by the best tokens: one walk on the device."""
         scores = self._process_nodes(tree, logits)
         # After the prefill the tree is a root alone. Compiling the walk for it does not pay.
         is_root = tree.max_depth == 0
@@ -201,18 +170,11 @@ class TokenChooser:
         def along(values: torch.Tensor, is_recorded: bool) -> torch.Tensor | None:
             if not is_recorded:
                 return None
-            picked = pick(values, walk.nodes[:, : max(counts)])
-            return picked.to(dtype=torch.float32, device=walk.nodes.device)
+            return pick(values, walk.nodes[:, : max(counts)]).to(dtype=torch.float32, device=walk.nodes.device)
 
         records = self.sequences.records
-        return WalkedTokens(
-            walk.nodes,
-            walk.tokens,
-            tokens,
-            counts,
-            along(logits, records.logits.enabled),
-            along(scores, records.scores.enabled),
-        )
+        recorded = along(logits, records.logits.enabled), along(scores, records.scores.enabled)
+        return WalkedTokens(walk.nodes, walk.tokens, tokens, counts, *recorded)
 
     def _walk_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> Iterator[WalkedTokens]:
         """
@@ -251,9 +213,10 @@ class TokenChooser:
         """Returns which of the rows that were `walking` take another token in this cycle."""
         is_open, lengths = self.sequences.open_rows, self.sequences.lengths
         open_rows = [row for row, row_is_open in enumerate(is_open) if row_is_open]
-        if self.rows is not RowPolicy.INDEPENDENT and not all(has_child[row] for row in open_rows):
-            return [False] * len(walking)
-        if self.rows is RowPolicy.TOGETHER_TO_FIRST_END and is_open != walking:
+        ends_together = not all(has_child[row] for row in open_rows)
+        if self.rows is RowPolicy.TOGETHER_TO_FIRST_END:
+            ends_together = ends_together or is_open != walking
+        if self.rows is not RowPolicy.INDEPENDENT and ends_together:
             return [False] * len(walking)
         slowest = min((lengths[row] for row in open_rows), default=0)
         max_lead = float("inf") if self._draws is None else self._draws.max_lead
@@ -269,46 +232,32 @@ class TokenChooser:
 
     def _process(self, logits: torch.Tensor, walking: list[bool]) -> torch.Tensor:
         """
-        Returns the processed scores `(B, V)` of each walking row's next token.
-
-        Processors take rows of one length. So there is one call for each length, and its results for the other rows
-        are not used. Processors that do not read the prefix need one call only.
+        Returns the processed scores `(B, V)` of each walking row's next token. Processors that read the prefix take
+        rows of one length: there is one call for each length, whose results for the other rows are not used.
         """
-        lengths = self.sequences.lengths
-        processed: torch.Tensor | None = None
+        lengths, process = self.sequences.lengths, self.logits_processor
         walking_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
-        if not self._reads_prefix:
-            del walking_lengths[1:]
-        # A processor may change its input in place.
-        is_read_again = self.sequences.records.logits.enabled or len(walking_lengths) > 1
+        if len(walking_lengths) == 1 or not self._reads_prefix:
+            # A processor may change its input in place.
+            scores = logits.clone() if self.sequences.records.logits.enabled else logits
+            return process(self.sequences.prefix(walking_lengths[0]), scores)
+        processed = torch.zeros_like(logits)
         for length in walking_lengths:
-            scores = self.logits_processor(self.sequences.prefix(length), logits.clone() if is_read_again else logits)
-            if processed is None:
-                processed = scores
-                continue
             rows = [row for row, row_length in enumerate(lengths) if row_length == length]
-            processed[rows] = scores[rows]
-        if processed is None:
-            raise RuntimeError("No row takes another token.")
+            processed[rows] = process(self.sequences.prefix(length), logits.clone())[rows]
         return processed
 
 
 def _row_policy(
-    sequences: CommittedSequences,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    do_sample: bool,
-    rows_advance_together: bool,
+    sequences: CommittedSequences, processors: Set[type], do_sample: bool, rows_advance_together: bool
 ) -> RowPolicy:
-    """Returns which rows go together. The arguments are those of [`TokenChooser`]."""
     if len(sequences.lengths) == 1:
         return RowPolicy.INDEPENDENT
     if rows_advance_together:
         return RowPolicy.TOGETHER_TO_FIRST_END
     # A row's scores or end may depend on other rows or on earlier calls.
-    is_row_wise = all(type(processor) in _ROW_WISE_PROCESSORS for processor in logits_processor) and all(
-        type(criterion) in _ROW_WISE_CRITERIA for criterion in stopping_criteria
-    )
+    criteria = {type(criterion) for criterion in sequences.custom_criteria}
+    is_row_wise = processors <= _ROW_WISE_PROCESSORS and criteria <= _ROW_WISE_CRITERIA
     # If all rows continue until a criterion ends the last one, faster rows would pass this end, and draw numbers that
     # plain decoding does not draw.
     passes_end = do_sample and not sequences.pads_finished_rows and len(sequences.custom_criteria) > 0
@@ -321,12 +270,8 @@ def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> Walk:
 
 def draw_at_nodes(tree: DraftTree, scores: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
     """
-    Returns the token `(B, N + 1)` that is drawn after each node; `NO_TOKEN` if its scores are no distribution.
-
-    Args:
-        tree: The draft tree.
-        scores (`(B, N + 1, V)`): Processed logits, float32.
-        exponentials (`(B, L, V)`): Exponential variates of the draws at each depth.
+    Returns the token `(B, N + 1)` that is drawn after each node by its processed scores `(B, N + 1, V)`, float32, and
+    the exponential variates `(B, L, V)` at each depth; `NO_TOKEN` if the scores are no distribution.
     """
     batch_size, num_depths, _ = exponentials.shape
     first_draws = torch.arange(0, batch_size * num_depths, num_depths, device=tree.depths.device)

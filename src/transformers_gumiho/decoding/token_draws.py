@@ -65,13 +65,9 @@ class TokenDraws:
 
     - Without `reserve` a copy of the device's generator previews them. They are dropped if other code has drawn from
       the generator since, because plain decoding would then draw other numbers, too.
-    - With `reserve` they are taken from the device's generator, and always used. This is needed if rows may be at
-      different steps, or if several tokens are drawn at once. Otherwise the noise of a row would depend on how many of
-      its drafts were accepted, and so on the noise itself. [`return_unused`] gives the unused ones back.
-
-    Args:
-        batch_size: Number of rows, `B`.
-        reserve: See above.
+    - With `reserve` they are taken from the device's generator, and always used; [`return_unused`] gives the rest
+      back. This is needed if rows may be at different steps, or if several tokens are drawn at once: otherwise the
+      noise of a row would depend on how many of its drafts were accepted, and so on the noise itself.
     """
 
     def __init__(self, batch_size: int, reserve: bool):
@@ -100,8 +96,7 @@ class TokenDraws:
 
         Args:
             scores (`(B, V)`): Processed logits.
-            steps: Number of tokens that each row has drawn before; `None` for rows that take no token. Their scores
-                are not read.
+            steps: Tokens that each row has drawn before; `None` for rows that take none, whose scores are not read.
         """
         taking = [step for step in steps if step is not None]
         if len(taking) < len(steps):
@@ -132,13 +127,9 @@ class TokenDraws:
         self, num_draws: int, vocab_size: int, steps: Sequence[int | None], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """
-        Returns the Gumbel noise `(B, num_draws, K)` of each row's next draws, `None` if it is unknown.
-
-        Args:
-            num_draws: Number of draws of each row.
-            vocab_size: Number of tokens that the caller knows. The draws are unknown if they have another number.
-            steps: As in [`draw`]. Rows that take no token get any draws.
-            token_ids (`(K,)`, *optional*): Tokens whose noise is returned; by default all.
+        Returns the Gumbel noise `(B, num_draws, K)` of each row's next draws, for `token_ids` `(K,)` or all tokens;
+        `None` if it is unknown, as where the caller knows another number of tokens. `steps` is as in [`draw`]. Rows
+        that take no token get any draws.
         """
         exponentials = self._next(num_draws, vocab_size, steps, token_ids)
         return None if exponentials is None else exponentials.log().neg_()
@@ -167,10 +158,9 @@ class TokenDraws:
             self._previewed.clear()
 
     def _begin(self, kind: tuple[int, torch.device, torch.dtype], step: int) -> None:
-        """
-        Begins draws of another kind. In the middle of a text that takes a custom processor, with which all rows take
-        the same steps: no draw is kept for a slower row.
-        """
+        """Begins draws of another kind."""
+        # In the middle of a text that takes a custom processor, with which all rows take the same steps: no draw is
+        # kept for a slower row.
         self._kind, (self._vocab_size, self._device, dtype) = kind, kind
         self._is_known = dtype == torch.float32 and can_preview_multinomial(self._device)
         self._first = step
@@ -187,13 +177,12 @@ class TokenDraws:
         starts = [(slowest if step is None else step) - self._first for step in steps]
         used = range(min(starts), max(starts) + num_draws)
         self._preview(used.stop - len(self._made))
-        draws = [*self._made, *(variates for _, variates in self._previewed)]
+        draws = [*self._made, *(variates for _, variates in self._previewed)][used.start : used.stop]
         if token_ids is not None:
-            token_ids = token_ids.to(self._device)
-            draws = [one.index_select(1, token_ids) if index in used else one for index, one in enumerate(draws)]
+            draws = [of_draw.index_select(1, token_ids.to(self._device)) for of_draw in draws]
         if min(starts) == max(starts):
-            return torch.stack(draws[used.start : used.stop], dim=1)
-        of_rows = [draws[start + index][row] for row, start in enumerate(starts) for index in range(num_draws)]
+            return torch.stack(draws, dim=1)
+        of_rows = [draws[start - used.start + n][row] for row, start in enumerate(starts) for n in range(num_draws)]
         return torch.stack(of_rows).unflatten(0, (len(starts), num_draws))
 
     def _preview(self, num_draws: int) -> None:

@@ -7,16 +7,18 @@ from itertools import compress
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, limit_depth, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
+from ..verification.placement import input_device
 from ..verification.session import CommittedTokens, TargetSession
-from ..verification.target_states import TargetStates, head_for_drafting
+from ..verification.target_states import find_decoder, head_for_drafting
 from ..verification.tree_cache import TreeCache
-from .break_even import estimate_break_even
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GumihoDrafter, last_of_rows
 
@@ -25,6 +27,8 @@ from .drafter import GumihoDrafter, last_of_rows
 MAX_LOST, MAX_GAINED = 2.0, 4.0
 # Cycles of the first pause, and of later ones until the losses are regained.
 FIRST_PAUSE, LATER_PAUSE = 8, 64
+# On a CPU a pass over this many nodes takes about twice as long as one over a single token.
+NODES_PER_STEP_ON_CPU = 50
 # Runs of the context end when the drafter has this many committed tokens to read, because it reads all of them in one
 # pass, which takes memory. A pause may add the tokens of its cycles.
 _MAX_UNREAD_TOKENS = 256
@@ -33,13 +37,9 @@ _MAX_UNREAD_TOKENS = 256
 @dataclass(frozen=True)
 class DraftOrigin:
     """
-    Where the tokens of a draft tree come from.
-
-    Attributes:
-        source: "drafter"; "context" for a run of prompt-lookup drafts; "pause" if the drafter is paused; or "end" if
-            one token is missing. In a pause the tree has prompt-lookup drafts, or the root alone. At the end it is the
-            root alone.
-        num_left: Remaining cycles of the pause after this one.
+    Where the tokens of a draft tree come from: the "drafter"; the "context" for a run of prompt-lookup drafts; "pause"
+    if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing, with the
+    root alone. `num_left` counts the remaining cycles of the pause after this one.
     """
 
     source: Literal["drafter", "context", "pause", "end"]
@@ -48,13 +48,8 @@ class DraftOrigin:
 
 class DraftingPause:
     """
-    Counts what drafting loses and pauses it. No clock is read, so a text is the same in every run.
-
-    Args:
-        break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding.
-
-    Attributes:
-        num_left: Remaining cycles of the current pause.
+    Counts what drafting loses and pauses it, for `num_left` more cycles. No clock is read, so a text is the same in
+    every run. `break_even`: tokens per row that a drafted cycle must commit to be as fast as plain decoding.
     """
 
     def __init__(self, break_even: float):
@@ -65,11 +60,8 @@ class DraftingPause:
 
     def observe(self, tokens: float, right: float = 0.0) -> None:
         """
-        Counts a cycle that drafted.
-
-        Args:
-            tokens: Tokens that it committed, as the mean over the open rows.
-            right: Tokens that prompt lookup alone would have drafted correctly, as the same mean.
+        Counts a cycle that drafted: the `tokens` that it committed, and of these how many prompt lookup alone would
+        have drafted (`right`), both as means over the open rows.
         """
         self._lost = max(self._lost + self._break_even + right - tokens, -MAX_GAINED)
         if self._lost <= 0:
@@ -93,7 +85,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
 
     The drafter pauses while it gains less than it costs ([`DraftingPause`]). After the pause it reads what was
     committed meanwhile. Prompt lookup adds a branch to its trees. If a text repeats itself, prompt lookup drafts
-    longer and longer runs alone.
+    longer and longer runs alone. `origin` ([`DraftOrigin`]) says where the newest tree comes from.
 
     Args:
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
@@ -101,9 +93,6 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             decoding. By default the drafter never pauses.
 
     The other arguments are those of [`GumihoDrafter`].
-
-    Attributes:
-        origin ([`DraftOrigin`]): Where the newest tree comes from.
     """
 
     context: ContextDrafts | None = None
@@ -126,7 +115,6 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         session: TargetSession,
         assistant_model: GumihoModel,
         settings: DraftingSettings,
-        states: TargetStates,
         *,
         read_text: Callable[[Sequence[int]], list[list[int]]],
         prompt_length: int,
@@ -141,16 +129,13 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             session: The target's session, after the prefill.
             assistant_model: The drafter.
             settings: Its settings for the batch.
-            states: The target's states of the prompt.
             read_text: Takes an index for each row, and returns the row's tokens from it on.
             prompt_length: Tokens of the prompt in each row, padding included.
-            peek_noise: Returns the Gumbel noise `(B, draws, K)` of the target's next draws; as in [`GumihoDrafter`].
-            around_pass: As in [`GumihoDrafter`].
-            prompt_chunk_size: As in [`GumihoDrafter`].
+            peek_noise, around_pass, prompt_chunk_size: As in [`GumihoDrafter`].
         """
         # Only their device and dtype: the drafter must not keep the states of the prompt.
-        device, dtype = states.last.device, states.last.dtype
-        num_rows, num_tokens = states.last.shape[:2]
+        last = session.prefill.states.last
+        device, dtype, (num_rows, num_tokens) = last.device, last.dtype, last.shape[:2]
         # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
         num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)
         num_new = max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
@@ -163,16 +148,6 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         break_even = settings.break_even
         if break_even is None:
             break_even = estimate_break_even(target, assistant_model, settings, num_rows)
-        context = None
-        if settings.prompt_lookup_num_tokens:
-            mask, starts = session.prompt.mask, [0] * num_rows
-            # A prompt given as `inputs_embeds` has a mask, but no tokens.
-            if mask is not None and prompt_length == mask.shape[1]:
-                starts = mask.long().argmax(dim=1).tolist()
-            # No tree has a longer path.
-            num_context = min(settings.prompt_lookup_num_tokens, settings.longest_path)
-            vocab_size = session.traits.config.vocab_size
-            context = ContextDrafts(read_text, starts, num_context, settings.max_matching_ngram_size, vocab_size)
         return cls(
             assistant_model,
             lm_head=head,
@@ -185,7 +160,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             # A compiled function cannot call observers.
             around_pass=nullcontext if session.shapes.are_compiled else around_pass,
             prompt_chunk_size=prompt_chunk_size,
-            context=context,
+            context=_context_drafts(session, settings, read_text, prompt_length, num_rows),
             break_even=break_even,
         )
 
@@ -196,8 +171,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         Args:
             committed: What was committed since the last call: first the prompt, then the tokens of one cycle. On any
                 device; the tree is on the same one.
-            num_missing: Most tokens that may follow in any row. The target chooses the last of them itself, so no path
-                is as long, except in fixed shapes. By default any number may follow.
+            num_missing: Most tokens that may follow in any row; by default any number. The target chooses the last of
+                them itself, so no path is as long, except in fixed shapes.
         """
         max_depth = None if num_missing is None or self.has_fixed_shapes else num_missing - 1
         if max_depth == 0:
@@ -212,9 +187,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
         if not is_drafted:
             return self._make_undrafted(branch, max_depth)
-        committed, self._unread = CommittedTokens.join(self._unread), []
-        tree = self.draft(committed.to(self.device)).to(committed.tokens.device)
-        self._num_drafted = tree.tokens.shape[1] - 1
+        tree = self.draft(CommittedTokens.join(self._unread).to(self.device)).to(committed.tokens.device)
+        self._unread, self._num_drafted = [], tree.tokens.shape[1] - 1
         tree = self._add_branch(tree, branch)
         # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
         return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
@@ -234,11 +208,9 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         return DraftOrigin("drafter")
 
     def _run_lengths(self, num_missing: int) -> range:
-        """
-        Returns the possible lengths of a run: more tokens than a tree has, and fewer than are missing, because the
-        target chooses the last one itself. No runs are made with fixed shapes, when the drafter has many tokens to
-        read, and in chains, because a target with recurrent states may have to run rejected tokens again.
-        """
+        """Returns the possible lengths of a run: more tokens than a tree has, and fewer than are missing."""
+        # None with fixed shapes, when the drafter has many tokens to read, and in chains, because a target with
+        # recurrent states may have to run rejected tokens again.
         settings, num_unread = self.settings, sum(part.tokens.shape[1] for part in self._unread)
         if self.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
             return range(0)
@@ -289,3 +261,66 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         # Nodes are sorted by score: the first of the deepest ones is the best of them.
         nodes = tree.ancestors[0, tree.depths[0].argmax()].nonzero().squeeze(1)
         return torch.cat((input_ids, tree.tokens[:, nodes[1:]]), dim=1), None
+
+
+def _context_drafts(
+    session: TargetSession,
+    settings: DraftingSettings,
+    read_text: Callable[[Sequence[int]], list[list[int]]],
+    prompt_length: int,
+    num_rows: int,
+) -> ContextDrafts | None:
+    """Returns the drafts by prompt lookup, if the settings ask for them."""
+    # No tree has a longer path.
+    num_tokens = min(settings.prompt_lookup_num_tokens, settings.longest_path)
+    if num_tokens == 0:
+        return None
+    mask, starts = session.prompt.mask, [0] * num_rows
+    # A prompt given as `inputs_embeds` has a mask, but no tokens.
+    if mask is not None and prompt_length == mask.shape[1]:
+        starts = mask.long().argmax(dim=1).tolist()
+    vocab_size = session.traits.config.vocab_size
+    return ContextDrafts(read_text, starts, num_tokens, settings.max_matching_ngram_size, vocab_size)
+
+
+def estimate_break_even(
+    target: PreTrainedModel, drafter: GumihoModel, settings: DraftingSettings, num_rows: int
+) -> float:
+    """
+    Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of all
+    passes of the drafter in a cycle, `T` those of the target's layers and output head. On a CPU,
+    `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `gumiho tune` measures the value.
+    """
+    estimate = 1 + _drafter_parameters(drafter, settings) / _target_parameters(target, drafter)
+    if input_device(target).type == "cpu":
+        estimate += num_rows * settings.num_assistant_tokens / NODES_PER_STEP_ON_CPU
+    return estimate
+
+
+def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int:
+    """Counts the parameters that the passes of a cycle read, once per pass."""
+    config, vocabulary = drafter.config, settings.draft_vocabulary
+    num_serial = min(config.num_serial_tokens, settings.tree_depth)
+    num_heads = settings.tree_depth - num_serial
+    text_config = config.get_text_config()
+    num_tokens = config.draft_vocab_size or text_config.vocab_size if vocabulary is None else len(vocabulary)
+    head = num_tokens * text_config.hidden_size
+    # `fc` of an EAGLE-3 head reads the committed tokens alone.
+    num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1
+    count = num_serial * (_size(drafter.layers) + head) + num_fusions * _size(drafter.fc)
+    if num_heads:
+        count += head + num_heads * _size(drafter.mlp) // config.num_parallel_heads
+        count += 0 if drafter.transition is None else _size(drafter.transition)
+    return count
+
+
+def _target_parameters(target: PreTrainedModel, drafter: GumihoModel) -> int:
+    """Counts the parameters that a step reads: layers and output head. An embedding gives one row per token."""
+    text_config = drafter.config.get_text_config()
+    modules = (module for module in find_decoder(target).modules() if not isinstance(module, nn.Embedding))
+    layers = sum(parameter.numel() for module in modules for parameter in module.parameters(recurse=False))
+    return layers + text_config.vocab_size * text_config.hidden_size
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

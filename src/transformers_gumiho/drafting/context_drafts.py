@@ -1,5 +1,6 @@
 """Prompt-lookup drafts: the tokens that followed when the text's newest tokens occurred before."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,9 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from ..uploads import upload
-from .ngram_index import LONGEST_MATCH, NgramIndex
 
 
+# Longer matches are as reliable as matches of this length.
+LONGEST_MATCH = 32
+# Longer n-grams are not stored, to save memory: each size has an entry for every token of the text.
+LONGEST_NGRAM = 8
 # Matches are counted in groups by their length: up to each of these bounds, and longer ones.
 _BOUNDS = (1, 2, 4, 8, 16)
 # Prior probability of each group that the token after a match is the next one, measured on a small chat model's
@@ -32,8 +36,8 @@ class ContextBranch:
 
     Attributes:
         tokens (`(B, M)`): The tokens from depth 1 down.
-        log_probs (`(B, M)`): Log-probability (nats) that each token is accepted if those before it are. Minus infinity
-            in rows without a draft.
+        log_probs (`(B, M)`): Log-probability (nats) of each token after those before it; minus infinity in rows
+            without a draft.
         is_run: Whether the target verifies this path alone, without a tree of the drafter.
     """
 
@@ -65,13 +69,59 @@ class MatchEstimates:
 _GROUPS = [sum(length > bound for bound in _BOUNDS) for length in range(LONGEST_MATCH + 1)]
 
 
+@dataclass(frozen=True)
+class Match:
+    """An earlier occurrence of the newest `length` tokens, at most [`LONGEST_MATCH`], before the index `start`."""
+
+    start: int
+    length: int
+
+
+class NgramIndex:
+    """
+    The newest occurrence of every n-gram of a text, of at most `max_size` or [`LONGEST_NGRAM`] tokens. Each token is
+    added once; the text is never searched.
+    """
+
+    def __init__(self, max_size: int):
+        self.tokens: list[int] = []
+        # For each size and n-gram: index of the token after its newest occurrence that has a token after it.
+        self._followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(min(max_size, LONGEST_NGRAM))]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds tokens to the text."""
+        known = len(self.tokens)
+        self.tokens.extend(tokens)
+        for size, followers in enumerate(self._followers, start=1):
+            # Begin with the n-gram that ended the text before: only now a token follows it.
+            first = max(known - size, 0)
+            followed = self.tokens[first:-1]
+            ngrams = zip(*(followed[offset:] for offset in range(size)), strict=False)
+            followers.update(zip(ngrams, itertools.count(first + size), strict=False))
+
+    def match(self) -> Match | None:
+        """Returns the newest earlier occurrence of the longest n-gram at the end of the text, if any."""
+        for size in range(min(len(self._followers), len(self.tokens) - 1), 0, -1):
+            start = self._followers[size - 1].get(tuple(self.tokens[-size:]))
+            if start is not None:
+                return Match(start, self._match_length(start, size))
+        return None
+
+    def continuation(self, match: Match, num_tokens: int) -> list[int]:
+        """Returns the tokens after a match. If the text ends, they repeat from the start of the match."""
+        period = len(self.tokens) - match.start
+        return [self.tokens[match.start + offset % period] for offset in range(num_tokens)]
+
+    def _match_length(self, start: int, length: int) -> int:
+        tokens = self.tokens
+        while length < min(start, LONGEST_MATCH) and tokens[start - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
+
 class RowDrafts:
     """
-    The prompt-lookup drafts of one row.
-
-    Args:
-        num_tokens: Usual number of drafted tokens.
-        max_ngram_size: Longest n-gram that is looked up.
+    The prompt-lookup drafts of one row, usually of `num_tokens` tokens.
 
     Attributes:
         run_length: Twice the length of the newest draft if all of it was right, at most [`longest_run`]; otherwise 0.
@@ -100,10 +150,7 @@ class RowDrafts:
         return num_right
 
     def draft(self, num_tokens: int | None = None) -> tuple[list[int], list[float]]:
-        """
-        Returns `num_tokens` drafted tokens, and for each the probability that it is right if those before it are. Both
-        are empty without a match.
-        """
+        """Returns drafted tokens, and the probability of each after those before it; none without a match."""
         num_tokens = self.num_tokens if num_tokens is None else num_tokens
         match = self._index.match()
         if match is None:
@@ -122,7 +169,8 @@ def longest_run(num_tokens: int) -> int:
 
 class ContextDrafts:
     """
-    The prompt-lookup drafts of all rows in a generation.
+    The prompt-lookup drafts of all rows in a generation. `num_right` counts, for each row, how many tokens of the
+    draft before the newest one were right.
 
     Args:
         read_text: Takes an index for each row, and returns the row's tokens from it on.
@@ -130,9 +178,6 @@ class ContextDrafts:
         num_tokens: Usual number of drafted tokens.
         max_ngram_size: Longest n-gram that is looked up.
         vocab_size: Tokens outside the vocabulary, which mark images, are skipped.
-
-    Attributes:
-        num_right: For each row, how many tokens of the draft before the newest one were right.
     """
 
     def __init__(
@@ -153,14 +198,8 @@ class ContextDrafts:
     def draft(self, device: torch.device, run_lengths: range = range(0)) -> ContextBranch | None:
         """
         Reads what was committed since the last call, and drafts `num_tokens` tokens for each row with a match. If all
-        of the newest draft was right, a single row gets a run: twice as many tokens.
-
-        Args:
-            device: Device of the branch.
-            run_lengths: Possible lengths of a run. By default there is none.
-
-        Returns:
-            The branch, or `None` if no row has a draft.
+        of the newest draft was right, a single row gets a run: twice as many tokens, if that is one of `run_lengths`.
+        Returns the branch on `device`, or `None` if no row has a draft.
         """
         texts = self._read_text(self._known)
         self._known = [known + len(text) for known, text in zip(self._known, texts, strict=True)]
@@ -173,12 +212,10 @@ class ContextDrafts:
             run_length = length if length in run_lengths else 0
         width = run_length or self.num_tokens
         tokens, log_probs = [[0] * width for _ in texts], [[-math.inf] * width for _ in texts]
-        has_draft = False
         for index, row in enumerate(self._rows):
             drafted, estimates = row.draft(width)
             if drafted and estimates[0] >= _MIN_ESTIMATE:
-                has_draft = True
                 tokens[index], log_probs[index] = drafted, [math.log(estimate) for estimate in estimates]
-        if not has_draft:
+        if all(of_row[0] == -math.inf for of_row in log_probs):
             return None
         return ContextBranch(upload(tokens, device), upload(log_probs, device, torch.float32), run_length > 0)

@@ -75,10 +75,9 @@ class GumihoDrafter:
         # target's temperature, too, because its tokens are drawn under both.
         self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=self.device)
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
-        if self.has_fixed_shapes:
-            for tensor in [tensor for pair in self._head_weights or [] for tensor in pair]:
-                mark_static_address(tensor)
-        self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_in_fixed_shapes)
+        for tensor in [tensor for pair in self._head_weights or [] for tensor in pair if self.has_fixed_shapes]:
+            mark_static_address(tensor)
+        self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_after)
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -89,28 +88,23 @@ class GumihoDrafter:
     @gqa_without_copies()
     def draft(self, committed: CommittedTokens) -> DraftTree:
         """Reads what was committed since the last draft, and drafts a tree under the last token of each row."""
-        noise = self._scaled_noise()
-        if self._has_read_prompt and self.has_fixed_shapes:
-            *older, newest = committed.split(self._max_committed)
-            for part in older:
-                # Not compiled, as this happens only after a pause.
-                self._read(*_stage_inputs(part))
-            # A copy: a captured graph may overwrite what it returned before.
-            tree = self._draft_fixed(self, *_stage_inputs(newest), noise).clone()
-            self.cache.count(committed.accepted_lengths)
-            return tree
-        tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
-        if self._has_read_prompt:
-            feature = last_of_rows(self._read(tokens, committed.target_states, position_ids, lengths), lengths)
-        else:
-            feature = self._read_prompt(committed)
-        root, position = (last_of_rows(tensor, lengths) for tensor in (tokens, position_ids))
-        return self._grow_tree(root, feature, position, noise)
-
-    def _scaled_noise(self) -> torch.Tensor | None:
-        """Returns the noise `(B, tree_depth, K)` of the coming draws, divided by the draft temperatures."""
         noise = None if self.peek_noise is None else self.peek_noise(self.settings.tree_depth, self.token_ids)
-        return None if noise is None else noise * self._scales[:, None].to(noise.device)
+        if noise is not None:
+            noise = noise * self._scales[:, None].to(noise.device)
+        tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
+        if not self._has_read_prompt:
+            feature = self._read_prompt(committed)
+            return self._grow_tree(last_of_rows(tokens, lengths), feature, last_of_rows(position_ids, lengths), noise)
+        if not self.has_fixed_shapes:
+            return self._draft_after(tokens, committed.target_states, position_ids, lengths, noise)
+        *older, newest = committed.split(self._max_committed)
+        for part in older:
+            # Not compiled, as this happens only after a pause.
+            self._read(*_stage_inputs(part))
+        # A copy: a captured graph may overwrite what it returned before.
+        tree = self._draft_fixed(self, *_stage_inputs(newest), noise).clone()
+        self.cache.count(lengths)
+        return tree
 
     def _read_prompt(self, prompt: CommittedTokens) -> torch.Tensor:
         """Fills the cache with the prompt. Returns the serial feature of its last token, `(B, 1, H)`."""
@@ -137,35 +131,31 @@ class GumihoDrafter:
     ) -> torch.Tensor:
         """Adds committed tokens to the cache. Returns their serial features `(B, n, H)`."""
         n = tokens.shape[1]
-        causal, offsets = self._causal[:, :n, :n], self._offsets[:, :n]
-        if n > self._max_committed:
-            causal, offsets = self._causal_block(n)
+        block = self._causal_block(n) if n > self._max_committed else (self._causal[:, :n, :n], self._offsets[:, :n])
         fused = self._fuse(tokens, target_states, are_targets=True)
-        features = self._run_block(fused, causal, offsets, position_ids)
+        features = self._run_block(fused, *block, position_ids)
         if isinstance(accepted_lengths, torch.Tensor):
             self.cache.commit_on_device(accepted_lengths)
         else:
             self.cache.commit(accepted_lengths)
         return features
 
-    def _draft_in_fixed_shapes(
+    def _draft_after(
         self,
         tokens: torch.Tensor,
         target_states: torch.Tensor,
         position_ids: torch.Tensor,
-        accepted_lengths: torch.Tensor,
+        accepted_lengths: list[int] | torch.Tensor,
         noise: torch.Tensor | None,
     ) -> DraftTree:
-        """As [`draft`] after the prompt, with `accepted_lengths` `(B,)` on the device."""
+        """Drafts after committed tokens, whose `accepted_lengths` `(B,)` are on the device in fixed shapes."""
         features = self._read(tokens, target_states, position_ids, accepted_lengths)
-        last = (accepted_lengths - 1).clamp(min=0)
-        root, feature, position = (_pick(tensor, last) for tensor in (tokens, features, position_ids))
+        root, feature, position = (last_of_rows(own, accepted_lengths) for own in (tokens, features, position_ids))
         return self._grow_tree(root, feature, position, noise)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
-        batch_size = len(self.cache.lengths)
-        offsets = torch.arange(num_tokens, device=self.device)
+        batch_size, offsets = len(self.cache.lengths), torch.arange(num_tokens, device=self.device)
         return (offsets[:, None] >= offsets).expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
 
     def _grow_tree(
@@ -176,13 +166,8 @@ class GumihoDrafter:
         noise: torch.Tensor | None,
     ) -> DraftTree:
         """
-        Drafts a tree.
-
-        Args:
-            root_tokens (`(B, 1)`): The newest committed tokens.
-            feature (`(B, 1, H)`): The serial feature that predicts the token after them.
-            position_ids (`(B, 1)`): The position of that feature.
-            noise (`(B, tree_depth, K)`, *optional*): Scaled noise of each depth.
+        Drafts a tree under the newest committed tokens `root_tokens` `(B, 1)`, from the serial `feature` `(B, 1, H)`
+        that predicts the token after them, and its position `(B, 1)`, with the scaled noise `(B, tree_depth, K)`.
         """
         levels, path_inputs = self._draft_serially(feature, position_ids, noise)
         if self._num_heads > 0:
@@ -195,10 +180,8 @@ class GumihoDrafter:
         self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
     ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
         """
-        Drafts the serial tokens one after the other. The arguments are those of [`_grow_tree`].
-
-        Returns:
-            The levels, and for each serial token the fused inputs `(B, paths, H)` of the paths that are extended.
+        Drafts the serial tokens one after the other. The arguments are those of [`_grow_tree`]. Returns the levels,
+        and for each serial token the fused inputs `(B, paths, H)` of the paths that are extended.
         """
         settings = self.settings
         level, levels = None, []
@@ -217,7 +200,8 @@ class GumihoDrafter:
                 break
             # Each path has its own tokens, and the features that predict the next ones.
             parents = level.parents.to(feature.device)
-            fused = self._fuse(self._ids(level.tokens).to(feature.device), gather_rows(feature, parents))
+            tokens = level.tokens if self.token_ids is None else self.token_ids.to(level.tokens.device)[level.tokens]
+            fused = self._fuse(tokens.to(feature.device), gather_rows(feature, parents))
             if self._num_heads > 0:
                 path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < self._num_serial:
@@ -260,13 +244,8 @@ class GumihoDrafter:
         self, features: torch.Tensor, num_tokens: int, depths: slice, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Returns the best tokens after features, and their draft log-probabilities, both `(B, d, n, num_tokens)`.
-
-        Args:
-            features (`(B, d, n, H)`): For `d` depths.
-            num_tokens: Tokens after each feature; fewer if fewer may be drafted.
-            depths: The depths, counted from 0.
-            noise (`(B, tree_depth, K)`, *optional*): Scaled noise of all depths.
+        Returns the best tokens after features `(B, d, n, H)` of `d` depths, counted from 0, and their draft
+        log-probabilities, both `(B, d, n, num_tokens)`; fewer if fewer may be drafted.
         """
         logits = self.score(features).float()
         if noise is None:
@@ -277,10 +256,6 @@ class GumihoDrafter:
         best = logits.log_softmax(dim=-1).topk(min(num_tokens, logits.shape[-1]))
         # A log-softmax is at most 0, so no node scores above its parent; an overflow makes it NaN.
         return best.indices, best.values.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
-
-    def _ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the ids of tokens that are given by their indices among those that may be drafted."""
-        return tokens if self.token_ids is None else self.token_ids.to(tokens.device)[tokens]
 
     def score(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the logits `(..., K)` of the tokens that may be drafted, for predicted states `(..., H)`."""
@@ -302,10 +277,9 @@ class GumihoDrafter:
     def _run_block(
         self, fused: torch.Tensor, visible: torch.Tensor, depths: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Runs the serial head on a block after the committed context; see [`block_attention_mask`]."""
+        """Runs the serial head on a block after the committed context; see [`tree_attention_mask`]."""
         dtype = torch.bool if self._takes_boolean_masks else fused.dtype
-        mask = self.cache.attention_mask(visible, depths, dtype)
-        return self._run_serial_head(fused, mask, position_ids)
+        return self._run_serial_head(fused, self.cache.attention_mask(visible, depths, dtype), position_ids)
 
     def _run_heads(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the features `(B, heads, paths, H)` of the parallel heads."""
@@ -319,13 +293,9 @@ def _append_candidates(
     visible: torch.Tensor | None, depths: torch.Tensor | None, parents: torch.Tensor, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns which of all candidates each of the newest ones sees, its ancestors and itself, and the depths of all.
-
-    Args:
-        visible (`(B, previous, n)`, *optional*): The same for the level above.
-        depths (`(B, n)`, *optional*): Depth of each candidate so far.
-        parents (`(B, new)`): For each of the newest candidates, its parent in the level above.
-        depth: Their depth.
+    Returns which of all candidates each of the newest ones sees, its ancestors and itself, and the depths `(B, n)` of
+    all. `visible` `(B, previous, n)` and `depths` are the same for the level above, if there is one; `parents`
+    `(B, new)` are the parents in it, and `depth` is that of the newest ones.
     """
     batch_size, num_new = parents.shape
     itself = torch.eye(num_new, dtype=torch.bool, device=parents.device).expand(batch_size, -1, -1)
@@ -335,17 +305,14 @@ def _append_candidates(
     return torch.cat((gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
 
 
-def last_of_rows(tensor: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def last_of_rows(tensor: torch.Tensor, lengths: list[int] | torch.Tensor) -> torch.Tensor:
     """Returns entry `lengths[b] - 1` (entry 0 if the length is 0) of each row of `(B, n, ...)`, as `(B, 1, ...)`."""
-    last = [max(length - 1, 0) for length in lengths]
-    if min(last) == max(last):
-        return tensor[:, last[0] : last[0] + 1]
-    return _pick(tensor, upload(last, tensor.device))
-
-
-def _pick(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Returns entry `indices[b]` of each row of `(B, n, ...)`, as `(B, 1, ...)`."""
-    index = indices.view(-1, 1, *[1] * (tensor.ndim - 2))
+    if not isinstance(lengths, torch.Tensor):
+        if min(lengths) == max(lengths):
+            last = max(lengths[0] - 1, 0)
+            return tensor[:, last : last + 1]
+        lengths = upload(lengths, tensor.device)
+    index = (lengths - 1).clamp(min=0).view(-1, 1, *[1] * (tensor.ndim - 2))
     return tensor.gather(1, index.expand(-1, -1, *tensor.shape[2:]))
 
 

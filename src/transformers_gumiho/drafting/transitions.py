@@ -28,15 +28,8 @@ _STEP = 1 / 16
 class DraftTransitions:
     """
     What the token above a parallel head's draft adds to the draft's logit, as two tables over the `K` tokens that may
-    be drafted: the product of one row of each. They are kept while the weights stay the same.
-
-    Args:
-        model: A drafter with transitions.
-        num_heads: Number of heads that draft.
-        lm_head: As in [`GumihoDrafter`].
-        token_ids (`(K,)`, *optional*): As in [`GumihoDrafter`].
-        head_module (*optional*): As in [`GumihoDrafter`].
-        memory: Given if captured graphs read the tables.
+    be drafted: the product of one row of each. They are kept while the weights stay the same. `num_heads` heads draft;
+    `memory` is given if captured graphs read the tables. The other arguments are those of [`GumihoDrafter`].
     """
 
     def __init__(
@@ -79,8 +72,7 @@ class DraftTransitions:
 
         Args:
             serial_tokens (`(B, P)`): The last token of each serial path, as an index from 0 to `K - 1`.
-            tokens (`(B, heads, P, M)`): The candidates, as such indices.
-            log_probs (`(B, heads, P, M)`): Their log-probabilities by the heads alone.
+            tokens (`(B, heads, P, M)`), log_probs: The candidates, as such indices, and what the heads alone say.
             scales (`(heads, 1, 1, 1)`): Factors of the logits of each head.
         """
         first = serial_tokens[:, None, :, None].expand(-1, 1, -1, tokens.shape[3])
@@ -99,9 +91,7 @@ def extend_paths(
 
     Args:
         last_level: The last serial level.
-        tokens (`(B, heads, P, M)`): Candidate tokens.
-        log_probs (`(B, heads, P, M, M)`): Their draft log-probabilities: `[b, i, p, a, c]` is that of candidate c of
-            head i under candidate a of head i - 1. For the first head, a does not matter.
+        tokens (`(B, heads, P, M)`), log_probs: The candidates, and what [`DraftTransitions.apply`] returned for them.
         num_nodes: Most nodes of each level.
         beam: Most nodes of a level that are extended, and most tokens by which each of them is extended.
     """
@@ -128,12 +118,8 @@ def extend_paths(
 
 def condition(log_probs: torch.Tensor, logit_offsets: torch.Tensor) -> torch.Tensor:
     """
-    Returns the log-probabilities `(..., A, M)` of candidates with offsets of their logits; the logits of all other
-    tokens stay.
-
-    Args:
-        log_probs (`(..., M)`): Log-probabilities before.
-        logit_offsets (`(..., A, M)`): What is added to the logits, in `A` cases.
+    Returns the log-probabilities `(..., A, M)` of candidates, from those before `(..., M)` and offsets of their logits
+    `(..., A, M)` in `A` cases. The logits of all other tokens stay.
     """
     others = torch.log1p(-log_probs.exp().sum(dim=-1, keepdim=True).clamp(max=1.0))
     logits = torch.cat((log_probs, others), dim=-1)[..., None, :] + pad(logit_offsets, (0, 1))

@@ -2,6 +2,7 @@
 
 import functools
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,17 +15,14 @@ def machine_name(device: torch.device) -> str:
     """Returns the name of a device. A CPU's name includes the number of threads, on which its speed depends."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    return f"{_processor()}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
 
 
 @functools.cache
 def _processor() -> str:
     path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    name = re.search(r"^model name\s*: (.+)", path.read_text(encoding="utf-8"), re.M) if path.is_file() else None
+    return name[1] if name else platform.processor() or platform.machine()
 
 
 @dataclass
@@ -38,25 +36,20 @@ class PeakMemory:
 def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
     """Measures the peak of the memory on `device` within a `with` block, beyond the memory in use before."""
     peak = PeakMemory()
-    if device.type == "cpu":
-        before = _reset_resident_peak()
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         yield peak
-        if before is not None:
-            peak.num_bytes = max(_resident("VmHWM") - before, 0)
+        peak.num_bytes = torch.accelerator.max_memory_allocated(device) - before
         return
-    torch.accelerator.reset_peak_memory_stats(device)
-    before = torch.accelerator.memory_allocated(device)
-    yield peak
-    peak.num_bytes = torch.accelerator.max_memory_allocated(device) - before
-
-
-def _reset_resident_peak() -> int | None:
-    """Resets the peak; returns the bytes that are resident now, or `None` if the system does not report them."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _resident("VmRSS")
     except OSError:
-        return None
+        yield peak
+        return
+    yield peak
+    peak.num_bytes = max(_resident("VmHWM") - before, 0)
 
 
 def _resident(field: str) -> int:

@@ -30,11 +30,6 @@ class DecodingMode:
     settings: dict[str, Any] = field(default_factory=dict)
     max_batch_size: int | None = None
 
-    @property
-    def is_gumiho(self) -> bool:
-        """Whether a Gumiho drafter drafts."""
-        return isinstance(self.generate_kwargs.get("assistant_model"), GumihoModel)
-
 
 PLAIN = DecodingMode("plain")
 
@@ -63,16 +58,13 @@ class Runner:
         self, modes: Sequence[DecodingMode], prompts: Sequence[Sequence[int]], temperature: float, seed: int
     ) -> list[DecodingTime]:
         """
-        Decodes a batch in every mode.
+        Returns what each of the modes took for a batch. Each mode decodes its first batch twice, to warm up.
 
         Args:
-            modes: The modes. Each decodes its first batch twice, to warm up.
+            modes: The modes.
             prompts: Token ids of each prompt.
             temperature: 0 is greedy.
             seed: Seed for sampling, set before each mode.
-
-        Returns:
-            What each mode took, in the order of `modes`.
         """
         self.warm_up(modes, prompts, temperature)
         order = [(place + self._num_batches) % len(modes) for place in range(len(modes))]
@@ -91,12 +83,12 @@ class Runner:
         self, mode: DecodingMode, prompts: Sequence[Sequence[int]], temperature: float, seed: int
     ) -> DecodingTime:
         """Decodes a batch in one mode. The arguments are those of [`compare`]."""
-        is_cpu = not accelerators_of(self._target)
-        has_stages = self._stages and mode.is_gumiho
-        taken = self._decode(mode, prompts, temperature, seed, stages=has_stages and is_cpu)
-        if has_stages and not is_cpu:
-            taken = replace(taken, stages=self._decode(mode, prompts, temperature, seed, stages=True).stages)
-        return taken
+        if not self._stages or not isinstance(mode.generate_kwargs.get("assistant_model"), GumihoModel):
+            return self._decode(mode, prompts, temperature, seed)
+        timed = self._decode(mode, prompts, temperature, seed, stages=True)
+        if not accelerators_of(self._target):
+            return timed
+        return replace(self._decode(mode, prompts, temperature, seed), stages=timed.stages)
 
     def _decode(
         self, mode: DecodingMode, prompts: Sequence[Sequence[int]], temperature: float, seed: int, **timing: bool

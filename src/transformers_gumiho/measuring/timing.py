@@ -4,47 +4,18 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.observers import GenerationObserver, Stage, observing
+from ..drafting.candidate_generator import DraftOrigin
 from ..internals import num_compiled_graphs
 from ..model.modeling_gumiho import GumihoModel
 from ..verification.placement import accelerators_of, input_device
 from .machine import peak_memory
-
-
-@dataclass
-class StageSeconds:
-    """
-    The times of a generation, in seconds.
-
-    Attributes:
-        prompt: Before the first cycle: preparing, reading the prompt, and drafting after it.
-        verify: The target's passes over draft trees, with their masks and positions.
-        draft: The drafter's passes and the output head over its features. If the drafting of a cycle is one compiled
-            function, this includes growing the trees.
-        total: The time of the generation.
-        after_prompt: After the target has read the prompt.
-        num_cycles: Number of passes over trees.
-        start: The clock's time at its beginning.
-    """
-
-    prompt: float = 0.0
-    verify: float = 0.0
-    draft: float = 0.0
-    total: float = 0.0
-    after_prompt: float = 0.0
-    num_cycles: int = 0
-    start: float = 0.0
-
-    @property
-    def rest(self) -> float:
-        """Time outside of the models: growing and walking trees, keeping caches and texts."""
-        return self.total - self.prompt - self.verify - self.draft
 
 
 @dataclass(frozen=True)
@@ -60,9 +31,10 @@ class DecodingTime:
         texts: Token ids of each row, prompt included.
         total_seconds: Time of the call, prompt included.
         accepted_lengths: For each row, the tokens that each cycle committed, if there are cycles.
-        stages: The stages of cycles, where they were timed.
+        stages: The stages of cycles, where they were timed; see [`StageTimer.stages`].
         peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
         num_compiled: Number of graphs that were compiled.
+        last_step: Time of the last cycle, if it drafted nothing because one token was missing.
     """
 
     seconds: float
@@ -71,9 +43,22 @@ class DecodingTime:
     texts: list[list[int]] = field(default_factory=list)
     total_seconds: float = 0.0
     accepted_lengths: list[list[int]] | None = None
-    stages: StageSeconds | None = None
+    stages: dict[str, float] | None = None
     peak_bytes: int | None = None
     num_compiled: int = 0
+    last_step: float = 0.0
+
+    def of_drafted_cycles(self) -> "DecodingTime":
+        """Returns the same without the last cycle, if it was a step of plain decoding and not the only one."""
+        if not self.last_step or self.num_passes == 1:
+            return self
+        return replace(
+            self,
+            seconds=self.seconds - self.last_step,
+            num_tokens=self.num_tokens - 1,
+            num_passes=self.num_passes - 1,
+            last_step=0.0,
+        )
 
     @property
     def pass_seconds(self) -> float:
@@ -107,8 +92,7 @@ def time_decoding(
     # Not a hook on the target: the prompt may take several passes, and a hook would change a compiled pass.
     def note_first_token(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not begins:
-            synchronize(*devices)
-            begins.append(time.perf_counter())
+            begins.append(timer.now())
         return keep_going
 
     keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
@@ -118,20 +102,21 @@ def time_decoding(
     with (
         nullcontext() if drafter is None else temporary_settings(drafter, settings or {}),
         peak_memory(input_device(target)) as peak,
-        stage_timer(*devices, stages=stages and drafter is not None) as taken,
+        stage_timer(*devices, stages=stages and drafter is not None) as timer,
     ):
         output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
     num_tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
     return DecodingTime(
-        seconds=taken.after_prompt if drafter is not None else taken.total - (begins[0] - taken.start),
+        seconds=timer.end - (timer.prompt_end if drafter is not None else begins[0]),
         num_tokens=num_tokens,
-        num_passes=num_tokens if drafter is None else taken.num_cycles,
+        num_passes=num_tokens if drafter is None else timer.num_cycles,
         texts=output.sequences.tolist(),
-        total_seconds=taken.total,
+        total_seconds=timer.total,
         accepted_lengths=getattr(output, "accepted_lengths", None),
-        stages=taken if stages and drafter is not None else None,
+        stages=timer.stages() if stages and drafter is not None else None,
         peak_bytes=peak.num_bytes,
         num_compiled=num_compiled_graphs() - num_graphs,
+        last_step=timer.last_step,
     )
 
 
@@ -154,8 +139,76 @@ def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Ite
         config.update(**before)
 
 
+class StageTimer(GenerationObserver):
+    """
+    The times of a generation, in seconds.
+
+    Attributes:
+        num_cycles: Number of passes over trees.
+        start: The clock's time at its beginning.
+        prompt_end: The clock's time when the target had read the prompt.
+        end: The clock's time at its end.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], with_stages: bool):
+        self.num_cycles = 0
+        self._devices, self._with_stages = devices, with_stages
+        self._seconds = defaultdict[Stage, float](float)
+        self._begins: list[float] = []  # of the stages that have not ended
+        self._end_of_drafts: float | None = None  # when nothing more was drafted, as one token was missing
+        self.start = self.prompt_end = self.end = self._first_cycle = self.now()
+
+    def on_stage_begin(self, stage: Stage) -> None:
+        if stage == "verify":
+            self.num_cycles += 1
+        if not self._with_stages:
+            return
+        begin = self.now()
+        if stage == "verify" and self.num_cycles == 1:
+            self._first_cycle = begin
+            self._seconds.clear()
+        self._begins.append(begin)
+
+    def on_stage_end(self, stage: Stage) -> None:
+        if stage == "prompt":
+            self.prompt_end = self.now()
+        if self._with_stages:
+            self._seconds[stage] += self.now() - self._begins.pop()
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        if origin.source == "end":
+            self._end_of_drafts = self.now()
+
+    def now(self) -> float:
+        """The clock's time when the devices have finished their work."""
+        synchronize(*self._devices)
+        return time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        """The time of the generation."""
+        return self.end - self.start
+
+    @property
+    def last_step(self) -> float:
+        """The time of the last cycle, if it drafted nothing because one token was missing."""
+        return 0.0 if self._end_of_drafts is None else self.end - self._end_of_drafts
+
+    def stages(self) -> dict[str, float]:
+        """
+        Returns the time before the first cycle ("prompt"), of the target's passes over trees ("verify"), of the
+        drafter's passes and the output head over its features ("draft"), of all else ("rest"), and "num_cycles". If
+        the drafting of a cycle is one compiled function, "draft" includes growing the trees.
+        """
+        prompt = self._first_cycle - self.start if self.num_cycles else self.total
+        # If drafting is compiled, it is one function, whose passes are not observed.
+        verify, draft = self._seconds["verify"], self._seconds["drafter_pass"] or self._seconds["draft"]
+        times = {"prompt": prompt, "verify": verify, "draft": draft, "rest": self.total - prompt - verify - draft}
+        return times | {"num_cycles": self.num_cycles}
+
+
 @contextmanager
-def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageSeconds]:
+def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageTimer]:
     """
     Times the generation with a drafter that this thread runs in the `with` block.
 
@@ -164,49 +217,7 @@ def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageSe
         stages: Also time `verify` and `draft`. This waits for the devices at both ends of each stage, so the
             generation takes longer. Use it for the shares of the stages.
     """
-    taken = StageSeconds()
-    synchronize(*devices)
-    timer = _StageTimer(devices, stages)
+    timer = StageTimer(devices, stages)
     with observing(timer):
-        yield taken
-    end = timer.now()
-    taken.start, taken.total = timer.start, end - timer.start
-    taken.after_prompt = end - timer.prompt_end
-    taken.num_cycles = timer.num_cycles
-    taken.prompt = timer.first_cycle - timer.start if timer.num_cycles else taken.total
-    taken.verify = timer.seconds["verify"]
-    # If drafting is compiled, it is one function, whose passes are not observed.
-    taken.draft = timer.seconds["drafter_pass"] or timer.seconds["draft"]
-
-
-class _StageTimer(GenerationObserver):
-    """Adds up the seconds of each stage, beginning with the first pass over a tree."""
-
-    def __init__(self, devices: Sequence[torch.device], stages: bool):
-        self.devices = devices
-        self.stages = stages
-        self.num_cycles = 0
-        self.seconds = defaultdict[Stage, float](float)
-        self._begins: list[float] = []  # of the stages that have not ended
-        self.start = self.prompt_end = self.first_cycle = time.perf_counter()
-
-    def on_stage_begin(self, stage: Stage) -> None:
-        if stage == "verify":
-            self.num_cycles += 1
-        if not self.stages:
-            return
-        begin = self.now()
-        if stage == "verify" and self.num_cycles == 1:
-            self.first_cycle = begin
-            self.seconds.clear()
-        self._begins.append(begin)
-
-    def on_stage_end(self, stage: Stage) -> None:
-        if stage == "prompt":
-            self.prompt_end = self.now()
-        if self.stages:
-            self.seconds[stage] += self.now() - self._begins.pop()
-
-    def now(self) -> float:
-        synchronize(*self.devices)
-        return time.perf_counter()
+        yield timer
+    timer.end = timer.now()

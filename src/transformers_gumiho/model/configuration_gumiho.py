@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..user_errors import UserOSError, UserValueError
-from .checkpoint_files import as_drafter_fields, damaged_json_named, find_packaged_folder, released_names
+from .loading import as_drafter_fields, damaged_json_named, find_packaged_folder, released_names
 from .target_shape import TargetLayers, embedding_width, state_width
 
 
@@ -147,14 +147,14 @@ class GumihoConfig(PreTrainedConfig):
         Raises:
             ValueError: A number is too small, or `model` does not describe a Llama.
         """
-        smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
-        for name, minimum in smallest.items():
-            if getattr(self, name) < minimum:
-                raise UserValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
         if not isinstance(self.model, LlamaConfig):
             raise UserValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
-        if self.model.num_hidden_layers < 1:
-            raise UserValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
+        smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
+        values = {name: (getattr(self, name), minimum) for name, minimum in smallest.items()}
+        values["model.num_hidden_layers"] = self.model.num_hidden_layers, 1
+        for name, (value, minimum) in values.items():
+            if value < minimum:
+                raise UserValueError(f"`{name}` must be at least {minimum}, got {value}.")
         if self.embedding_size is not None and self.embedding_size < 1:
             raise UserValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
         if self.serial_head not in ("gumiho", "eagle3"):
@@ -352,11 +352,8 @@ def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) ->
 
 def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
     """
-    Returns `target_layer_ids` as a [`GumihoConfig`] holds them: from 0 up and in rising order.
-
-    Args:
-        target_config: The target's.
-        layer_ids: Numbers of its layers; negative ones count from the last one down.
+    Returns `target_layer_ids` as a [`GumihoConfig`] holds them: from 0 up and in rising order. Negative `layer_ids`
+    count from the last one down.
 
     Raises:
         ValueError: The target does not have one of them.
@@ -396,9 +393,7 @@ def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
     # Models with two kinds of attention nest one set of parameters per kind.
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     parameters = parameters.get("full_attention") or (nested[0] if nested else parameters)
-    if (
-        parameters.get("rope_type", "default") in _TRANSFERABLE_ROPE_TYPES
-        and "partial_rotary_factor" not in parameters
-    ):
-        return {"rope_theta": 10000.0, "rope_type": "default"} | parameters
-    return {"rope_theta": parameters.get("rope_theta", 10000.0), "rope_type": "default"}
+    default, kind = {"rope_theta": 10000.0, "rope_type": "default"}, parameters.get("rope_type", "default")
+    if kind not in _TRANSFERABLE_ROPE_TYPES or "partial_rotary_factor" in parameters:
+        parameters = {name: parameters[name] for name in ("rope_theta",) if name in parameters}
+    return default | parameters

@@ -4,7 +4,6 @@ checked for each call.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,8 +12,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..user_errors import UserValueError
-from .checkpoint_files import DamagedFileError, damaged_json_named, find_packaged_folder
 from .configuration_gumiho import GumihoConfig
+from .draft_vocabulary import vocabulary_fault
+from .loading import DamagedFileError, damaged_json_named, find_packaged_folder
 
 
 # Decoding settings that live in `GumihoModel.generation_config`. `None`, which they are unless set, stands for the
@@ -31,7 +31,7 @@ DECODING_SETTINGS = (
 # A `break_even` under which no drafter pauses: every cycle commits a token.
 NEVER_PAUSES = 1.0
 # The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
-_right_vocabulary: list[tuple[int, list[int]]] = []
+_right_vocabulary: list[tuple[int, Any]] = []
 # Of earlier releases; ignored.
 _DROPPED_SETTINGS = ("cycle_costs",)
 # Arguments of `from_pretrained` that say where a file is read.
@@ -96,29 +96,6 @@ def override_settings(generation_config: GenerationConfig, **values: Any) -> Non
     given = {name: value for name, value in values.items() if value is not None}
     if given:
         generation_config.update(break_even=None, **given)
-
-
-def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:
-    """
-    Returns why `token_ids` is no list (or tuple) of distinct token ids below `vocab_size`, at least one, as the end of
-    a sentence; `None` where it is one.
-    """
-    if _right_vocabulary == [(vocab_size, token_ids)]:
-        return None
-    if not isinstance(token_ids, (list, tuple)):
-        return f"it is of type {type(token_ids).__name__}"
-    if not token_ids:
-        return "it is empty"
-    # Each check is one pass in C: they run in every call of `generate()`, over tens of thousands of tokens.
-    if set(map(type, token_ids)) != {int}:
-        return f"it holds {next(token for token in token_ids if type(token) is not int)!r}"
-    for extreme in (min(token_ids), max(token_ids)):
-        if not 0 <= extreme < vocab_size:
-            return f"it holds {extreme}"
-    if len(set(token_ids)) < len(token_ids):
-        return f"it holds {Counter(token_ids).most_common(1)[0][0]} more than once"
-    _right_vocabulary[:] = [(vocab_size, list(token_ids))]
-    return None
 
 
 @dataclass(frozen=True)
@@ -262,12 +239,15 @@ class DraftingSettings:
             )
         self._validate_temperature()
         _check_lookup(self, _WHERE)
-        vocab_size = config.get_text_config().vocab_size
-        if self.draft_vocabulary is not None and (fault := vocabulary_fault(self.draft_vocabulary, vocab_size)):
+        vocab_size, vocabulary = config.get_text_config().vocab_size, self.draft_vocabulary
+        if vocabulary is None or _right_vocabulary == [(vocab_size, vocabulary)]:
+            return
+        if fault := vocabulary_fault(vocabulary, vocab_size):
             raise UserValueError(
                 f"`draft_vocabulary` must be None or a list of distinct token ids from 0 to {vocab_size - 1}, but "
                 f"{fault}. {_WHERE}"
             )
+        _right_vocabulary[:] = [(vocab_size, list(vocabulary))]
 
     def _validate_temperature(self) -> None:
         given = self.draft_temperature

@@ -16,20 +16,11 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from ..user_errors import UserValueError
-from .checkpoint_conversion import (
-    accept_new_fusion,
-    accept_new_heads,
-    accept_transitions,
-    adopt_released_vocabulary,
-    check_fit,
-    drop_extra_heads,
-    entry_token_ids,
-)
-from .checkpoint_files import damaged_weights_named
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
 from .layer_fusion import GumihoLayerFusion
+from .loading import accept_checkpoint, damaged_weights_named
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
@@ -223,17 +214,7 @@ class GumihoModel(GumihoPreTrainedModel):
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         model.load_generation_config(kwargs)
-        name, config, settings = pretrained_model_name_or_path, model.config, model.generation_config
-        info["missing_keys"] = accept_new_fusion(info, config, name, kwargs)
-        info["missing_keys"] = accept_new_heads(model, info["missing_keys"], name, kwargs)
-        unexpected, info["missing_keys"] = accept_transitions(
-            info["unexpected_keys"], info["missing_keys"], config, name
-        )
-        unexpected = drop_extra_heads(unexpected, config, settings, name)
-        info["unexpected_keys"] = adopt_released_vocabulary(model, unexpected, name, kwargs)
-        check_fit(info, name, allow_mismatch)
-        if config.draft_vocab_size is not None:
-            entry_token_ids("d2t", model.d2t.cpu(), config.get_text_config().vocab_size, name)
+        accept_checkpoint(model, info, kwargs, allow_mismatch)
         return (model, info) if output_loading_info else model
 
     def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -365,7 +346,7 @@ class GumihoModel(GumihoPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))
-        unrolled_features = None
+        unrolled_features = path_inputs = None
         if unroll:
             serial_features, unrolled_features, path_inputs = unroll_serial_head(
                 self, input_ids, fused, attention_mask, position_ids, **kwargs
@@ -376,7 +357,7 @@ class GumihoModel(GumihoPreTrainedModel):
             num_paths = max(input_ids.shape[1] - self.config.num_serial_tokens, 0)
             parallel_features = serial_features.new_zeros(len(input_ids), 0, num_paths, serial_features.shape[-1])
         else:
-            if not unroll:
+            if path_inputs is None:
                 path_inputs = self._path_inputs(input_ids, serial_features)
             parallel_features = self._parallel_features(input_ids, path_inputs)
         return GumihoOutput(

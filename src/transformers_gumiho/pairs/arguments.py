@@ -64,19 +64,18 @@ class PairArguments(TargetArguments):
         return replace(super().resolved(), assistant=assistant)
 
 
+_BY_DEFAULT = "(default: the drafter's setting)."
+
+
 @dataclass(kw_only=True)
 class DraftingArguments(PairArguments):
     """The options of a pair, and settings of its drafter."""
 
-    num_assistant_tokens: int | None = option("Draft tokens verified per cycle (default: the drafter's setting).")
-    branching_factor: int | None = option(
-        "Tokens kept at each serial step; 1 drafts a chain (default: the drafter's setting)."
-    )
-    draft_temperature: float | None = option(
-        "Temperature of the draft probabilities (default: the drafter's setting)."
-    )
+    num_assistant_tokens: int | None = option(f"Draft tokens verified per cycle {_BY_DEFAULT}")
+    branching_factor: int | None = option(f"Tokens kept at each serial step; 1 drafts a chain {_BY_DEFAULT}")
+    draft_temperature: float | None = option(f"Temperature of the draft probabilities {_BY_DEFAULT}")
     prompt_lookup_num_tokens: int | None = option(
-        "Maximum number of tokens to draft by prompt lookup; 0 for none (default: the drafter's setting)."
+        f"Maximum number of tokens to draft by prompt lookup; 0 for none {_BY_DEFAULT}"
     )
 
 
@@ -90,5 +89,4 @@ def prompts_field(default: Any = None, without: str = "") -> Any:
 
 
 def _report(message: str) -> None:
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+    sys.stderr.write(f"{message}\n")

@@ -11,7 +11,7 @@ import torch
 import transformers
 from huggingface_hub import cached_assets_path
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import is_gguf_available
 
 from ..user_errors import UserImportError, UserOSError, UserValueError
@@ -53,7 +53,11 @@ def find_target(report: Callable[[str], None] = lambda message: None) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         convert(gguf, Path(work) / "target")
-        _put(Path(work) / "target", folder)
+        try:
+            os.replace(Path(work) / "target", folder)
+        except OSError:  # another process has written one there meanwhile
+            if not (folder / "config.json").exists():
+                raise
     return str(folder)
 
 
@@ -68,19 +72,18 @@ def installed_file() -> Path | None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """
-    Writes the model and tokenizer of a GGUF file as an ordinary folder, in bfloat16.
-
-    Args:
-        gguf: The file.
-        folder: A new folder.
+    Writes the model and tokenizer of a GGUF file into a new folder, as an ordinary model in bfloat16.
 
     Raises:
         OSError: The folder cannot be written.
         ValueError: The file is damaged.
     """
+    # Releases of transformers that have this class would keep the weights quantized.
+    config = getattr(transformers, "GgufConfig", None)
+    dequantizing: dict[str, Any] = {} if config is None else {"quantization_config": config(dequantize=True)}
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **_dequantizing()
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **dequantizing
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # reading damaged bytes may raise anything
@@ -88,7 +91,10 @@ def convert(gguf: Path, folder: Path) -> None:
             f"{gguf.name} of the package {PACKAGE} cannot be read as a GGUF model ({type(error).__name__}: {error}). "
             f"It seems damaged: run `{INSTALL} --force-reinstall --no-cache-dir`, then this again."
         ) from error
-    model = _plain_copy(loaded)
+    # A copy without its quantizer, which refuses to save it although the weights are dequantized.
+    fields = {name: value for name, value in loaded.config.to_dict().items() if name not in _LOADING_FIELDS}
+    model = AutoModelForCausalLM.from_config(type(loaded.config)(**fields), dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
     end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end, do_sample=False
@@ -102,27 +108,3 @@ def convert(gguf: Path, folder: Path) -> None:
             f"Could not write the target into {str(folder)!r}: {error}. It needs 300 MB: make room, or set `HF_HOME` "
             f"to another folder."
         ) from error
-
-
-def _put(made: Path, folder: Path) -> None:
-    """Moves a finished folder to its place. If another process has written one there meanwhile, that one stays."""
-    try:
-        os.replace(made, folder)
-    except OSError:
-        if not (folder / "config.json").exists():
-            raise
-
-
-def _dequantizing() -> dict[str, Any]:
-    """Returns the argument that dequantizes weights, for releases of transformers that would keep them quantized."""
-    config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-def _plain_copy(loaded: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model without its quantizer, which refuses to save it although the weights are dequantized."""
-    fields = {name: value for name, value in loaded.config.to_dict().items() if name not in _LOADING_FIELDS}
-    config = type(loaded.config)(**fields)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
-    return model

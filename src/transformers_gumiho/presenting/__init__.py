@@ -4,13 +4,11 @@ from .answering import Answer, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
 from .command import demo, generate, make_page, show
 from .cycles import Cycle, watch_cycles
-from .streaming import CycleStreamer
 
 
 __all__ = [
     "Answer",
     "Cycle",
-    "CycleStreamer",
     "DemoArguments",
     "GenerateArguments",
     "ShowArguments",

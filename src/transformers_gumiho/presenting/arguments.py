@@ -58,3 +58,8 @@ class DemoArguments(DraftingArguments):
     max_new_tokens: int = option("Maximum number of new tokens that a visitor can set.", 512)
     max_question_tokens: int = option("Max question length in tokens (and 16 characters per token).", 1024)
     max_visitors: int = option("Questions answered at the same time; others are queued.", 4)
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_question_tokens", "max_visitors"):
+            if getattr(self, name) < 1:
+                raise UserValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,18 +15,15 @@ from ..measuring.prompts import encode_turn, read_prompts
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
 from ..user_errors import UserValueError, as_user_errors
-from .answering import Answer, describe_answer, describe_comparison, logit_gap, stream_answer
+from .answering import Answer, logit_gap, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
 from .cycles import Cycle, label_cycle
-from .streaming import colored_writer, wants_colors
-from .terminal_tree import draw_in_terminal
+from .terminal import colored_writer, describe_answer, describe_comparison, draw_in_terminal, wants_colors
 from .tree_svg import tree_svg
 
 
 if TYPE_CHECKING:
     import gradio
-
-    from .web.page import Page
 
 # Of each way of decoding before the two are compared: what only first calls do counts for neither.
 _WARM_UP_TOKENS = 8
@@ -44,7 +42,9 @@ def generate(args: GenerateArguments) -> list[Answer]:
     Returns:
         The answers with the drafter.
     """
-    conversations = _conversations(args)
+    conversations: list[Iterable[str]] = [_typed_lines() if args.prompt is None else [args.prompt]]
+    if args.prompt is None and args.prompts is not None:
+        conversations = [question.turns for question in read_prompts(args.prompts)]
     models = load_pair(args)
     tokenizer = models[1]
     answers: list[Answer] = []
@@ -79,7 +79,21 @@ def show(args: ShowArguments) -> Cycle:
         raise UserValueError(f"Cycles are counted from 1, got --step {args.step}.")
     target, tokenizer, drafter = load_pair(args)
     prompt = _encode(tokenizer, [args.prompt], [])
-    answer = _decode_until(target, tokenizer, drafter, prompt, args.step)
+    answer, step = Answer(), args.step
+
+    def stop() -> None:
+        if len(answer.cycles) == step:
+            raise KeyboardInterrupt
+
+    # There is room for one more cycle, as paths near the end of a text are shorter.
+    most = (step + 1) * max(_MAX_COMMITTED, drafter.config.max_draft_depth + 1)
+    stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
+    if answer.progress == "stopped" and len(answer.cycles) < step:
+        raise KeyboardInterrupt
+    if not answer.cycles:
+        raise UserValueError("The text ends before anything is drafted. Give another --prompt.")
+    if (num_cycles := len(answer.cycles)) < step:
+        raise UserValueError(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
     cycle = answer.cycles[-1]
     labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
     colors = wants_colors(args.color, sys.stdout)
@@ -98,36 +112,27 @@ def demo(args: DemoArguments) -> None:
 
     Raises:
         ImportError: Gradio is not installed.
+        KeyboardInterrupt: Ctrl-C ended it.
         OSError: The pair cannot be downloaded, or the port is taken.
         ValueError: The options do not name a pair, or a limit is below 1.
     """
-    page = _load_page(args)
+    page = make_page(args)
+    with as_user_errors():  # the port may be taken
+        page.launch(server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True)
     try:
-        with as_user_errors():  # the port may be taken
-            _build(page, args).launch(server_name=args.host, server_port=args.port, ssr_mode=False)
+        while True:  # Gradio's own loop would swallow Ctrl-C
+            time.sleep(1)
     finally:
-        page.lock.is_closed = True
+        page.close()
 
 
 def make_page(args: DemoArguments) -> "gradio.Blocks":
     """Returns the page of [`demo`], for a Space or a program of yours; its `launch()` opens it."""
-    return _build(_load_page(args), args)
-
-
-def _build(page: "Page", args: DemoArguments) -> "gradio.Blocks":
-    is_pair = args.target is None and args.assistant is None
-    return page.build(args.max_visitors, args.pair if is_pair else None)
-
-
-def _load_page(args: DemoArguments) -> "Page":
-    for name in ("max_new_tokens", "max_question_tokens", "max_visitors"):
-        if getattr(args, name) < 1:
-            raise UserValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
     # Only the page needs Gradio; whoever lacks it should not wait for the models first.
     from .web.page import Page
 
     logging.disable_progress_bar()
-    return Page(*load_pair(args), args.max_new_tokens, args.max_question_tokens)
+    return Page(*load_pair(args), args)
 
 
 def _answer(
@@ -162,13 +167,6 @@ def _answer(
     return answer
 
 
-def _conversations(args: GenerateArguments) -> list[Iterable[str]]:
-    """Returns what a user says in each conversation, turn by turn."""
-    if args.prompt is not None:
-        return [[args.prompt]]
-    return [_typed_lines()] if args.prompts is None else [q.turns for q in read_prompts(args.prompts)]
-
-
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
     prompt = encode_turn(tokenizer, turns, texts)
     if not prompt:
@@ -188,26 +186,3 @@ def _typed_lines() -> Iterator[str]:
             if line.strip():
                 yield line
     sys.stdout.write("\n")
-
-
-def _decode_until(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, prompt: list[int], step: int
-) -> Answer:
-    """Returns the greedy text up to the cycle with number `step`, after which nothing is decoded."""
-    answer = Answer()
-
-    def stop() -> None:
-        if len(answer.cycles) == step:
-            raise KeyboardInterrupt
-
-    # There is room for one more cycle, as paths near the end of a text are shorter.
-    most = (step + 1) * max(_MAX_COMMITTED, drafter.config.max_draft_depth + 1)
-    stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
-    if answer.progress == "stopped" and len(answer.cycles) < step:
-        raise KeyboardInterrupt
-    if not answer.cycles:
-        raise UserValueError("The text ends before anything is drafted. Give another --prompt.")
-    if len(answer.cycles) < step:
-        num_cycles = len(answer.cycles)
-        raise UserValueError(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
-    return answer

@@ -84,8 +84,8 @@ class Cycle:
 @contextmanager
 def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
     """
-    Calls `on_cycle` after each verification cycle of this thread's generations within it. The choice of the first
-    token, after the prompt, is no cycle. A streamer may get a cycle's tokens before or after the call.
+    Calls `on_cycle` after each verification cycle of this thread's generations within it, whose tokens a streamer has
+    then received. The choice of the first token, after the prompt, is no cycle.
 
     Raises:
         ValueError: In `generate()`, for a batch of several sequences.
@@ -96,8 +96,7 @@ def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
 
 class _CycleWatcher(GenerationObserver):
     def __init__(self, watch: Callable[[Cycle], None]):
-        self.watch = watch
-        self._origin = DraftOrigin("drafter")
+        self._watch, self._origin = watch, DraftOrigin("drafter")
 
     def on_generation_begin(self, batch_size: int) -> None:
         if batch_size != 1:
@@ -112,25 +111,14 @@ class _CycleWatcher(GenerationObserver):
         child, is_drafted = ChildFinder(tree).find(path.nodes[:, -1:], path.tokens[:, -1:])
         if is_drafted:
             accepted.append(int(child))
-        cycle = Cycle(
-            tokens=tuple(tree.tokens[0].tolist()),
-            parents=tuple(tree.parents[0].tolist()),
-            scores=tuple(tree.scores[0].tolist()),
-            accepted=tuple(accepted),
-            bonus_token=None if is_drafted else int(path.tokens[0, -1]),
-            origin=self._origin,
-        )
-        self.watch(cycle)
+        tokens, parents, scores = (tuple(values[0].tolist()) for values in (tree.tokens, tree.parents, tree.scores))
+        bonus_token = None if is_drafted else int(path.tokens[0, -1])
+        self._watch(Cycle(tokens, parents, scores, tuple(accepted), bonus_token, self._origin))
 
 
 @dataclass(frozen=True)
 class CycleLabels:
-    """
-    Attributes:
-        context: The end of the text before the root.
-        nodes: For each node, the text of its token, in quotes.
-        bonus: The same of the bonus token, if there is one.
-    """
+    """The end of the text before the root, and the tokens' texts in quotes: of each node, and of the bonus token."""
 
     context: str
     nodes: tuple[str, ...]
@@ -138,21 +126,15 @@ class CycleLabels:
 
 
 def label_cycle(tokenizer: PreTrainedTokenizerBase, committed: Sequence[int], cycle: Cycle) -> CycleLabels:
-    """
-    Args:
-        tokenizer: The target's tokenizer.
-        committed: The text before the cycle, its last token the root.
-        cycle: The cycle.
-    """
+    """Returns the texts of a cycle's tokens. `committed` is the text before the cycle, its last token the root."""
     before = list(committed[-_CONTEXT:-1])
-    paths: list[list[int]] = [before]
+    paths: list[list[int]] = []
     for node, token in enumerate(cycle.tokens):
-        above = paths[0] if node == 0 else paths[cycle.parents[node] + 1]
-        paths.append([*above, token])
-    bonus = None if cycle.bonus_token is None else _label(tokenizer, paths[cycle.last_accepted + 1], cycle.bonus_token)
+        paths.append([*(before if node == 0 else paths[cycle.parents[node]]), token])
+    bonus = None if cycle.bonus_token is None else _label(tokenizer, paths[cycle.last_accepted], cycle.bonus_token)
     return CycleLabels(
         context=shorten(repr(tokenizer.decode(before)), 2 * _LONGEST, keeps_end=True),
-        nodes=tuple(_label(tokenizer, path[:-1], path[-1]) for path in paths[1:]),
+        nodes=tuple(_label(tokenizer, path[:-1], path[-1]) for path in paths),
         bonus=bonus,
     )
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..benchmarking import BenchmarkSettings, decoding_modes, read_prompts, run_benchmark, summarize
-from ..benchmarking.journal import Journal, measuring_conditions
+from ..benchmarking import decoding_modes, read_prompts, run_benchmark, summarize
 from ..benchmarking.modes import PROMPT_LOOKUP, choose_modes
 from ..benchmarking.report import markdown
 from ..pairs import PairArguments, load_pair
@@ -24,16 +23,13 @@ def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts
     return describe(tune(options))
 
 
-def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, work: Path) -> str:
+def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path) -> str:
     """Compares the drafter with plain decoding and prompt lookup, adds the table to its card, and returns it."""
     target, tokenizer, drafter = load_pair(PairArguments(**_pair(args, folder)))
     modes = choose_modes(decoding_modes(drafter), [PROMPT_LOOKUP, "gumiho"])
-    conditions = measuring_conditions(target, drafter) | {"max_new_tokens": args.measured_new_tokens}
-    work.mkdir(exist_ok=True)
-    settings = BenchmarkSettings(max_new_tokens=args.measured_new_tokens)
-    journal = Journal(work / "samples.jsonl", conditions)
+    questions = read_prompts(str(prompts))
     try:
-        samples = run_benchmark(target, tokenizer, read_prompts(str(prompts)), modes, settings, journal)
+        samples = list(run_benchmark(target, tokenizer, questions, modes, max_new_tokens=args.measured_new_tokens))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.") from None
     table = markdown(summarize(samples))

@@ -304,7 +304,7 @@ class Run:
             if stage == "tune":
                 say(tune_drafter(args, self.folder, self.prompt_file, num_prompts))
             else:
-                say(evaluate_drafter(args, self.folder, self.prompt_file, self.work / stage))
+                say(evaluate_drafter(args, self.folder, self.prompt_file))
 
         self._once(stage, contents, measure)
         gc.collect()

@@ -15,8 +15,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ..measuring.prompts import encode_turn
-from ..model.checkpoint_files import stored_dtype
 from ..model.configuration_gumiho import GumihoConfig, resolve_layer_ids
+from ..model.loading import stored_dtype
 from ..model.modeling_gumiho import GumihoModel
 from ..resumable_file import Record
 from ..text_files import MalformedRowError

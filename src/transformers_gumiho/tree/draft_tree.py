@@ -6,11 +6,13 @@ Pure functions of fixed-shape tensors with the batch dimension first. `B` batch 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..uploads import upload
+
+Value = TypeVar("Value", bound=Any)  # a dataclass
 
 
 @dataclass(frozen=True)
@@ -60,47 +62,31 @@ class DraftTree:
 
     def to(self, device: torch.device) -> "DraftTree":
         """Returns the tree on `device`."""
-        return self if self.tokens.device == device else self._map(lambda tensor: tensor.to(device))
-
-    def with_root(self, root_tokens: torch.Tensor) -> "DraftTree":
-        """Returns the same tree under other roots `(B,)`."""
-        root = root_tokens[:, None].to(self.tokens)
-        return replace(self, tokens=torch.cat((root, self.tokens[:, 1:]), dim=1))
+        return self if self.tokens.device == device else map_tensors(self, lambda tensor: tensor.to(device))
 
     def clone(self) -> "DraftTree":
         """Returns a copy in memory of its own."""
-        return self._map(torch.clone)
+        return map_tensors(self, torch.clone)
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DraftTree":
-        return replace(
-            self,
-            tokens=function(self.tokens),
-            parents=function(self.parents),
-            depths=function(self.depths),
-            scores=function(self.scores),
-            ancestors=function(self.ancestors),
-        )
+
+def map_tensors(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) -> Value:
+    """Returns a dataclass with each of its tensors mapped."""
+    tensors = {name: own for name, own in vars(value).items() if isinstance(own, torch.Tensor)}
+    return replace(value, **{name: function(own) for name, own in tensors.items()})
 
 
 def first_level(tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
     """
-    Returns the best `num_nodes` candidates for the depth below the root.
-
-    Args:
-        tokens (`(B, 1, M)`): Candidate tokens, best first.
-        log_probs (`(B, 1, M)`): Their draft log-probabilities.
+    Returns the best `num_nodes` candidates for the depth below the root, of `tokens` `(B, 1, M)`, best first, with
+    their draft log-probabilities `(B, 1, M)`.
     """
     return DraftLevel(tokens[:, 0], log_probs[:, 0], torch.zeros_like(tokens[:, 0])).first(num_nodes)
 
 
 def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
     """
-    Extends every node of `level` by each of its candidate tokens, and keeps the best `num_nodes` of the extensions.
-
-    Args:
-        level: The `n` nodes to extend.
-        tokens (`(B, n, M)`): Candidate tokens of each node, distinct for a node.
-        log_probs (`(B, n, M)`): Their draft log-probabilities.
+    Extends each of the `n` nodes of `level` by its candidate tokens `(B, n, M)`, distinct for a node, with their draft
+    log-probabilities `(B, n, M)`. Keeps the best `num_nodes` of the extensions.
     """
     num_candidates = tokens.shape[2]
     scores = (level.scores[:, :, None] + log_probs).flatten(1)
@@ -110,27 +96,14 @@ def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tenso
 
 def bare_root(root_tokens: torch.Tensor) -> DraftTree:
     """Returns the tree of the root alone, with `root_tokens` `(B,)`."""
-    shape, device = (len(root_tokens), 1), root_tokens.device
-    # Not a view, as compiled functions specialize on strides; and int64, as prompts may have fewer bits.
-    none = torch.zeros(shape, dtype=torch.long, device=device)
-    return DraftTree(
-        tokens=none + root_tokens[:, None],
-        parents=none,
-        depths=none,
-        scores=none.float(),
-        ancestors=torch.ones((*shape, 1), dtype=torch.bool, device=device),
-        max_depth=0,
-    )
+    nothing = torch.zeros(len(root_tokens), 0, dtype=torch.long, device=root_tokens.device)
+    return single_path(root_tokens, nothing, nothing.float())
 
 
 def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
     """
-    Returns the tree that is one path in each row.
-
-    Args:
-        root_tokens (`(B,)`): The newest committed tokens.
-        tokens (`(B, M)`): The path below them, from depth 1 down.
-        scores (`(B, M)`): Summed log-probabilities (nats) of the paths that end at its tokens.
+    Returns the tree that is one path in each row: under `root_tokens` `(B,)` the `tokens` `(B, M)` from depth 1 down,
+    with the summed log-probabilities (nats) of the paths that end at them as `scores` `(B, M)`.
     """
     shape, device = (len(tokens), tokens.shape[1] + 1), tokens.device
     depths = torch.arange(shape[1], device=device).repeat(shape[0], 1)
@@ -138,7 +111,7 @@ def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.T
         tokens=torch.cat((root_tokens[:, None].to(tokens), tokens), dim=1),
         parents=(depths - 1).clamp(min=0),
         depths=depths,
-        scores=torch.cat((torch.zeros_like(scores[:, :1]), scores), dim=1),
+        scores=nn.functional.pad(scores, (1, 0)),
         ancestors=depths[:, :, None] >= depths[:, None, :],
         max_depth=tokens.shape[1],
     )
@@ -146,13 +119,9 @@ def single_path(root_tokens: torch.Tensor, tokens: torch.Tensor, scores: torch.T
 
 def padded_root(root_tokens: torch.Tensor, num_unused: int, max_depth: int) -> DraftTree:
     """
-    Returns the root with nodes that are no drafts, where all trees must have the same shapes.
-
-    Args:
-        root_tokens (`(B,)`): The newest committed tokens.
-        num_unused: Further nodes: a path of tokens 0 with scores of minus infinity. Where the target happens to choose
-            such a token, it is accepted as any draft is.
-        max_depth: That of the other trees. Nodes below it are never reached; they have its position.
+    Returns the roots `(B,)` with `num_unused` nodes that are no drafts, where all trees must have the same shapes: a
+    path of tokens 0 with scores of minus infinity. Where the target happens to choose such a token, it is accepted as
+    any draft is. Nodes below `max_depth`, that of the other trees, are never reached; they have its position.
     """
     unused = torch.zeros(len(root_tokens), num_unused, dtype=torch.long, device=root_tokens.device)
     tree = single_path(root_tokens, unused, torch.full_like(unused, -torch.inf, dtype=torch.float32))
@@ -199,14 +168,13 @@ def choose_nodes(
     tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, num_nodes: int, max_depth: int
 ) -> DraftTree:
     """
-    Returns the tree of the best `num_nodes` of `n` candidates under a root, which is the first of them.
+    Returns the tree of a root and its best `num_nodes` descendants, of `n` candidates of which the root is the first.
 
     Args:
         tokens (`(B, n)`): The tokens of the candidates.
         scores (`(B, n)`): Their scores, none better than that of the parent. Among equals the parent comes first.
         parents (`(B, n)`): For each the candidate that is its parent.
-        num_nodes: The most drafted nodes of the tree.
-        max_depth: No path is longer.
+        num_nodes, max_depth: The most drafted nodes of the tree, and of a path.
     """
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     chosen = order[:, : num_nodes + 1]
@@ -227,13 +195,11 @@ def choose_nodes(
 
 def limit_depth(tree: DraftTree, max_depth: int, is_chain: bool) -> DraftTree:
     """
-    Returns the tree without its nodes below `max_depth`; all rows keep as many as the row with the most above it.
+    Returns the tree without its nodes below `max_depth`; all rows keep as many as the row with the most above it. In
+    chains (`is_chain`) that is their depth.
 
     Nodes below it that remain come last. No walk reaches them; they have the position of `max_depth`. On an
     accelerator all of a tree's remain, because the host would have to wait for their number.
-
-    Args:
-        is_chain: Whether all rows are chains, whose number of nodes is their depth.
     """
     if tree.max_depth <= max_depth:
         return tree
@@ -242,18 +208,10 @@ def limit_depth(tree: DraftTree, max_depth: int, is_chain: bool) -> DraftTree:
         num_kept = min(max_depth + 1, num_kept)
     elif is_below.device.type == "cpu":
         num_kept -= int(is_below.sum(dim=1).min())
-    # Stable: nodes still come after their parents.
-    order = is_below.sort(dim=1, stable=True).indices
-    ranks = order.argsort(dim=1)
-    order = order[:, :num_kept]
-    return DraftTree(
-        tokens=tree.tokens.gather(1, order),
-        parents=ranks.gather(1, tree.parents.gather(1, order)),
-        depths=tree.depths.gather(1, order).clamp(max=max_depth),
-        scores=tree.scores.gather(1, order),
-        ancestors=gather_rows(tree.ancestors, order).gather(2, order[:, None].expand(-1, num_kept, -1)),
-        max_depth=max_depth,
+    limited = choose_nodes(
+        tree.tokens, tree.scores.masked_fill(is_below, -torch.inf), tree.parents, num_kept - 1, tree.max_depth
     )
+    return replace(limited, depths=limited.depths.clamp(max=max_depth), max_depth=max_depth)
 
 
 def find_ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
@@ -282,10 +240,11 @@ def gather_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return tensor.gather(1, rows[:, :, None].expand(-1, -1, tensor.shape[2]))
 
 
-def block_attention_mask(
+def tree_attention_mask(
     visible: torch.Tensor,
     depths: torch.Tensor,
-    lengths: Sequence[int],
+    starts: int | torch.Tensor,
+    num_slots: int,
     dtype: torch.dtype,
     context_mask: torch.Tensor | None = None,
     window: int | None = None,
@@ -297,75 +256,33 @@ def block_attention_mask(
         visible (`(B, Q, n)`, bool): Which of the `n` newest slots each of the `Q` queries sees.
         depths (`(B, n)`): Position of each of the newest slots relative to the first of them. The queries are the last
             `Q` of the slots.
-        lengths: Committed slots of each row; the new slots of row b start at `lengths[b]`.
+        starts: Committed slots of each row, `(B, 1)`, or their number in all rows. The newest slots follow them.
+        num_slots: Slots of the mask, at least `max(starts) + n`. No query sees those after the newest ones.
         dtype: Dtype of the attention scores, or `torch.bool`.
-        context_mask (`(B, max(lengths))`, bool, *optional*): False at committed slots that no query sees (padding).
+        context_mask (`(B, T)`, bool, *optional*): False at committed slots that no query sees (padding). It has a
+            number for each of them.
         window (`int`, *optional*): A query sees slots less than this many positions before it. Unlimited by default.
 
     Returns:
-        `(B, 1, Q, max(lengths) + n)`: 0 where a query sees a slot, the dtype's minimum where it does not; or true and
-        false. `sdpa` and eager attention add a float mask, and eager attention misreads a bool one.
+        `(B, 1, Q, num_slots)`: 0 where a query sees a slot, the dtype's minimum where it does not; or true and false.
+        `sdpa` and eager attention add a float mask, and eager attention misreads a bool one.
     """
     batch_size, num_queries, num_new = visible.shape
-    device, longest = visible.device, max(lengths)
-    if context_mask is not None:
-        context_mask = context_mask[:, :longest]
-    if min(lengths) != longest:
-        starts = upload(lengths, device)[:, None]
-        return slot_attention_mask(visible, depths, starts, longest + num_new, dtype, context_mask, window)
-
-    seen, hidden = _mask_values(dtype)
-    mask = torch.full((batch_size, 1, num_queries, longest + num_new), seen, dtype=dtype, device=device)
-    if context_mask is not None:
-        mask[:, 0, :, :longest].masked_fill_(~context_mask[:, None], hidden)
-    if window is not None:
-        query_depths = depths[:, -num_queries:]
-        visible = visible & (query_depths[:, :, None] - depths[:, None, :] < window)
-        slots = torch.arange(longest, device=device)
-        mask[:, 0, :, :longest].masked_fill_(slots <= (longest + query_depths - window)[:, :, None], hidden)
-    mask[..., longest:].masked_fill_(~visible[:, None], hidden)
-    return mask
-
-
-def slot_attention_mask(
-    visible: torch.Tensor,
-    depths: torch.Tensor,
-    starts: torch.Tensor,
-    num_slots: int,
-    dtype: torch.dtype,
-    context_mask: torch.Tensor | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """
-    Returns the mask of [`block_attention_mask`], whose arguments it shares, over the first `num_slots` slots of a
-    cache, where only the device knows how many of them are committed.
-
-    Args:
-        starts (`(B, 1)`): Committed slots of each row.
-        num_slots: At least `max(starts) + n`.
-
-    Returns:
-        `(B, 1, Q, num_slots)`.
-    """
-    _, num_queries, num_new = visible.shape
     query_depths = depths[:, -num_queries:]
     if window is not None:
         visible = visible & (query_depths[:, :, None] - depths[:, None, :] < window)
+    # 1. Every query sees the context, except for padding and what is before the window.
     slots = torch.arange(num_slots, device=visible.device)
-    offsets = slots - starts
-    in_context = offsets < 0
+    in_context = (slots < starts).expand(batch_size, -1)
     if context_mask is not None:
-        in_context = in_context & torch.nn.functional.pad(context_mask, (0, num_slots - context_mask.shape[1]))
-    in_context = in_context[:, None].expand(-1, num_queries, -1)
+        in_context = in_context & nn.functional.pad(context_mask, (0, num_slots - context_mask.shape[1]))
+    seen = in_context[:, None].repeat(1, num_queries, 1)
     if window is not None:
-        in_context = in_context & (slots > (starts + query_depths - window)[:, :, None])
-    index = offsets.clamp(0, num_new - 1)[:, None].expand(-1, num_queries, -1)
-    in_block = visible.gather(2, index) & ((offsets >= 0) & (offsets < num_new))[:, None]
-    seen, hidden = _mask_values(dtype)
-    mask = torch.full(in_block.shape, seen, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~(in_context | in_block), hidden)[:, None]
-
-
-def _mask_values(dtype: torch.dtype) -> tuple[float | bool, float | bool]:
-    """Returns a mask's values for slots that are seen and hidden."""
-    return (True, False) if dtype is torch.bool else (0.0, torch.finfo(dtype).min)
+        seen &= slots > (starts + query_depths - window)[:, :, None]
+    # 2. The newest slots follow the context of each row.
+    newest = (starts + slots[:num_new]).expand(batch_size, -1)
+    seen.scatter_(2, newest[:, None].expand(-1, num_queries, -1), visible)
+    if dtype is torch.bool:
+        return seen[:, None]
+    hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return hidden.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]

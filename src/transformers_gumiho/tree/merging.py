@@ -43,12 +43,8 @@ def merge_branch(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor)
 def take_better_chain(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor) -> DraftTree:
     """
     Returns for each row the chain, or one that begins with the branch if more of its tokens are expected to be
-    accepted. It has as many tokens as before; the chain's follow a shorter branch.
-
-    Args:
-        tree: The chain.
-        tokens (`(B, M)`): The branch, as in [`merge_branch`].
-        log_probs (`(B, M)`): As in [`merge_branch`].
+    accepted. It has as many tokens as before; the chain's follow a shorter branch. The arguments are those of
+    [`merge_branch`].
     """
     length = min(tokens.shape[1], tree.tokens.shape[1] - 1)
     tokens, log_probs = tokens[:, :length], log_probs[:, :length]

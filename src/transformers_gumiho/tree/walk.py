@@ -71,12 +71,7 @@ def longest_path(tree: DraftTree) -> int:
 
 
 def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
-    """
-    Walks the tree at once, for choices that do not depend on the way to a node.
-
-    Args:
-        choices (`(B, N + 1)`): The token that the target chooses after each node.
-    """
+    """Walks the tree at once, by the tokens `choices` `(B, N + 1)` that the target chooses after each node."""
     # A draft is accepted if it is the token that the target chooses at its parent, and all drafts above are accepted.
     # The token chosen at the last accepted node is the bonus token. So the committed tokens are those that plain
     # decoding chooses, one after the other.
@@ -94,9 +89,7 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
 
 
 class ChildFinder:
-    """
-    Finds the children of a tree's nodes by the tokens they carry.
-    """
+    """Finds the children of a tree's nodes by the tokens they carry."""
 
     def __init__(self, tree: DraftTree):
         self._keys = _keys(tree.parents, tree.tokens)
@@ -104,10 +97,8 @@ class ChildFinder:
 
     def find(self, nodes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Looks for the children of `nodes` `(B, 1)` that carry `tokens` `(B, 1)`.
-
-        Returns:
-            The children's indices `(B, 1)` (any node where there is none) and whether there is one `(B, 1)`.
+        Looks for the children of `nodes` `(B, 1)` that carry `tokens` `(B, 1)`. Returns their indices `(B, 1)`, any
+        node where there is none, and whether there is one `(B, 1)`.
         """
         found, children = (self._keys == _keys(nodes, tokens)).max(dim=1, keepdim=True)
         return children, found

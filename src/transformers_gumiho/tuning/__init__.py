@@ -1,8 +1,8 @@
 """Finds the settings with which a drafter is fastest on a machine."""
 
-from .arguments import TuningArguments
 from .command import tune
 from .contest import Standing
+from .finding import TuningArguments
 from .result import TuningResult, describe
 from .trees import Tree
 

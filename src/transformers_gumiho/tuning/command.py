@@ -1,24 +1,19 @@
 """`gumiho tune`: finds the settings that decode fastest on this machine, and saves them with the drafter."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.modes import PLAIN, DecodingMode, Runner
+from ..measuring.modes import Runner
 from ..measuring.prompts import encode_turn, read_prompts
-from ..measuring.timing import DecodingTime
-from ..model.decoding_settings import NEVER_PAUSES, DraftingSettings
+from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from ..pairs import load_pair
 from ..user_errors import UserValueError, as_user_errors
 from ..verification.placement import input_device
 from ..verification.traits import TargetTraits
-from .arguments import TuningArguments
-from .contest import Contest, Decode
-from .finding import find_settings
+from .finding import TuningArguments, find_settings
 from .result import TuningResult
 from .trees import Tree, list_trees
 
@@ -44,46 +39,18 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    if drafter.config.draft_vocab_size is not None:
-        # Its own output head scores a part of the vocabulary already, and no other tokens.
-        args = replace(args, tune_vocabulary=False)
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)
-    decode = turn_decoder(target, drafter, tokenizer.pad_token_id, args.max_new_tokens)
     own = _own_tree(target, drafter, min(args.batch_sizes, default=1))
     trees = list_trees(drafter.config, own, TargetTraits.of(target).is_chain)
-    vocab_size = drafter.config.get_text_config().vocab_size
+    runner = Runner(target, tokenizer.pad_token_id, args.max_new_tokens)
     try:
-        result = find_settings(decode, trees, prompts, vocab_size, args)
+        result = find_settings(runner, drafter, trees, prompts, args)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Stopped. The drafter's settings are as they were.") from None
     drafter.generation_config.update(**result.settings)
     drafter.generation_config.save_pretrained(folder)
     return result
-
-
-def turn_decoder(
-    target: PreTrainedModel, drafter: GumihoModel, pad_token_id: int | None, max_new_tokens: int
-) -> Decode:
-    """Returns what decodes the turns of contests. The drafter's settings are its own again after each turn."""
-    runner = Runner(target, pad_token_id, max_new_tokens)
-
-    def decode(contest: Contest, trees: Sequence[Tree], turn: int) -> list[DecodingTime]:
-        modes = [PLAIN, *(_mode_of(tree, contest, drafter) for tree in trees)]
-        prompts = [contest.prompts[index] for index in contest.indices(turn)]
-        return runner.compare(modes, prompts, contest.temperature, seed=turn)
-
-    return decode
-
-
-def _mode_of(tree: Tree, contest: Contest, drafter: GumihoModel) -> DecodingMode:
-    # With pauses, cycles without drafts would be timed.
-    settings = tree.settings | {"break_even": NEVER_PAUSES}
-    if contest.drafter_alone:
-        settings["prompt_lookup_num_tokens"] = 0
-    if tree.vocabulary != "own":
-        settings["draft_vocabulary"] = list(contest.counted) if tree.vocabulary == "counted" else None
-    return DecodingMode(str(tree), {"assistant_model": drafter}, settings)
 
 
 def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> Tree:

@@ -18,7 +18,7 @@ _SHARP_TEMPERATURE = 0.3
 # A smaller output head saves hardly any more time.
 _MIN_COUNTED = 2048
 # Sizes that compete for each further number of rows.
-NUM_SIZES = 5
+_NUM_SIZES = 5
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,19 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
     trees = [own, Tree(deepest, 1, deepest)]
     if config.num_parallel_heads == 0:
         for depth in sorted({min(depth, deepest) for depth in _SERIAL_DEPTHS}):
-            trees.append(Tree(depth, 1, depth))
-            trees += [Tree(size, branching, min(depth, size)) for size, branching in _SHAPES]
-        return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
-    for size, branching in _SHAPES:
-        trees += [Tree(size, branching, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
-        if size <= _MAX_SHALLOW:
+            trees += [Tree(depth, 1, depth), *(Tree(size, width, min(depth, size)) for size, width in _SHAPES)]
+    else:
+        for size, width in _SHAPES:
+            trees += [Tree(size, width, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
             # Without the parallel heads a cycle has one pass less.
-            trees.append(Tree(size, branching, min(shallow, size)))
+            trees += [Tree(size, width, min(shallow, size))] if size <= _MAX_SHALLOW else []
     return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
 
 
 def list_sizes(winner: Tree) -> list[Tree]:
     """Returns the winner and smaller trees of its shape, because each node costs more in a larger batch."""
     largest = winner.num_assistant_tokens
-    sizes = {round(largest ** (step / (NUM_SIZES - 1))) for step in range(NUM_SIZES)}
+    sizes = {round(largest ** (step / (_NUM_SIZES - 1))) for step in range(_NUM_SIZES)}
     return [replace(winner, num_assistant_tokens=size) for size in sorted(sizes)]
 
 

@@ -2,8 +2,8 @@
 Attention of passes over draft trees. It differs from transformers' own only in the thread that runs such a pass.
 
 Without copies: if several query heads share a head of keys and values and there is a mask, transformers' `sdpa`
-function copies keys and values for each query head. These passes read the shared heads in place. Attention with other
-options (dropout, sinks, soft caps, a position bias, paged caches) uses transformers' function.
+function copies keys and values for each query head. These passes read the shared heads in place, except with further
+options (dropout, sinks, soft caps, a position bias, paged caches).
 
 With a tree mask: flash attention, also as a kernel from the Hub, and flex attention take no such mask. These passes
 run `sdpa` instead, or for options that `sdpa` lacks (soft caps, sinks), the eager function of the target's own code.
@@ -51,13 +51,14 @@ _ROW_ALIGNMENT = 16
 # that wrap it copy the mark.
 _installed: list[tuple[AttentionFunction, AttentionFunction]] = []
 
-# State of a pass over a tree: its folded masks, and the eager function of each class of layers.
+# State of a pass over a tree in this thread: its folded masks, the eager function of each class of layers, and others.
 _passes = threading.local()
 
 
 @contextmanager
-def _pass_state(**values: Any) -> Iterator[None]:
-    before = {name: getattr(_passes, name, None) for name in values}
+def pass_state(**values: Any) -> Iterator[None]:
+    """Returns a context for a pass, in which [`current_pass`] returns these values in this thread."""
+    before = {name: current_pass(name) for name in values}
     vars(_passes).update(values)
     try:
         yield
@@ -65,11 +66,16 @@ def _pass_state(**values: Any) -> Iterator[None]:
         vars(_passes).update(before)
 
 
+def current_pass(name: str) -> Any:
+    """Returns this value of the running pass, `None` outside of one."""
+    return getattr(_passes, name, None)
+
+
 @contextmanager
 def gqa_without_copies() -> Iterator[None]:
     """Returns a context in which this thread's passes read grouped keys and values in place."""
     _install("sdpa", _kernel_without_copies)
-    with _pass_state(folded_masks={}):
+    with pass_state(folded_masks={}):
         yield
 
 
@@ -77,12 +83,12 @@ def masked_attention(
     target: PreTrainedModel, implementation: str, kinds: Collection[type]
 ) -> Callable[[], AbstractContextManager[None]]:
     """
-    Returns a function that makes a context for each pass of `target` over a tree. In this context and thread, layers
-    of these `kinds` use the tree's mask, though the `implementation` takes none.
+    Returns a function that makes a context for each pass of `target` over a tree, in which layers of these `kinds` use
+    the tree's mask, though the `implementation` takes none.
     """
     _install(implementation, _kernel_that_takes_masks)
     eager = {kind: eager_attention(kind) for kind in kinds}
-    return functools.partial(_pass_state, eager=eager, has_sdpa=supports_sdpa(target))
+    return functools.partial(pass_state, eager=eager, has_sdpa=supports_sdpa(target))
 
 
 def replaced_attention(function: Any) -> Any:
@@ -93,15 +99,8 @@ def replaced_attention(function: Any) -> Any:
 def _install(implementation: str, choose: Callable[..., AttentionFunction]) -> None:
     """Registers a function for an implementation, unless it is registered already or somebody else's stands there."""
     plain = registered_attention(implementation)
-    if plain is not SDPA_ATTENTION and plain not in UNMASKED_ATTENTION:
+    if plain is None or (plain is not SDPA_ATTENTION and plain not in UNMASKED_ATTENTION):
         return
-    attend = _dispatching(plain, choose)
-    _installed.append((attend, plain))
-    replace_attention_function(implementation, attend)
-
-
-def _dispatching(plain: AttentionFunction, choose: Callable[..., AttentionFunction]) -> AttentionFunction:
-    """Returns an attention function that calls what `choose` returns for its arguments."""
 
     @functools.wraps(plain)
     def attend(
@@ -118,14 +117,15 @@ def _dispatching(plain: AttentionFunction, choose: Callable[..., AttentionFuncti
             function = choose(plain, module, query, key, value, attention_mask, args, kwargs)
         return function(module, query, key, value, attention_mask, *args, **kwargs)
 
-    return attend
+    _installed.append((attend, plain))
+    replace_attention_function(implementation, attend)
 
 
 def _kernel_that_takes_masks(plain: AttentionFunction, module: nn.Module, *args: Any) -> AttentionFunction:
-    eager = (getattr(_passes, "eager", None) or {}).get(type(module))
+    eager = (current_pass("eager") or {}).get(type(module))
     if eager is None:
         return plain
-    if not (_passes.has_sdpa and all(args[-1].get(name) is None for name in _options_sdpa_lacks(eager))):
+    if not (current_pass("has_sdpa") and all(args[-1].get(name) is None for name in _options_sdpa_lacks(eager))):
         return eager
     # Not what is registered as `sdpa`, which may be a function of the user's.
     return _kernel_without_copies(SDPA_ATTENTION, module, *args)
@@ -148,7 +148,7 @@ def _kernel_without_copies(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> AttentionFunction:
-    if args or getattr(_passes, "folded_masks", None) is None or not _is_plainly_masked(mask, options):
+    if args or current_pass("folded_masks") is None or not _is_plainly_masked(mask, options):
         return plain
     return _attend_in_place if _would_copy(module, query, key, value, mask) else plain
 
@@ -196,25 +196,15 @@ def _would_copy(
 
 
 def attend_folded(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None = None
 ) -> torch.Tensor:
     """
     Attends with the query heads of a group folded into the rows of one head, so that PyTorch's fused kernels apply.
     On other devices than a CPU, `enable_gqa` with a mask copies keys and values, and keeps all scores.
 
-    Args:
-        query (`(B, groups * kv_heads, n, head_dim)`): The queries.
-        key (`(B, kv_heads, K, head_dim)`): The keys.
-        value (`(B, kv_heads, K, value_dim)`): The values.
-        mask (`(B, 1, n, K)`): Added to the scores, or false where a key is hidden.
-        scaling: Factor of the scores.
-
-    Returns:
-        `(B, groups * kv_heads, n, value_dim)`.
+    Queries `(B, groups * kv_heads, n, head_dim)` attend to keys `(B, kv_heads, K, head_dim)` with values of any width,
+    under a mask `(B, 1, n, K)` that is added to the scores, or false where a key is hidden. Returns
+    `(B, groups * kv_heads, n, value_dim)`.
     """
     batch_size, num_heads, num_queries, _ = query.shape
     num_groups = num_heads // key.shape[1]
@@ -225,7 +215,7 @@ def attend_folded(
 
 def _folded_mask(mask: torch.Tensor, num_groups: int) -> torch.Tensor:
     """Returns `(B, 1, num_groups * n, K)`: a mask `(B, 1, n, K)` for folded rows, made once in a pass."""
-    known = getattr(_passes, "folded_masks", None)
+    known = current_pass("folded_masks")
     if known is None or torch.compiler.is_compiling():  # the compiler reuses equal results itself
         return _fold(mask, num_groups)
     key = id(mask), num_groups

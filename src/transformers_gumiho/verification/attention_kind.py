@@ -1,7 +1,7 @@
 """Which attention the layers of a target compute, and what masks it takes in passes over draft trees."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -57,12 +57,8 @@ class AttentionKind:
 
 def attention_kind(model: PreTrainedModel, config: PreTrainedConfig, has_windows: bool = False) -> AttentionKind:
     """
-    Returns the attention of a model's layers, as they look it up.
-
-    Args:
-        model: A decoder, or a target, whose decoder is meant.
-        config: Config of the decoder.
-        has_windows: Whether layers attend to a window.
+    Returns the attention of a model's layers, as they look it up. `config` is that of the model's decoder;
+    `has_windows`: whether layers attend to a window.
     """
     name = attention_implementation(config)
     found = _functions_of_layers(model)
@@ -93,9 +89,7 @@ def attention_classes(model: PreTrainedModel) -> set[type]:
 
 
 def _functions_of_layers(model: PreTrainedModel) -> dict[tuple[str, int], Any]:
-    """
-    Returns the functions that the decoder's layers look up, by the name of the implementation and the function's id.
-    """
+    """Returns the functions that the decoder's layers look up, by the implementation's name and the function's id."""
     configs = ((type(module), getattr(module, "config", None)) for module in model.get_decoder().modules())
     names = {
         (kind, attention_implementation(config)) for kind, config in configs if isinstance(config, PreTrainedConfig)
@@ -105,7 +99,6 @@ def _functions_of_layers(model: PreTrainedModel) -> dict[tuple[str, int], Any]:
 
 
 def _fallback_obstacle(kinds: set[type], name: str) -> str | None:
-    """Returns why passes over trees cannot run another function in place of one that takes no dense mask."""
     # An entry of the object that layers ask would hide the function that is registered for these passes.
     if any(attention_of_layers(kind, name) is not registered_attention(name) for kind in kinds):
         return "its code has a function of its own by that name"
@@ -122,17 +115,10 @@ def _registered_kind(
         return AttentionKind(name, "boolean", omits_masks=True, registered=function)
     if masks == "added":
         return AttentionKind(name, "added", registered=function)
-    if masks is None:
-        # Plain decoding lets a window end with the cache, which holds more while drafts are verified.
-        refusal = "it has no mask function, so a window of this target would be cut by its cache alone"
-        return AttentionKind(
-            name,
-            "boolean",
-            omits_masks=True,
-            sees_padding=True,
-            registered=function,
-            refusal=refusal if has_windows else None,
-        )
-    return AttentionKind(
-        name, registered=function, tree_obstacle=f"has the attention {name!r}, which takes masks of its own kind"
-    )
+    if masks is not None:
+        obstacle = f"has the attention {name!r}, which takes masks of its own kind"
+        return AttentionKind(name, registered=function, tree_obstacle=obstacle)
+    # Plain decoding lets a window end with the cache, which holds more while drafts are verified.
+    refusal = "it has no mask function, so a window of this target would be cut by its cache alone"
+    kind = AttentionKind(name, "boolean", omits_masks=True, sees_padding=True, registered=function)
+    return replace(kind, refusal=refusal) if has_windows else kind

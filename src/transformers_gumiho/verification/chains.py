@@ -4,7 +4,7 @@ it can be, else restored and replayed.
 """
 
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,11 +45,11 @@ _INDICES = {"idx_keys": 2, "indexer_keys": 1, "indexer_position_ids": -1}
 PENDING_PER_DRAFT = 10
 
 
+@dataclass
 class TensorListCache:
     """Stands for a cache where a target takes and returns a list of tensors (RWKV), which it writes in place."""
 
-    def __init__(self, tensors: list[Any]):
-        self.tensors = tensors
+    tensors: list[Any]
 
 
 class ChainCache:
@@ -121,12 +121,11 @@ class ChainCache:
 
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Removes the newest `max(num_removed)` entries, which must be of the newest pass."""
-        if max(num_removed) > self._num_accepted:
-            raise UserValueError(
-                f"Cannot remove {max(num_removed)} tokens: the newest pass left {self._num_accepted}."
-            )
-        self._num_accepted -= max(num_removed)
-        self._length -= max(num_removed)
+        number = max(num_removed)
+        if number > self._num_accepted:
+            raise UserValueError(f"Cannot remove {number} tokens: the newest pass left {self._num_accepted}.")
+        self._num_accepted -= number
+        self._length -= number
 
     def restore(self, cache: Any) -> None:
         """Leaves the committed entries that are not pending in the caller's cache. Ends the use of this one."""
@@ -152,13 +151,14 @@ class ChainCache:
             self._pending = tokens[:, : self._num_accepted] if self._num_accepted else None
 
 
+@dataclass(eq=False)
 class ChainSession(TargetSession):
     """A target that verifies chains: trees whose nodes are one path, in order. All rows advance together."""
 
     cache: ChainCache
     pad_token_id: int = 0
-    _max_drafts: int = 0
-    _padded: Sequence[bool] = ()
+    _max_drafts: int = field(default=0, init=False)
+    _padded: Sequence[bool] = field(default=(), init=False)
 
     def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
         """Runs all nodes of a chain, root included, after the accepted tokens that the cache does not hold yet."""
@@ -202,16 +202,11 @@ class ChainSession(TargetSession):
         num_tokens, num_nodes = tokens.shape[1], nodes.shape[1]
         offsets = torch.arange(start + num_nodes - num_tokens, start + num_nodes, device=self.device)
         position_ids = self._positions(offsets.expand(len(tokens), -1))
-        model_inputs = self.model.prepare_inputs_for_generation(
-            tokens,
-            **self._node_kwargs(num_tokens) | self._image_mask(start + num_nodes),
-            **{self.traits.cache_argument: self.cache.argument},
-            attention_mask=self._attention_mask(start + num_nodes),
-            **({} if self.model_kwargs.get("position_ids") is None else {"position_ids": position_ids}),
-        )
-        if "logits_to_keep" in model_inputs:  # some models put in their own
-            model_inputs["logits_to_keep"] = max(num_nodes, 1)
-        outputs, captured = self._run_target(model_inputs, num_tokens)
+        inputs = self._image_mask(start + num_nodes)
+        if self.model_kwargs.get("position_ids") is not None:
+            inputs["position_ids"] = position_ids
+        mask = self._attention_mask(start + num_nodes)
+        outputs, captured = self._run_target(tokens, self.cache.argument, mask, max(num_nodes, 1), **inputs)
         hidden_states = outputs.hidden_states
         return TargetOutput(
             logits=outputs.logits[:, outputs.logits.shape[1] - num_nodes :],
@@ -232,24 +227,15 @@ class ChainSession(TargetSession):
         """Returns the mask as plain decoding extends it by `num_new` tokens, `None` where the caller's has none."""
         if self.model_kwargs.get("attention_mask") is None:
             return None
-        mask, length = self.prompt.mask, self.prompt.length
-        new = torch.ones(len(self.cache.lengths), num_new, dtype=torch.long, device=self.device)
-        return torch.cat((new.new_ones(len(new), length) if mask is None else mask.long(), new), dim=1)
-
-
-class _Kind(Enum):
-    """How an attribute of a cache is rolled back."""
-
-    CROP = auto()  # it only grows, so nothing is held
-    REFERENCE = auto()  # it is replaced, never written in place: keys and values of a window, compressed entries
-    COPY = auto()
+        size = len(self.cache.lengths), self.prompt.length + num_new
+        mask = torch.ones(size, dtype=torch.long, device=self.device)
+        if self.prompt.mask is not None:
+            mask[:, : self.prompt.length] = self.prompt.mask
+        return mask
 
 
 class StateSnapshot:
-    """
-    The state of a layer of a cache, or of the cache itself beside its layers. `held` has the attributes to restore by
-    name.
-    """
+    """The state of a layer of a cache, or of the cache itself beside its layers, in attributes `held` by name."""
 
     def __init__(self, owner: Any):
         self.owner = owner
@@ -257,28 +243,23 @@ class StateSnapshot:
         is_sliding = isinstance(owner, DynamicSlidingWindowLayer)
         self._is_cropped = is_croppable(owner) and not is_sliding
         self._grows = isinstance(owner, DynamicLayer) and not is_sliding
-        self.held = {
-            name: self._hold(name, value) for name, value in vars(owner).items() if self._kind(name) is not _Kind.CROP
-        }
-
-    def _kind(self, name: str) -> _Kind:
-        is_kv = name in ("keys", "values")
-        if self._is_cropped or name == "layers" or (self._grows and is_kv):
-            return _Kind.CROP
-        is_replaced = is_compressed(self.owner) or (isinstance(self.owner, DynamicLayer) and is_kv)
-        return _Kind.REFERENCE if is_replaced else _Kind.COPY
+        every, entries = set(vars(owner)), {"keys", "values"}
+        # What only grows is cropped.
+        cropped = every if self._is_cropped else {"layers"} | (entries if self._grows else set())
+        # The entries of a window, and compressed ones, are replaced, never written in place: a reference holds them.
+        self._referenced = every if is_compressed(owner) else entries if isinstance(owner, DynamicLayer) else set()
+        self.held = {name: self._hold(name, vars(owner)[name]) for name in every - cropped}
 
     def _hold(self, name: str, value: Any) -> Any:
-        if self._kind(name) is _Kind.COPY:
-            return _copy(value)
+        if name not in self._referenced:
+            return _copied(value)
         return dict(value) if isinstance(value, dict) else value
 
     def restore(self) -> None:
         """Restores the state. It can be called again after later passes."""
         now = vars(self.owner)
         for name, value in self.held.items():
-            is_copied = self._kind(name) is _Kind.COPY
-            now[name] = _copied_into(now[name], value) if is_copied else self._hold(name, value)
+            now[name] = self._hold(name, value) if name in self._referenced else _copied(value, now[name])
         if self._is_cropped:
             crop_to(self.owner, self._num_entries)
         elif self._grows and self.owner.keys is not None:
@@ -287,10 +268,8 @@ class StateSnapshot:
 
 
 def can_roll_back(layer: Any) -> bool:
-    """
-    Whether drafts can be removed from a layer. Other classes and subclasses may hold more, and a trial of a few tokens
-    does not reach the end of a window.
-    """
+    """Whether drafts can be removed from a layer."""
+    # Other classes and subclasses may hold more, and a trial of a few tokens does not reach the end of a window.
     return is_croppable(layer) or type(layer) in STATE_LAYERS or is_compressed(layer)
 
 
@@ -314,14 +293,12 @@ def num_entries(layer: Any) -> int:
 
 
 def crop_to(layer: Any, num_tokens: int, keeps_past: bool = False) -> None:
-    """
-    Makes a croppable layer hold its first `num_tokens` tokens, also where an interrupted pass has added tokens to the
-    keys and not to their index. With `keeps_past` a sliding layer keeps its tokens before the window.
-    """
+    """Makes a croppable layer hold its first tokens; with `keeps_past` a sliding one all those before, too."""
     num_removed = max(num_entries(layer) - num_tokens, 0)
     if not isinstance(layer, DynamicSlidingWindowLayer):
         if isinstance(layer, DynamicLayer):
             DynamicLayer.crop(layer, -num_removed)
+        # An interrupted pass may have added tokens to the keys and not to their index.
         for name, dim in _INDICES.items():
             if (index := getattr(layer, name, None)) is not None and index.numel():
                 setattr(layer, name, index.narrow(dim, 0, min(num_tokens, index.shape[dim])))
@@ -355,31 +332,22 @@ def _layers_of(cache: Any) -> list[Any]:
 
 
 def _mark_unused_layers(cache: Any) -> None:
-    """
-    Replaces layers that are empty after the prefill, as their states are beside them, by layers that count no tokens.
-    The first layer that counts them determines the length of masks, and that would be 0.
-    """
+    """Replaces layers that are empty after the prefill, as their states are beside them."""
+    # The first layer that counts tokens determines the length of masks, and that would be 0.
     for index, layer in enumerate(_layers_of(cache)):
         if type(layer) is DynamicLayer and num_entries(layer) == 0:
             cache.layers[index] = LinearAttentionLayer()
 
 
-def _copy(value: Any) -> Any:
-    """Returns a copy of a tensor, or of a container with copies of its tensors."""
+def _copied(value: Any, into: Any = None) -> Any:
+    """Returns a copy of a tensor or of nested ones, in the memory of `into`, which compiled functions may know."""
     if isinstance(value, torch.Tensor):
-        return value.clone()
+        known = [getattr(into, name, None) for name in ("shape", "dtype", "device")]
+        return into.copy_(value) if known == [value.shape, value.dtype, value.device] else value.clone()
     if isinstance(value, dict):
-        return type(value)((name, _copy(item)) for name, item in value.items())
-    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
-
-
-def _copied_into(now: Any, value: Any) -> Any:
-    """Returns a copy of `value`, in the memory of `now` where the shapes agree: compiled functions may know it."""
-    if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-        fits = (now.shape, now.dtype, now.device) == (value.shape, value.dtype, value.device)
-        return now.copy_(value) if fits else value.clone()
-    if isinstance(value, dict) and isinstance(now, dict):
-        return type(value)((name, _copied_into(now.get(name), item)) for name, item in value.items())
-    if type(value) in (list, tuple) and type(now) is type(value) and len(now) == len(value):
-        return type(value)(map(_copied_into, now, value))
-    return _copy(value)
+        items = into if isinstance(into, dict) else {}
+        return type(value)((name, _copied(item, items.get(name))) for name, item in value.items())
+    if type(value) in (list, tuple):
+        is_alike = type(into) is type(value) and len(into) == len(value)
+        return type(value)(map(_copied, value, into if is_alike else [None] * len(value)))
+    return value

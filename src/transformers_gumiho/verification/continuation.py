@@ -1,27 +1,14 @@
 """Whether a target computes the same for several tokens in one pass as for one token after the other."""
 
 import math
-from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel
 
-from ..internals import computing_in_float32
 from ..tree.walk import AcceptedPath
 from .chains import ChainCache, held_tensors
-from .requirements import Unsupported
-from .traits import TargetTraits
-from .trial import (
-    NUM_PROMPT_TOKENS,
-    NUM_TOKENS,
-    Rows,
-    Trial,
-    largest_error,
-    relative_error,
-    run_singly,
-    trial_tokens,
-    tried,
-)
+from .traits import TargetTraits, Unsupported
+from .trial import NUM_PROMPT_TOKENS, NUM_TOKENS, Rows, Trial, largest_error, run_singly, trial_tokens, tried
 
 
 # Of the drafts of the first pass.
@@ -47,11 +34,8 @@ def check_multi_token_decode(
         rows = "a padded batch"
     in_rows = "" if rows == "one row" else f" in {rows}"
 
-    def measure(in_float32: bool = False) -> float:
-        return measure_continuation(target, traits, rows, in_float32)
-
     try:
-        verdict = tried(target, traits, rows, measure)
+        verdict = tried(target, traits, rows, lambda: measure_continuation(target, traits, rows))
     except torch.OutOfMemoryError:
         raise  # a smaller batch may do
     except (RuntimeError, TypeError, IndexError, AssertionError) as error:
@@ -71,23 +55,15 @@ def check_multi_token_decode(
         )
 
 
-def measure_continuation(
-    target: PreTrainedModel, traits: TargetTraits, rows: Rows = "one row", in_float32: bool = False
-) -> float:
+def measure_continuation(target: PreTrainedModel, traits: TargetTraits, rows: Rows = "one row") -> float:
     """
-    Returns the error of multi-token passes with a rollback between them, against single-token passes: the root mean
-    square relative to that of the values, the largest of the logits and of each tensor in the cache. (A lost state may
-    hardly show in the logits of an untrained model.) With `in_float32` a target in 16 bits computes in float32.
+    Returns the error of multi-token passes with a rollback between them, against single-token passes: the largest of
+    the logits and of each tensor in the cache. (A lost state may hardly show in the logits of an untrained model.)
     """
     tokens, mask = trial_tokens(target, rows)
-    with computing_in_float32() if in_float32 else nullcontext():
-        passes = (run(Trial(target, traits, tokens, mask)) for run in (_run_at_once, _run_singly))
-        differences = [relative_error(*pair) for pair in zip(*passes, strict=True)]
-    return largest_error(differences)
-
-
-def _run_singly(trial: Trial) -> list[torch.Tensor]:
-    return _results(trial, run_singly(trial, NUM_ACCEPTED))
+    at_once = _run_at_once(Trial(target, traits, tokens, mask))
+    trial = Trial(target, traits, tokens, mask)
+    return largest_error(at_once, _results(trial, run_singly(trial, NUM_ACCEPTED)))
 
 
 def _run_at_once(trial: Trial) -> list[torch.Tensor]:

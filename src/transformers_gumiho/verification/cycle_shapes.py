@@ -51,12 +51,8 @@ def no_compile(function: Function) -> Function:
 @dataclass(frozen=True)
 class CycleShapes:
     """
-    The shapes of the stages of a cycle.
-
-    Attributes:
-        capacity: With fixed shapes, the minimum number of slots in the target's cache. `None` if the shapes grow with
-            the text.
-        compiler: Compiles a stage.
+    The shapes of the stages of a cycle, and the `compiler` of a stage. With fixed shapes, `capacity` is the minimum
+    number of slots in the target's cache; it is `None` if the shapes grow with the text.
     """
 
     capacity: int | None = None
@@ -127,9 +123,8 @@ class _Options(dict):
         return hash(repr(sorted(self.items())))
 
 
-@functools.cache
+@functools.cache  # one object for all generations, because it holds the compiled code
 def _compiled(function: Function, options: _Options) -> Function:
-    # One object for all generations, because it holds the compiled code.
     compiled: Any = torch.compile(function, **options)
     return compiled
 
@@ -199,10 +194,9 @@ def free_memory(target: nn.Module) -> None:
 
 def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> Any:
     """
-    Returns the target, or for one with compiled modules a copy that shares its weights. In the copy, the modules that
-    the drafter reads, and those around them, are not compiled: a graph ignores hooks that are registered later, and a
-    compiling thread fails where hooks come and go. All other modules stay compiled. `layers` are those that
-    the drafter reads.
+    Returns the target, or for one with compiled modules a copy that shares its weights, in which the modules that the
+    drafter reads (those of `layers`), and those around them, are not compiled: a graph ignores hooks that are
+    registered later, and a compiling thread fails where hooks come and go. All other modules stay compiled.
     """
     if not any(map(is_compiled, target.modules())):
         return target

@@ -19,7 +19,7 @@ _NUM_COMPARED = 256
 class _Kept:
     key: tuple[Any, ...]
     versions: list[Any]
-    sample: torch.Tensor | None
+    sample: torch.Tensor
     tensors: Sequence[torch.Tensor]
 
 
@@ -46,6 +46,7 @@ def kept(
         owners: The modules that the weights belong to. The tensors are freed with either.
         weights: What the tensors are computed from.
         key: What they depend on beside the weights. Tensors in it are compared by identity.
+        make: Computes the tensors.
         has_static_addresses: Whether captured graphs read the tensors.
     """
     of_first = _kept.setdefault(owners[0], WeakKeyDictionary())
@@ -53,7 +54,8 @@ def kept(
     versions = [(weight.data_ptr(), version_of(weight), weight.shape, weight.dtype) for weight in weights]
     sample = _sample(weights)
     known = of_both.get(name)
-    if known is None or versions != known.versions or not _is_same(key, known.key) or not _agree(sample, known.sample):
+    is_known = known is not None and versions == known.versions and _is_same(key, known.key)
+    if known is None or not is_known or not torch.equal(sample, known.sample):
         of_both.pop(name, None)  # before the new ones take memory
         known = of_both[name] = _Kept(key, versions, sample, make())
     for tensor in known.tensors if has_static_addresses else ():
@@ -76,11 +78,7 @@ def _is_same(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     )
 
 
-def _sample(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _sample(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns some numbers of all weights as one tensor, so that the host waits once for a comparison."""
     parts = [weight.detach().reshape(-1)[:: max(weight.numel() // _NUM_COMPARED, 1)] for weight in weights]
-    return torch.cat([part.to(parts[0].device, torch.float32) for part in parts]) if parts else None
-
-
-def _agree(sample: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return sample is other or (sample is not None and other is not None and torch.equal(sample, other))
+    return torch.cat([part.to(parts[0].device, torch.float32) for part in parts] or [torch.empty(0)])

@@ -6,11 +6,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
+from ..model.decoding_settings import DraftingSettings
 from ..model.target_shape import TargetLayers
 from ..uploads import upload
 from ..user_errors import UserValueError
 from .chains import ChainCache, ChainSession
-from .cycle_shapes import CycleShapes, StaticMemory
+from .cycle_shapes import CycleShapes, StaticMemory, cycle_shapes
 from .placement import input_device
 from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
 from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
@@ -24,8 +25,8 @@ MAX_RESERVED_TOKENS = 512
 
 def prompt_positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
     """
-    Returns the positions `(..., B, T)` of a prompt's tokens. For a target without positions, `generate()` passes none.
-    They are then counted as `generate()` counts them for other targets, because the drafter needs them.
+    Returns the positions `(..., B, T)` of a prompt's tokens; for a target without positions, which the drafter needs,
+    as `generate()` counts them for others.
     """
     if (position_ids := model_kwargs.get("position_ids")) is not None:
         return position_ids
@@ -36,49 +37,39 @@ def prompt_positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> t
     return torch.arange(length, device=input_ids.device).expand(len(input_ids), -1)
 
 
-def outlives_call(cache: Any, traits: TargetTraits, generation_config: GenerationConfig) -> bool:
-    """Returns whether anybody sees the cache that `generate()` prepared, if any, after the call."""
-    if generation_config.return_dict_in_generate:
-        return True
-    return cache is not None and (traits.cache_argument != CACHE_NAME or is_callers_cache(cache))
-
-
 def read_prompt(
     model: PreTrainedModel,
     traits: TargetTraits,
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    shapes: CycleShapes,
+    settings: DraftingSettings,
     *,
-    keeps_cache: bool,
     max_new_tokens: int,
-    num_nodes: int,
-    max_path: int,
     layers: TargetLayers | None = None,
-) -> tuple["TargetSession", TargetOutput]:
+) -> TargetSession:
     """
     Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
-    `model_kwargs` are as prepared by `generate()`, with the cache for the prompt.
+    `model_kwargs` are as prepared by `generate()`.
 
     Args:
-        shapes: Shapes of the passes over trees.
-        keeps_cache: Whether anybody sees the cache after the call.
+        settings: The settings of the trees that are verified later.
         max_new_tokens: Most tokens that may follow.
-        num_nodes: Most nodes of a later tree, root included. Longer paths use the slots of later tokens.
-        max_path: Most nodes of a path in such a tree.
         layers: The layers that the drafter reads.
 
     Returns:
-        The session that continues from here, and the output for the prompt.
+        The session that continues from here.
     """
-    # 1. What the pass may replace in the arguments is read before it.
-    reader, name = FeatureReader(model, layers), traits.cache_argument
+    # 1. The prefill gets an ordinary cache.
+    name, num_nodes = traits.cache_argument, settings.num_assistant_tokens + 1
+    shapes, keeps_cache = _prepare_cache(model, traits, generation_config, model_kwargs, num_nodes)
+    cache = model_kwargs[name]
+    # 2. What the pass may replace in the arguments is read before it.
+    reader = FeatureReader(model, layers)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
-    cache = model_kwargs.get(name)
     num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
-    outputs, states = _run_prompt(model, reader, input_ids, generation_config, model_kwargs)
-    # 2. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
+    outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs)
+    # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
         cache, num_before = outputs[name], 0
     # Not the device of the parameters: a target may be split over devices, and an offloaded one is on "meta".
@@ -86,7 +77,7 @@ def read_prompt(
     batch_size, num_read = states.last.shape[:2]
     position_ids = position_ids.to(device)
     length = _num_entries(traits, cache, mask, num_read, num_before)
-    # A cache of fixed shapes never grows.
+    # A cache of fixed shapes never grows. Paths longer than a tree's usual ones use the slots of later tokens.
     reserved = max_new_tokens if shapes.are_fixed else min(max_new_tokens, MAX_RESERVED_TOKENS)
     prompt = TargetPrompt(
         length=length,
@@ -96,52 +87,60 @@ def read_prompt(
         keeps_cache=keeps_cache,
         num_reserved=shapes.slots_for(length + reserved + num_nodes) - length,
     )
-    # 3. The session verifies drafts, with a cache that takes over the entries of the prompt: trees, or chains.
+    # 4. The session verifies drafts, with a cache that takes over the entries of the prompt: trees, or chains.
     capacity = length + prompt.num_reserved
     memory = StaticMemory.take(model, batch_size, capacity) if shapes.are_compiled else None
-    shared = (prompt, max_new_tokens, max_path, _dtype_of_scores(cache, states), shapes, memory)
+    # Attention scores have the dtype of the keys, which the last states may not have.
+    keys = (layer.keys for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None)
+    dtype = next((tensor.dtype for tensor in keys), states.last.dtype)
+    shared = (prompt, max_new_tokens, settings.longest_path + 1, dtype, shapes, memory)
     session: TargetSession
     if traits.is_chain:
         chain_cache = ChainCache(cache, length, batch_size)
-        session = ChainSession(model, traits, model_kwargs, reader, chain_cache, *shared)
-        session.pad_token_id = pad_token_id(generation_config) or 0
+        pad_token = pad_token_id(generation_config) or 0
+        session = ChainSession(model, traits, model_kwargs, reader, chain_cache, *shared, pad_token)
     else:
         hidden = None if traits.attention.sees_padding else prompt.mask
         tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(model, traits, model_kwargs, reader, tree_cache, *shared)
-    output = TargetOutput(
-        logits=outputs.logits[:, -1:],
-        states=states,
-        position_ids=text_positions(position_ids)[:, -num_read:].expand(batch_size, -1),
-        hidden_states=outputs.hidden_states,
-    )
-    return session, output
+    position_ids = text_positions(position_ids)[:, -num_read:].expand(batch_size, -1)
+    session.prefill = TargetOutput(outputs.logits[:, -1:], states, position_ids, outputs.hidden_states)
+    return session
 
 
-def _dtype_of_scores(cache: Any, states: TargetStates) -> torch.dtype:
-    """Returns the dtype of the target's attention scores, which its last states may not have."""
-    keys = (getattr(layer, "keys", None) for layer in getattr(cache, "layers", ()))
-    return next((tensor.dtype for tensor in keys if tensor is not None), states.last.dtype)
+def _prepare_cache(
+    model: PreTrainedModel,
+    traits: TargetTraits,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    num_nodes: int,
+) -> tuple[CycleShapes, bool]:
+    """Returns the shapes of the cycles, and whether anybody sees the cache after the call."""
+    name, returns_dict = traits.cache_argument, bool(generation_config.return_dict_in_generate)
+    cache = model_kwargs.get(name)
+    is_given = cache is not None and (name != CACHE_NAME or is_callers_cache(cache))
+    shapes = cycle_shapes(model, generation_config, model_kwargs, num_nodes)
+    if shapes.are_fixed or cache is None:
+        # A static one that `generate()` prepared is dropped; unless the prompt is read in chunks, it has taken no
+        # memory yet.
+        model_kwargs[name] = traits.make_cache()
+    return shapes, returns_dict or is_given
 
 
 def _run_prompt(
-    model: PreTrainedModel,
-    reader: FeatureReader,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
+    reader: FeatureReader, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> tuple[Any, TargetStates]:
     """Returns the target's outputs for the prompt, and its states."""
-    config = model.config.get_text_config(decoder=True)
+    config = reader.target.config.get_text_config(decoder=True)
     if getattr(config, "num_kv_shared_layers", 0) and "logits_to_keep" in model_kwargs:
         # If this is a number, decoders whose last layers read the keys and values of earlier layers run these last
         # layers for the last token only. The drafter needs the states of the entire prompt.
         model_kwargs["logits_to_keep"] = upload([-1], input_ids.device)
     with reader.listening():
         begin_capture()
-        outputs = run_prompt(model, input_ids, generation_config, model_kwargs)
+        outputs = run_prompt(reader.target, input_ids, generation_config, model_kwargs)
         return outputs, reader.collect(end_capture())
 
 
@@ -157,17 +156,15 @@ def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layers: Tar
     tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=input_device(target)), traits.make_cache()
     model_kwargs = {traits.cache_argument: cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
     model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
-    _run_prompt(target, FeatureReader(target, layers), tokens, GenerationConfig(), model_kwargs)
+    _run_prompt(FeatureReader(target, layers), tokens, GenerationConfig(), model_kwargs)
     _num_entries(traits, cache, None, 2, 0)
 
 
 def _is_replaced(
     model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], written: Any, name: str
 ) -> bool:
-    """
-    Returns whether the target replaced the given cache on purpose. Phi-3 does when the text outgrows its short rotary
-    embedding. A `forward` that loses its cache argument does not count.
-    """
+    """Whether the target replaced its cache on purpose, and not by a `forward` that loses its cache argument."""
+    # Phi-3 does when the text outgrows its short rotary embedding.
     given = model_kwargs[name]
     if written is None or written is given:
         return False

@@ -5,39 +5,29 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from ..internals import attention_implementation, is_pipeline_stage
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import state_width
-from ..user_errors import UserValueError
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
+from .continuation import check_multi_token_decode
 from .placement import input_device
+from .prompt import prompt_positions
 from .target_states import find_layers
-from .traits import TargetTraits
+from .traits import TargetTraits, Unsupported
 from .tree_cache import is_convertible
 
 
 logger = logging.get_logger(__name__)
 
-
-class Unsupported(UserValueError):
-    """
-    A call of `generate()` that cannot be drafted. With an attached drafter, such a call decodes plainly instead.
-    """
-
-
 # Settings that replace the loop or the rule by which drafts are accepted.
 _CONFLICTING_SETTINGS = (
-    "dola_layers",
-    "assistant_early_exit",
-    "use_mtp",
-    "speculation_type",
-    "assistant_ensemble_weight",
-)
+    "dola_layers", "assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight",
+)  # fmt: skip
 # Prompt lookup counts as assisted generation.
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 # The ways out.
@@ -56,10 +46,7 @@ def unsupported_reason(check: Callable[..., None], *args: Any) -> str | None:
 
 
 def check_request(
-    target: PreTrainedModel,
-    drafter: GumihoModel,
-    generation_config: GenerationConfig,
-    mode_kwargs: dict[str, Any],
+    target: PreTrainedModel, drafter: GumihoModel, generation_config: GenerationConfig, mode_kwargs: dict[str, Any]
 ) -> None:
     """
     Raises [`Unsupported`] where the target, the drafter or the way of generating does not allow drafting.
@@ -96,7 +83,7 @@ def check_request(
             f"{type(target).__name__} is split into pipeline stages, so no process has all the states that a Gumiho "
             f"assistant reads. Load it with `tp_plan` or `device_map` instead, or {_WITHOUT_DRAFTER}"
         )
-    check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
+    _check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
     traits = check_target(target)
     if generation_config.cache_implementation == "static" and traits.is_chain:
         raise Unsupported(
@@ -115,13 +102,10 @@ def check_request(
 _same_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, WeakSet[PreTrainedTokenizerBase]] = WeakKeyDictionary()
 
 
-def check_tokenizers(
+def _check_tokenizers(
     tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """
-    Raises [`Unsupported`] where the assistant has a tokenizer of its own. A pipeline passes the same tokenizer twice
-    where the two configs differ in the ids of special tokens alone.
-    """
+    # A pipeline passes the same tokenizer twice where the two configs differ in the ids of special tokens alone.
     if assistant_tokenizer is None or assistant_tokenizer is tokenizer:
         return
     known = _same_tokenizers.setdefault(assistant_tokenizer, WeakSet())
@@ -139,7 +123,15 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
     name = type(target).__name__
     if target.config.is_encoder_decoder:
         raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
-    _check_adapter(target)
+    # For the time of a call, PEFT replaces this method of the target by that of the model around it.
+    around = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    adapter = getattr(around, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise Unsupported(
+            f"{type(adapter).__name__} puts virtual tokens before the prompt, which a Gumiho assistant does not know. "
+            f"Call `generate()` within `disable_adapter()`, use an adapter of weights such as LoRA, or "
+            f"{_WITHOUT_DRAFTER}"
+        )
     traits = TargetTraits.of(target)
     attention = traits.attention
     # Chains need no masks for trees, but a function of the user's may cut windows in another way.
@@ -156,19 +148,6 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
     if target.get_output_embeddings() is None:
         raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
     return traits
-
-
-def _check_adapter(target: PreTrainedModel) -> None:
-    """Raises [`Unsupported`] under an adapter of PEFT that puts virtual tokens before the prompt."""
-    # For the time of a call, PEFT replaces this method of the target by that of the model around it.
-    around = getattr(target.prepare_inputs_for_generation, "__self__", None)
-    adapter = getattr(around, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
-        raise Unsupported(
-            f"{type(adapter).__name__} puts virtual tokens before the prompt, which a Gumiho assistant does not know. "
-            f"Call `generate()` within `disable_adapter()`, use an adapter of weights such as LoRA, or "
-            f"{_WITHOUT_DRAFTER}"
-        )
 
 
 def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
@@ -200,19 +179,46 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         )
 
 
-def check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:
+def check_inputs(
+    target: PreTrainedModel,
+    traits: TargetTraits,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    max_new_tokens: int,
+) -> None:
     """
-    Raises [`Unsupported`] for a padded batch of a target that reads padding differently in a pass over several tokens.
+    Raises [`Unsupported`] where drafts cannot be verified for the inputs of a call. The target does not run, except
+    for a trial of a few tokens in the first call of a chain's class and config.
 
-    GIT widens a padding mask by the tokens of an image, also in a text that has none. MiniMax M3 chooses blocks of
-    slots by the positions of tokens, which are not the slots of a padded row: it may choose padding alone.
+    Args:
+        target: A decoder-only model.
+        traits: Its traits.
+        input_ids (`(B, T)`): The prompt.
+        generation_config: As prepared by `generate()`.
+        model_kwargs: As prepared by `generate()`, the cache among them.
+        max_new_tokens: Most tokens that may follow.
     """
-    mask = model_kwargs.get("attention_mask")
-    if mask is None or mask.ndim != 2 or bool(mask.all()):
-        return
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
+    if mask is not None and mask.ndim == 2 and not bool(mask.all()):
+        _check_padding(traits, model_kwargs)
+    _check_positions(traits.name, traits.config, prompt_positions(input_ids, model_kwargs), max_new_tokens)
+    if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
+        if cache is not None:
+            _check_cache(traits, cache)
+        _check_text_is_kept(target, traits, cache, input_ids.shape[1], max_new_tokens)
+    if traits.is_chain:
+        check_multi_token_decode(target, traits, mask, len(input_ids))
+
+
+def _check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:
+    """Refuses a padded batch of a target that reads padding differently in a pass over several tokens."""
     reason = None
+    # GIT widens a padding mask by the tokens of an image, also in a text that has none.
     if traits.config.model_type == "git" and model_kwargs.get("pixel_values") is None:
         reason = "of texts without images"
+    # MiniMax M3 chooses blocks of slots by the positions of tokens, which are not the slots of a padded row: it may
+    # choose padding alone.
     elif BLOCK_INDEX_KIND in traits.windows:
         reason = "because it chooses blocks of its cache as if no row had padding"
     if reason is not None:
@@ -222,24 +228,20 @@ def check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_positions(traits: TargetTraits, position_ids: torch.Tensor, max_new_tokens: int) -> None:
-    """
-    Raises [`Unsupported`] where the longest position of a pass changes what a token sees. A tree reaches further than
-    plain decoding.
-
-    Some rotary embeddings change with the largest position. Doge attends to the `keep_window_size` tokens of the best
-    scores; equal tokens have equal scores in its first layer, so the choice among them is chance. `position_ids`
-    `(..., T)` are those of the prompt.
-    """
-    config, start = traits.config, int(position_ids.max()) + 1
+def _check_positions(name: str, config: PreTrainedConfig, position_ids: torch.Tensor, max_new_tokens: int) -> None:
+    """Refuses a call where the longest position of a pass, which is a tree's, changes what a token sees."""
+    start = int(position_ids.max()) + 1
     stop = start + max_new_tokens
     reach = f"and this generation may go from {start} to {stop}. {_LOWER_MAX_NEW_TOKENS}"
+    # Doge attends to the tokens of the best scores. Equal tokens have equal scores in its first layer, so the choice
+    # among them is chance.
     kept = getattr(config, "keep_window_size", None)
     if kept is not None and stop - 1 > kept:  # plain decoding does not run the last token
         raise Unsupported(
-            f"{traits.name} attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by "
+            f"{name} attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by "
             f"chance, {reach}"
         )
+    # Some rotary embeddings change with the largest position.
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     # Models with two kinds of attention nest one set of parameters per kind.
     nested = [value for value in parameters.values() if isinstance(value, dict) and "rope_type" in value]
@@ -251,20 +253,15 @@ def check_positions(traits: TargetTraits, position_ids: torch.Tensor, max_new_to
         if rope_type == "longrope":
             limit = rope.get("original_max_position_embeddings", limit)
         if stop > limit and (rope_type == "dynamic" or start <= limit):
-            raise Unsupported(
-                f"{traits.name} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, {reach}"
-            )
+            raise Unsupported(f"{name} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, {reach}")
 
 
-def check_text_is_kept(
+def _check_text_is_kept(
     target: PreTrainedModel, traits: TargetTraits, cache: Any, length: int, max_new_tokens: int
 ) -> None:
-    """
-    Raises [`Unsupported`] where plain decoding continues without the text before.
-
-    Phi's models drop a cache of at most `original_max_position_embeddings` tokens once the text is longer. Phi-3 then
-    reads the text again; Phi-4-multimodal reads the newest token alone. `length` counts the text so far.
-    """
+    """Refuses a call where plain decoding continues without the text before, which has `length` tokens so far."""
+    # Phi's models drop a cache of at most this many tokens once the text is longer. Phi-3 then reads the text again;
+    # Phi-4-multimodal reads the newest token alone.
     limit = getattr(target.config, "original_max_position_embeddings", None)
     if limit is None:
         return
@@ -291,10 +288,8 @@ def _reads_newest_alone(target: PreTrainedModel, cache_argument: str, limit: int
     return inputs.get(cache_argument) is not cache and inputs["input_ids"].shape[1] == 1
 
 
-def check_cache(traits: TargetTraits, cache: Any) -> None:
-    """Raises [`Unsupported`] for a cache of the caller's that drafts cannot be verified against."""
-    if cache is None:
-        return  # the first pass makes what holds states
+def _check_cache(traits: TargetTraits, cache: Any) -> None:
+    """Refuses a cache of the caller's that drafts cannot be verified against."""
     layers = getattr(cache, "layers", [])
     is_offloaded = getattr(cache, "offloading", False)
     kind = traits.cache_class or DynamicCache

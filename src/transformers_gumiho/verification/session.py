@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..tree.draft_tree import DraftTree, bare_root
+from ..tree.draft_tree import DraftTree, map_tensors, padded_root
 from ..tree.walk import AcceptedPath, pick
 from ..uploads import upload
 from .attention import gqa_without_copies, masked_attention
@@ -61,21 +61,12 @@ class CommittedTokens:
 
     def to(self, device: torch.device) -> "CommittedTokens":
         """Returns the same with all tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device))
+        return map_tensors(self, lambda tensor: tensor.to(device))
 
     def narrow(self) -> "CommittedTokens":
         """Returns the same without columns that no row uses."""
         width = max(self.accepted_lengths)
-        return self._map(lambda tensor: tensor[:, :width])
-
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "CommittedTokens":
-        return replace(
-            self,
-            tokens=function(self.tokens),
-            target_states=function(self.target_states),
-            position_ids=function(self.position_ids),
-            attention_mask=None if self.attention_mask is None else function(self.attention_mask),
-        )
+        return map_tensors(self, lambda tensor: tensor[:, :width])
 
     @classmethod
     def join(cls, parts: Sequence["CommittedTokens"]) -> "CommittedTokens":
@@ -88,12 +79,9 @@ class CommittedTokens:
             for row, length in zip(columns, part.accepted_lengths, strict=True):
                 row.extend(range(start, start + length))
             start += part.tokens.shape[1]
-        joined = cls(
-            torch.cat([part.tokens for part in parts], dim=1),
-            torch.cat([part.target_states for part in parts], dim=1),
-            torch.cat([part.position_ids for part in parts], dim=1),
-            [],
-        )
+        tokens = torch.cat([part.tokens for part in parts], dim=1)
+        states = torch.cat([part.target_states for part in parts], dim=1)
+        joined = cls(tokens, states, torch.cat([part.position_ids for part in parts], dim=1), [])
         return joined._pick(columns, max(map(len, columns)))
 
     def split(self, width: int) -> list["CommittedTokens"]:
@@ -128,8 +116,7 @@ class TargetPrompt:
     Attributes:
         length: Number of cache entries of the prompt.
         mask (`(B, length)`, *optional*): False at padding. `None` without any.
-        next_position (`(..., B, 1)`): The position after it. Multimodal decoders have several positions per token,
-            with the batch in the second dimension.
+        next_position (`(..., B, 1)`): The position after it. Multimodal decoders have several per token.
         cache: The cache that the caller passed or `generate()` made.
         keeps_cache: Whether anybody sees that cache after the generation.
         num_reserved: Slots that follow it in the cache of fixed shapes, and in a growing one at first.
@@ -158,6 +145,7 @@ class TargetSession:
         dtype: Dtype of the attention scores. (A quantized target computes in another dtype than it stores.)
         shapes: The shapes of its passes.
         memory: Allocates the tensors that captured graphs read; `None` where nothing is compiled.
+        prefill: The output for the prompt, until [`committed_prompt`] has taken its states.
     """
 
     model: PreTrainedModel
@@ -171,6 +159,7 @@ class TargetSession:
     dtype: torch.dtype
     shapes: CycleShapes
     memory: StaticMemory | None
+    prefill: TargetOutput = field(init=False)
 
     def __post_init__(self) -> None:
         self.device = self.prompt.next_position.device
@@ -189,11 +178,11 @@ class TargetSession:
 
     def __exit__(self, *exception: Any) -> None:
         self._listening.close()
-        if exception[0] is not None and self.prompt.keeps_cache:
-            # The caller can distinguish from padding only what every row has committed.
-            lengths = self.cache.lengths
-            self.cache.truncate([length - min(lengths) for length in lengths])
         if self.prompt.keeps_cache:
+            if exception[0] is not None:
+                # The caller can distinguish from padding only what every row has committed.
+                lengths = self.cache.lengths
+                self.cache.truncate([length - min(lengths) for length in lengths])
             self.cache.restore(self.prompt.cache)
         if self.memory is not None:
             self.memory.give_back(self.model)
@@ -206,27 +195,17 @@ class TargetSession:
         if self.shapes.are_compiled:
             # From here on, captured graphs may overwrite what they returned in the last cycle.
             torch.compiler.cudagraph_mark_step_begin()
-        tree = tree.to(self.device)
-        position_ids = self._position_ids(tree)
-        tree_masks = self.shapes.stage(_tree_masks, tree.tokens.shape[1])
-        attention = self.traits.attention
+        tree, attention = tree.to(self.device), self.traits.attention
+        num_nodes = tree.tokens.shape[1]
         # Attention is faster without a mask, where the implementation is known to do without one.
-        masks = tree_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
-        model_inputs = self.model.prepare_inputs_for_generation(
-            tree.tokens,
-            **self._node_kwargs(tree.tokens.shape[1]),
-            **{self.traits.cache_argument: self.cache},
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            position_ids=position_ids,
-        )
+        make_masks = self.shapes.stage(_tree_masks, num_nodes)
+        masks = make_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        position_ids = self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
         with self._tree_attention():
-            outputs, captured = self._run_target(model_inputs, tree.tokens.shape[1])
-        return TargetOutput(
-            logits=outputs.logits,
-            states=self.reader.collect(captured),
-            position_ids=text_positions(position_ids),
-            hidden_states=outputs.hidden_states,
-        )
+            outputs, captured = self._run_target(tree.tokens, self.cache, mask, num_nodes, position_ids=position_ids)
+        states = self.reader.collect(captured)
+        return TargetOutput(outputs.logits, states, text_positions(position_ids), outputs.hidden_states)
 
     @cached_property
     def _tree_attention(self) -> Callable[[], AbstractContextManager[None]]:
@@ -253,23 +232,24 @@ class TargetSession:
             path.accepted_lengths,
         )
 
-    def committed_prompt(self, text: torch.Tensor, output: TargetOutput, vocab_size: int) -> CommittedTokens:
+    def committed_prompt(self, text: torch.Tensor, vocab_size: int) -> CommittedTokens:
         """
         Returns the tokens after those that the prefill ran: of all the prompt, or of what follows the caller's cache.
+        It can be called once, as the states of a long prompt take memory.
 
         Args:
             text (`(B, T + 1)`): The prompt and the first new token. With `inputs_embeds` the new token alone.
-            output: What [`read_prompt`] returned.
             vocab_size: Number of tokens that the drafter knows. A multimodal prompt may mark its images by others.
         """
-        states, mask = output.states.target_states, self.prompt.mask
+        states, position_ids, mask = self.prefill.states.target_states, self.prefill.position_ids, self.prompt.mask
+        del self.prefill
         num_known = min(states.shape[1], text.shape[1])
         return CommittedTokens(
             text[:, -num_known:].clamp(0, vocab_size - 1),
             states[:, -num_known:],
-            output.position_ids[:, -num_known:],
+            position_ids[:, -num_known:],
             [num_known] * len(text),
-            mask[:, -num_known:] if mask is not None else None,
+            None if mask is None else mask[:, -num_known:],
         )
 
     def _keep_entries(self, path: AcceptedPath) -> None:
@@ -294,20 +274,29 @@ class TargetSession:
         ]
         if max(num_missing) > 0:
             # Rows that ended in the newest pass, before others did: their last tokens take one pass more.
-            self.run_tree(tree.with_root(last_tokens) if self.shapes.are_fixed else bare_root(last_tokens))
+            num_unused = tree.tokens.shape[1] - 1 if self.shapes.are_fixed else 0
+            self.run_tree(padded_root(last_tokens, num_unused, tree.max_depth))
             roots = torch.zeros_like(last_tokens)[:, None].to(self.device)
             self.cache.keep_path(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
         self.cache.truncate([max(-number, 0) for number in num_missing])
 
-    def _run_target(self, model_inputs: dict[str, Any], num_tokens: int) -> tuple[Any, tuple[CapturedPass, ...]]:
-        """Returns the output for `num_tokens` tokens in each row, and the states that were captured."""
+    def _run_target(
+        self, tokens: torch.Tensor, cache: Any, attention_mask: Any, num_logits: int, **inputs: Any
+    ) -> tuple[Any, tuple[CapturedPass, ...]]:
+        """Runs `tokens` `(B, n)`. Returns the output, with the logits of the last ones, and the captured states."""
+        num_tokens = tokens.shape[1]
+        model_inputs = self.model.prepare_inputs_for_generation(
+            tokens,
+            **self._node_kwargs(num_tokens) | inputs,
+            **{self.traits.cache_argument: cache},
+            attention_mask=attention_mask,
+        )
+        if "logits_to_keep" in model_inputs:  # some models put in their own
+            model_inputs["logits_to_keep"] = num_logits
         # The condition of `generate()`.
         is_step_of_decoding = num_tokens == 1 and self.model.device.type != "cpu"
         with gqa_without_copies(), experts_of_decoding() if is_step_of_decoding else nullcontext():
             return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
-
-    def _position_ids(self, tree: DraftTree) -> torch.Tensor:
-        return self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
 
     def _positions(self, offsets: torch.Tensor) -> torch.Tensor:
         """Returns the positions of tokens `offsets` `(B, n)` after the prompt."""
@@ -319,10 +308,10 @@ class TargetSession:
         """Returns the caller's arguments of every pass, extended to `num_nodes` nodes where needed."""
         handled = (self.traits.cache_argument, "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
         kwargs = {name: value for name, value in self.model_kwargs.items() if name not in handled}
-        if (token_type_ids := kwargs.get("token_type_ids")) is not None:
-            kwargs["token_type_ids"] = token_type_ids[:, -1:].expand(-1, num_nodes)
-        if (token_type_ids := kwargs.get("mm_token_type_ids")) is not None:
-            kwargs["mm_token_type_ids"] = token_type_ids.new_zeros(token_type_ids.shape[0], num_nodes)
+        if (types := kwargs.get("token_type_ids")) is not None:
+            kwargs["token_type_ids"] = types[:, -1:].expand(-1, num_nodes)
+        if (types := kwargs.get("mm_token_type_ids")) is not None:
+            kwargs["mm_token_type_ids"] = types.new_zeros(types.shape[0], num_nodes)
         return kwargs
 
 

@@ -61,10 +61,10 @@ class TargetStates:
 
 def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> Any:
     """
-    Returns the input `(..., H)` of the target's output projection. After the decoder of BERT, RoBERTa and ELECTRA
-    comes a dense layer with a norm, which may change the width. It runs here, so that the projection alone turns
-    states, and a drafter's features, into logits. `last_hidden_states` `(B, T, ...)` are what the decoder returns.
+    Returns the input `(..., H)` of the target's output projection, so that the projection alone turns states, and a
+    drafter's features, into logits. `last_hidden_states` `(B, T, ...)` are what the decoder returns.
     """
+    # After the decoder of BERT, RoBERTa and ELECTRA comes a dense layer with a norm, which may change the width.
     projection = target.get_output_embeddings()
     parent = next((module for module in target.modules() if any(m is projection for m in module.children())), target)
     if not isinstance(parent, PreTrainedModel):
@@ -79,11 +79,9 @@ def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) 
 
 
 def find_decoder(target: PreTrainedModel) -> nn.Module:
-    """
-    Returns the module that ends with the final norm. `get_decoder` returns the target itself where its class names a
-    module that it lacks (Llama 4 without images), and the output head where that is called "decoder" (ModernBERT);
-    then it is the target's only submodel.
-    """
+    """Returns the module that ends with the final norm."""
+    # `get_decoder` returns the target itself where its class names a module that it lacks (Llama 4 without images),
+    # and the output head where that is called "decoder" (ModernBERT). Then it is the target's only submodel.
     decoder = target.get_decoder()
     submodels = [module for module in target.children() if isinstance(module, PreTrainedModel)]
     is_other = decoder is target or decoder is target.get_output_embeddings()
@@ -117,10 +115,7 @@ def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.M
 class FeatureReader:
     """
     Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Only the
-    layers that a drafter reads get hooks.
-
-    Raises:
-        ValueError: The target does not have these layers.
+    layers that a drafter reads get hooks. Raises `ValueError` where the target does not have these.
     """
 
     def __init__(self, target: PreTrainedModel, layers: TargetLayers | None = None):
@@ -129,9 +124,7 @@ class FeatureReader:
         self._modules = {} if layers is None else find_layers(target, layers)
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
-        """
-        Runs the decoder on `input_ids` `(B, T)` and further arguments, without output projection and cache.
-        """
+        """Runs the decoder on `input_ids` `(B, T)` and further arguments, without output projection and cache."""
         if self.layers is None:
             return TargetStates.from_last(projected_states(self.target, self._run(input_ids, **kwargs)))
         with self.listening():
@@ -233,37 +226,42 @@ def output_head(
     `(..., V)`: its output projection, and the scaling and capping that some decoders apply. With `token_ids` `(K,)` it
     computes the logits `(..., K)` of these tokens alone; see [`cut_head`].
     """
-    head = target.get_output_embeddings()
-    if token_ids is not None:
-        return scaled_head(cut_head(head, token_ids, has_static_addresses), target.config)
-    return scaled_head(_whole_head(head), target.config)
+    return scaled_head(cut_head(target.get_output_embeddings(), token_ids, has_static_addresses), target.config)
 
 
-def _whole_head(head: Any) -> LogitsFunction:
-    read = _in_its_dtype(head)
-    return _by_rows(read) if is_plain_linear(head) else read
-
-
-def cut_head(head: Any, token_ids: torch.Tensor, has_static_addresses: bool = False) -> LogitsFunction:
+def cut_head(head: Any, token_ids: torch.Tensor | None, has_static_addresses: bool = False) -> LogitsFunction:
     """
-    Returns the function from features `(..., H)` to a head's logits of some tokens, `(..., K)`.
+    Returns the function from features `(..., H)` to a head's logits of some tokens, `(..., K)`, or of all.
 
     A plain linear head is cut to the rows of these tokens: a copy of the weights, which is kept while they stay the
     same. Of any other head (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
     `has_static_addresses`: captured graphs read the cut head.
     """
+    read = _in_its_dtype(head)
     if not is_plain_linear(head):
-        read = _in_its_dtype(head)
-        return lambda features: _select_last(read(features), token_ids)
-    whole = [parameter.detach() for parameter in (head.weight, head.bias) if parameter is not None]
-    rows = token_ids.to(head.weight.device)
+        if token_ids is None:
+            return read
+        return lambda features: (logits := read(features)).index_select(-1, token_ids.to(logits.device))
+    if token_ids is not None:
+        whole = [parameter.detach() for parameter in (head.weight, head.bias) if parameter is not None]
+        rows = token_ids.to(head.weight.device)
 
-    def cut() -> list[torch.Tensor]:
-        return [parameter.index_select(0, rows) for parameter in whole]
+        def cut() -> list[torch.Tensor]:
+            return [parameter.index_select(0, rows) for parameter in whole]
 
-    weight, *biases = kept("cut head", (head, head), whole, (token_ids,), cut, has_static_addresses)
-    bias = biases[0] if biases else None
-    return _by_rows(lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
+        weight, *bias = kept("cut head", (head, head), whole, (token_ids,), cut, has_static_addresses)
+
+        def read_rows(features: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(features.to(weight.dtype), weight, *bias)
+
+        read = read_rows
+
+    def logits_of(features: torch.Tensor) -> torch.Tensor:
+        # The parallel heads' features are strided; PyTorch would multiply them batch by batch, and copy them for it.
+        logits = read(features.reshape(-1, features.shape[-1]))
+        return logits.view(*features.shape[:-1], logits.shape[-1])
+
+    return logits_of
 
 
 def head_for_drafting(
@@ -286,11 +284,8 @@ def head_for_drafting(
         return _own_head(drafter, draft_vocabulary, has_static_addresses)
     token_ids = None
     if draft_vocabulary is not None:
-        module = target.get_output_embeddings()
-        ids = list(draft_vocabulary)
-        (token_ids,) = kept(
-            "draft vocabulary", (module, module), (), (ids, device), lambda: [torch.tensor(ids, device=device)]
-        )
+        owners, ids = (target.get_output_embeddings(),) * 2, list(draft_vocabulary)
+        (token_ids,) = kept("draft vocabulary", owners, (), (ids, device), lambda: [torch.tensor(ids, device=device)])
     head = output_head(target, token_ids, has_static_addresses)
     return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
 
@@ -301,7 +296,7 @@ def _own_head(
     """Does the same with the drafter's own output head, cut to the rows of the draft vocabulary."""
     head, own = drafter.lm_head, drafter.own_tokens()
     if draft_vocabulary is None:
-        return _whole_head(head), own
+        return cut_head(head, None), own
     ids, device = list(draft_vocabulary), head.weight.device
 
     def find_rows() -> list[torch.Tensor]:
@@ -339,24 +334,9 @@ def scaled_head(head: LogitsFunction, target_config: PreTrainedConfig) -> Logits
     return logits_of
 
 
-def _by_rows(head: LogitsFunction) -> LogitsFunction:
-    """
-    Returns `head`, run on features that are flattened to rows `(n, H)`. The parallel heads' features are strided;
-    PyTorch would multiply them batch by batch, and copy them for it.
-    """
-
-    def logits_of(features: torch.Tensor) -> torch.Tensor:
-        logits = head(features.reshape(-1, features.shape[-1]))
-        return logits.view(*features.shape[:-1], logits.shape[-1])
-
-    return logits_of
-
-
 def _in_its_dtype(head: Any) -> LogitsFunction:
-    """
-    Returns `head`, run on features in the dtype of its weight. A target may hand out states in float32, or keep its
-    head in float32, and converts in its `forward`. The dtype of eight bits and less is not the one to read.
-    """
+    """Returns `head`, run on features in the dtype of its weight, as the target's `forward` runs it."""
+    # The dtype of eight bits and less is not the one to read.
     weight = getattr(head, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.element_size() == 1:
         return head
@@ -371,7 +351,3 @@ def is_plain_linear(head: nn.Module) -> bool:
         and head.weight.is_floating_point()
         and runs_as_defined(head)
     )
-
-
-def _select_last(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    return logits.index_select(-1, token_ids.to(logits.device))

@@ -8,15 +8,15 @@ from typing import Any, Union, get_args, get_origin
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..internals import (
-    cache_argument,
-    forward_parameters,
-    is_stateful,
-    keeps_dynamic_cache,
-)
+from ..internals import cache_argument, forward_parameters, is_stateful, keeps_dynamic_cache
+from ..user_errors import UserValueError
 from .attention_kind import AttentionKind, attention_kind
 from .target_states import find_decoder
 from .trial import follows_tree_masks
+
+
+class Unsupported(UserValueError):
+    """A call of `generate()` that cannot be drafted. With an attached drafter, such a call decodes plainly instead."""
 
 
 # Kinds of attention whose mask can hold a tree.
@@ -138,5 +138,5 @@ def _is_derived(kind: Any) -> bool:
 
 def _holds_states(kind: Any) -> bool:
     # An annotation that is a string or missing says nothing.
-    says_nothing = kind in (Any, inspect.Parameter.empty) or not isinstance(kind, type)
-    return not (says_nothing or issubclass(kind, (Cache, type(None))))
+    says_nothing = not isinstance(kind, type) or kind in (Any, inspect.Parameter.empty)
+    return not says_nothing and not issubclass(kind, (Cache, type(None)))

@@ -11,7 +11,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..internals import mark_static_address
-from ..tree.draft_tree import block_attention_mask, slot_attention_mask
+from ..tree.draft_tree import tree_attention_mask
 from ..tree.walk import AcceptedPath
 from ..uploads import upload
 from .cycle_shapes import StaticMemory
@@ -42,10 +42,7 @@ def is_convertible(cache: Any) -> bool:
 
 
 class TreeCacheLayer(DynamicLayer):
-    """
-    Keys and values `(B, heads, capacity, head_dim)` of one layer: views of the buffers of a [`TreeCache`], which
-    writes and counts its entries. Slots before `first_slot` are empty.
-    """
+    """Keys and values `(B, heads, capacity, head_dim)` of one layer. Slots before `first_slot` are empty."""
 
     first_slot = 0
 
@@ -82,9 +79,8 @@ class TreeCache(Cache):
         # Buffers `(n, B, heads, capacity, head_dim)`, each with its `n` layers and names ("keys" or "values").
         # Layers of one shape share a buffer, so that one step rearranges them all.
         self._groups: list[tuple[torch.Tensor, list[tuple[Any, str]]]] = []
-        # Each layer asks for these until the number of slots changes.
-        self._starts: dict[torch.device, torch.Tensor] = {}
-        self._new_entries: dict[tuple[torch.device, int, int, int], torch.Tensor] = {}
+        # Indices that each layer asks for, until the number of slots changes.
+        self._known: dict[Any, torch.Tensor] = {}
 
     @classmethod
     def from_dynamic(
@@ -97,13 +93,7 @@ class TreeCache(Cache):
         """
         Moves the entries of a cache that [`is_convertible`] accepts here, a few layers at a time; [`restore`] moves
         them back, also if an error ends the move. A sliding layer has dropped the entries before its window: their
-        slots stay empty.
-
-        Args:
-            cache: A cache that the target has written.
-            capacity: Slots to allocate per row.
-            context_mask (`(B, T)`, *optional*): Zero at padding.
-            memory: Allocates the buffers, where a captured graph reads them.
+        slots stay empty. `context_mask` is that of [`hide`]; the other arguments are those of the class.
         """
         length = cache.get_seq_length()
         # Layers that read the keys and values of another one have none of their own.
@@ -178,11 +168,13 @@ class TreeCache(Cache):
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
     ) -> torch.Tensor:
-        """Returns the mask of the next pass; the arguments are those of [`block_attention_mask`]."""
-        if (starts := self._device_lengths) is not None:
-            return slot_attention_mask(visible, depths, starts, self.capacity, dtype, self.context_mask, window)
-        self.context_mask = _extended(self.context_mask, max(self.lengths))
-        return block_attention_mask(visible, depths, self.lengths, dtype, self.context_mask, window)
+        """Returns the mask of the next pass; the arguments are those of [`tree_attention_mask`]."""
+        num_slots = self.capacity
+        if self._device_lengths is None:
+            num_slots = max(self.lengths) + visible.shape[2]
+            self.context_mask = _extended(self.context_mask, num_slots)
+        starts = self.starts(visible.device)
+        return tree_attention_mask(visible, depths, starts, num_slots, dtype, self.context_mask, window)
 
     def needs_no_mask(self, num_new: int, window: int | None = None) -> bool:
         """Returns whether the host knows that `num_new` new entries see all slots, as in a step of plain decoding."""
@@ -215,8 +207,7 @@ class TreeCache(Cache):
         """Counts committed entries on the host."""
         self.lengths = [length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)]
         self.num_pending = 0
-        self._starts.clear()
-        self._new_entries.clear()
+        self._known.clear()
 
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Removes the newest `num_removed[b]` committed entries of each row."""
@@ -225,8 +216,7 @@ class TreeCache(Cache):
     def restore(self, cache: DynamicCache) -> None:
         """
         Moves the committed entries back to the cache that they came from; shorter rows end in zeros. A sliding layer
-        that records the past (`activate_past_recording`) also gets its entries before the window. This cache is empty
-        afterwards.
+        that records the past also gets its entries before the window. This cache is empty afterwards.
         """
         length = max(self.lengths)
         for group, _ in self._groups:
@@ -257,9 +247,9 @@ class TreeCache(Cache):
         return len(self.lengths) == 1 or min(self.lengths) == max(self.lengths)
 
     def _starts_of_rows(self, device: torch.device) -> torch.Tensor:
-        if device not in self._starts:
-            self._starts[device] = upload(self.lengths, device)[:, None]
-        return self._starts[device]
+        if device not in self._known:
+            self._known[device] = upload(self.lengths, device)[:, None]
+        return self._known[device]
 
     def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         num_new = keys.shape[2]
@@ -290,11 +280,11 @@ class TreeCache(Cache):
     def _index_of_new(self, num_heads: int, num_new: int, device: torch.device) -> torch.Tensor:
         """Returns `(B * num_heads * num_new,)`: the new entries in a layer's flattened buffer."""
         key = device, num_heads, num_new, self.num_pending
-        if key not in self._new_entries:
+        if key not in self._known:
             slots = self._starts_of_rows(device) + self.num_pending + torch.arange(num_new, device=device)
             firsts = _first_slots((len(self.lengths), num_heads), self.capacity, device)
-            self._new_entries[key] = (firsts + slots[:, None]).flatten()
-        return self._new_entries[key]
+            self._known[key] = (firsts + slots[:, None]).flatten()
+        return self._known[key]
 
     def allocate(self, states: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
         """Gives each layer buffers for keys and values like the given ones."""
@@ -317,7 +307,7 @@ class TreeCache(Cache):
     def reserve(self, num_slots: int) -> None:
         """Copies the buffers, a few layers at a time, to larger ones with at least `num_slots` slots."""
         old_capacity, self.capacity = self.capacity, num_slots + max(GROWTH, num_slots // 4)
-        self._new_entries.clear()
+        self._known.clear()
         outgrown, self._groups = self._groups, []
         num_moved = max(sum(group.nbytes for group, _ in outgrown) * MOVED_SHARE, MOVED_BYTES)
         while outgrown:
@@ -331,22 +321,14 @@ class TreeCache(Cache):
 
     def _move(self, nodes: torch.Tensor, starts: int | torch.Tensor) -> None:
         """Moves entries `nodes` `(B, n)`, counted from the slots `starts` `(B, 1)`, to the first of these slots."""
-        num_kept = nodes.shape[1]
         known: dict[Any, Any] = {}  # groups that are alike share their indices
         for group, _ in self._groups:
-            device = group.device
-            if len(nodes) == 1 and isinstance(starts, int):
-                if device not in known:
-                    known[device] = nodes[0].to(device) + starts
-                group[:, :, :, starts : starts + num_kept] = group.index_select(3, known[device])
-                continue
-            kind = (device, *group.shape[:3])
+            device, kind = group.device, (group.device, *group.shape[:3])
             if kind not in known:
                 begins = starts if isinstance(starts, int) else starts.to(device)
-                kept = begins + torch.arange(num_kept, device=device)
+                kept = (begins + torch.arange(nodes.shape[1], device=device)).expand(nodes.shape)
                 firsts = _first_slots(group.shape[:3], self.capacity, device)
-                slots = (begins + nodes.to(device), kept.expand(nodes.shape))
-                known[kind] = [(firsts + of_rows[:, None]).flatten() for of_rows in slots]
+                known[kind] = [(firsts + slots[:, None]).flatten() for slots in (begins + nodes.to(device), kept)]
             source, target = known[kind]
             # Rows of the flattened buffer: several times as fast as gathering and scattering single numbers.
             entries = group.view(-1, group.shape[4])

@@ -3,10 +3,9 @@
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,22 +28,13 @@ Rows = Literal["one row", "a batch", "a padded batch"]
 _TREE_PATHS = ((0,), (0, 1), (0, 2), (0, 2, 3))
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """
-    What a trial has measured.
-
-    Attributes:
-        difference: Relative error.
-        tolerance: The largest one that counts as rounding.
-        weights: The weights that were measured.
-        attention: The attention function that a user has registered, if any.
-    """
+class Verdict(NamedTuple):
+    """What a trial has measured: a relative error, and the largest one that counts as rounding."""
 
     difference: float
     tolerance: float
-    weights: Any
-    attention: Any
+    weights: Any  # those that were measured
+    attention: Any  # the attention function that a user has registered, if any: kept, so that its id stays its own
 
     @property
     def is_right(self) -> bool:
@@ -59,16 +49,11 @@ MAX_MEASURED = 16
 _recording = threading.Lock()
 
 
-def tried(target: PreTrainedModel, traits: Any, what: str, measure: Callable[..., float]) -> Verdict:
+def tried(target: PreTrainedModel, traits: Any, what: str, measure: Callable[[], float]) -> Verdict:
     """
-    Returns the verdict of a trial, which runs once for a target with this config, attention and dtype on this device.
-    One that the target failed is repeated when its weights have changed.
-
-    Args:
-        target: The target.
-        traits: Its [`TargetTraits`].
-        what: Name of the trial.
-        measure: Returns the relative error. In a call with `in_float32=True` a target in 16 bits computes in float32.
+    Returns the verdict of a trial by name `what`, which runs once for a target with this config, attention and dtype
+    on this device. One that the target failed is repeated when its weights have changed. `traits` are its
+    [`TargetTraits`]; `measure` returns the relative error.
     """
     attention = traits.attention.registered
     key = (
@@ -104,18 +89,19 @@ def _evaluating(target: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def _measure(target: PreTrainedModel, measure: Callable[..., float]) -> tuple[float, float]:
+def _measure(target: PreTrainedModel, measure: Callable[[], float]) -> tuple[float, float]:
     """Returns the difference, and the tolerance for it."""
-    if target.dtype not in (torch.float16, torch.bfloat16):
-        return measure(), TOLERANCE
-    try:
-        # In 16 bits rounding would hide what is wrong.
-        return measure(in_float32=True), TOLERANCE
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, ValueError, AssertionError):
-        # Kernels of other packages, and quantized weights, may take 16 bits alone.
-        return measure(), torch.finfo(target.dtype).eps ** 0.5
+    if target.dtype in (torch.float16, torch.bfloat16):
+        try:
+            # In 16 bits rounding would hide what is wrong.
+            with computing_in_float32():
+                return measure(), TOLERANCE
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, AssertionError):
+            # Kernels of other packages, and quantized weights, may take 16 bits alone.
+            return measure(), torch.finfo(target.dtype).eps ** 0.5
+    return measure(), TOLERANCE
 
 
 def follows_tree_masks(target: PreTrainedModel, traits: Any) -> bool:
@@ -123,12 +109,8 @@ def follows_tree_masks(target: PreTrainedModel, traits: Any) -> bool:
     Whether a target whose attention function a user has registered computes the nodes of a draft tree as single tokens
     after their paths. Such a function may ignore the mask, or count distances by cache slots.
     """
-
-    def measure(in_float32: bool = False) -> float:
-        return measure_tree(target, traits, in_float32)
-
     try:
-        return tried(target, traits, "a tree", measure).is_right
+        return tried(target, traits, "a tree", lambda: _measure_tree(target, traits)).is_right
     except torch.OutOfMemoryError:
         raise
     except Exception:
@@ -136,19 +118,17 @@ def follows_tree_masks(target: PreTrainedModel, traits: Any) -> bool:
         return False
 
 
-def measure_tree(target: PreTrainedModel, traits: Any, in_float32: bool = False) -> float:
+def _measure_tree(target: PreTrainedModel, traits: Any) -> float:
     """Returns the error of the logits of a pass over a tree, against passes of single tokens."""
     tokens, mask = trial_tokens(target, "one row")
-    with computing_in_float32() if in_float32 else nullcontext():
-        at_once = _run_tree(Trial(target, traits, tokens, mask))
-        differences = []
-        for node, path in enumerate(_TREE_PATHS):
-            # The path's tokens are those of its nodes, one after the other.
-            nodes = [NUM_PROMPT_TOKENS + number for number in path]
-            text = torch.cat((tokens[:, :NUM_PROMPT_TOKENS], tokens[:, nodes]), dim=1)
-            singly = run_singly(Trial(target, traits, text, mask), num_skipped=len(path) - 1)
-            differences.append(relative_error(at_once[:, node : node + 1], singly))
-    return largest_error(differences)
+    at_once = _run_tree(Trial(target, traits, tokens, mask))
+    singly = []
+    for path in _TREE_PATHS:
+        # The path's tokens are those of its nodes, one after the other.
+        nodes = [NUM_PROMPT_TOKENS + number for number in path]
+        text = torch.cat((tokens[:, :NUM_PROMPT_TOKENS], tokens[:, nodes]), dim=1)
+        singly.append(run_singly(Trial(target, traits, text, mask), num_skipped=len(path) - 1))
+    return largest_error(at_once.split(1, dim=1), singly)
 
 
 def _run_tree(trial: "Trial") -> torch.Tensor:
@@ -160,10 +140,8 @@ def _run_tree(trial: "Trial") -> torch.Tensor:
     cache = TreeCache.from_dynamic(trial.cache, NUM_PROMPT_TOKENS + num_nodes)
     dtype = traits.attention.mask_dtype(trial.target.dtype)
     masks = {kind: cache.attention_mask(ancestors, depths, dtype, window) for kind, window in traits.windows.items()}
-    outputs = trial.run_with(
-        tokens, cache, masks if len(masks) > 1 else next(iter(masks.values())), NUM_PROMPT_TOKENS + depths
-    )
-    logits: torch.Tensor = outputs.logits
+    mask = masks if len(masks) > 1 else next(iter(masks.values()))
+    logits: torch.Tensor = trial.run_with(tokens, cache, mask, NUM_PROMPT_TOKENS + depths).logits
     return logits
 
 
@@ -191,7 +169,7 @@ class Trial:
             self.cache = outputs[traits.cache_argument]
 
     def run(self, tokens: torch.Tensor, end: int) -> torch.Tensor:
-        """Runs `tokens` `(B, n)`, after which the text is `end` long. Returns their logits `(B, n, V)`."""
+        """Runs `tokens` `(B, n)`, the last of `end` tokens. Returns their logits `(B, n, V)`."""
         logits: torch.Tensor = self._outputs(tokens, end).logits
         return logits
 
@@ -226,15 +204,16 @@ def run_singly(trial: Trial, num_skipped: int) -> torch.Tensor:
     return torch.cat(logits[num_skipped:], dim=1)
 
 
-def relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the root mean square of the error, relative to that of the expected values."""
+def largest_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Returns the largest root mean square of an error, relative to that of the expected values."""
+    errors = [_relative_error(*pair) for pair in zip(found, expected, strict=True)]
+    return float("nan") if any(map(math.isnan, errors)) else max(errors)
+
+
+def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
     if values.shape != expected.shape:
         return float("inf")
     values, expected = values.cpu().double(), expected.cpu().double()  # not every device has float64
     size = expected.square().mean()
     error = (values - expected).square().mean()
     return (error / size).sqrt().item() if size > 0 else error.sqrt().item()
-
-
-def largest_error(differences: list[float]) -> float:
-    return float("nan") if any(map(math.isnan, differences)) else max(differences)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..model.checkpoint_conversion import is_vocabulary_entry
+from ..model.draft_vocabulary import is_vocabulary_entry
 from ..model.serial_head import GumihoSerialHead
 from .chain import Chain
 

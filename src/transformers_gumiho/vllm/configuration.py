@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.decoding_settings import vocabulary_fault
+from ..model.draft_vocabulary import vocabulary_fault
 from ..user_errors import UserValueError
 
 

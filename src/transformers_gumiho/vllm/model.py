@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, process_eagle_weight
 
-from ..model.checkpoint_conversion import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
+from ..model.draft_vocabulary import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
 from .chain import Chain
 from .checkpoint import FUSION, copy_tensor, expected_names, is_of_a_head, is_readable, plain_name
 from .heads import BatchedHeads, DraftingHead

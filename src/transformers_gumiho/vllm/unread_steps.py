@@ -8,7 +8,7 @@ import torch
 
 
 # With more steps, the next draft would wait as long as they save.
-MOST_STEPS = 8
+MAX_STEPS = 8
 
 
 class UnreadSteps:
@@ -19,11 +19,11 @@ class UnreadSteps:
     vLLM may give the blocks of an ended request to another one. So these steps have to be read before any other step.
 
     Args:
-        most_tokens: Maximum number of tokens in a pass.
+        max_tokens: Maximum number of tokens in a pass.
     """
 
-    def __init__(self, most_tokens: int) -> None:
-        self._most_tokens = most_tokens
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
         self._requests: list[str] = []
         self._steps: list[dict[str, torch.Tensor]] = []
         self._metadata: Any = None
@@ -34,7 +34,7 @@ class UnreadSteps:
     def has_room_for(self, requests: list[str]) -> bool:
         """Whether a step of these requests can be read together with the waiting steps."""
         num_steps = len(self._steps) + 1
-        fits = num_steps <= MOST_STEPS and num_steps * len(requests) <= self._most_tokens
+        fits = num_steps <= MAX_STEPS and num_steps * len(requests) <= self._max_tokens
         return fits and requests == self._requests
 
     def add(self, requests: list[str], step: dict[str, Any]) -> None:

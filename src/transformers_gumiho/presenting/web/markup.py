@@ -19,8 +19,7 @@ _DRAFTS = '<span class="gumiho-drafts" style="background:rgba(34,197,94,0.28);bo
 
 def shown(race: Race) -> tuple[str, str, str, str]:
     """Returns both answers, what can be said of them, and the newest tree."""
-    tree = tree_html(race)
-    return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree
+    return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree_html(race)
 
 
 def answer_html(answer: Answer) -> str:
@@ -43,23 +42,25 @@ def verdict_html(race: Race) -> str:
     plain, drafted = race.plain, race.drafted
     # Read before the tokens are compared: an answer that is done by now has all of its tokens.
     are_done, is_over = plain.progress == drafted.progress == "done", race.is_over
-    if "failed" in (plain.progress, drafted.progress):
-        return _verdict("failed", "The answers cannot be compared.")
     num_common = min(len(plain.tokens), len(drafted.tokens))
-    if (difference := first_difference(drafted, plain)) is not None:
-        return _verdict(
+    if "failed" in (plain.progress, drafted.progress):
+        kind, text = "failed", "The answers cannot be compared."
+    elif (difference := first_difference(drafted, plain)) is not None:
+        kind, text = (
             "different",
-            f"≠ The answers differ from token {difference + 1} on. In 16 bits two tokens can tie, and rounding "
-            f'decides (<a href="{EXACTNESS}">more</a>); in float32 both answers are the same.',
+            (
+                f"≠ The answers differ from token {difference + 1} on. In 16 bits two tokens can tie, and rounding "
+                f'decides (<a href="{EXACTNESS}">more</a>); in float32 both answers are the same.'
+            ),
         )
-    if are_done:
-        if len(plain.tokens) != len(drafted.tokens):
-            return _verdict("different", f"≠ The answers differ: one ends after token {num_common}.")
+    elif are_done:
         ratio = drafted.speed / plain.speed
-        return _verdict("equal", f"✓ Both answers are the same, token for token. Speed-up {ratio:.2f}x.")
-    if is_over:
-        return _verdict("stopped", f"Stopped. The first {num_common} tokens are the same.")
-    return _verdict("running", f"The first {num_common} tokens are the same." if num_common else "")
+        kind, text = "equal", f"✓ Both answers are the same, token for token. Speed-up {ratio:.2f}x."
+    elif is_over:
+        kind, text = "stopped", f"Stopped. The first {num_common} tokens are the same."
+    else:
+        kind, text = "running", f"The first {num_common} tokens are the same." if num_common else ""
+    return f'<p class="gumiho-verdict" data-verdict="{kind}">{text}</p>'
 
 
 def tree_html(race: Race) -> str:
@@ -68,12 +69,9 @@ def tree_html(race: Race) -> str:
         return ""
     cycle = cycles[-1]
     labels = label_cycle(race.host.tokenizer, [*race.prompt, *race.drafted.tokens_before(len(cycles) - 1)], cycle)
-    summary = (
-        f"Cycle {len(cycles)}: {len(cycle.tokens) - 1} tokens drafted after <code>{escape(labels.context)}</code>, "
-        f"{len(cycle.accepted)} accepted, {len(cycle.committed)} committed."
-    )
     return (
-        f'<p>{summary}</p><div style="overflow-x:auto">{tree_svg(cycle, labels)}</div>'
+        f"<p>Cycle {len(cycles)}, after <code>{escape(labels.context)}</code>: {cycle.summary}.</p>"
+        f'<div style="overflow-x:auto">{tree_svg(cycle, labels)}</div>'
         f'<p style="font-size:0.85em;opacity:0.8">{" ".join(LEGEND)}</p>'
     )
 
@@ -84,7 +82,3 @@ def _colored(answer: Answer) -> str:
         text = escape("".join(piece for piece, _ in pieces))
         parts.append(_DRAFTS.format(text) if is_draft else text)
     return "".join(parts)
-
-
-def _verdict(kind: str, text: str) -> str:
-    return f'<p class="gumiho-verdict" data-verdict="{kind}">{text}</p>'

@@ -3,8 +3,6 @@
 import copy
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +14,7 @@ from ...pairs import use_options
 from ...user_errors import UserValueError
 from ...verification.placement import input_device
 from ..answering import Answer, stream_answer
-from ..arguments import GenerateArguments
+from ..arguments import DemoArguments, GenerateArguments
 
 
 logger = logging.get_logger(__name__)
@@ -25,92 +23,56 @@ logger = logging.get_logger(__name__)
 _CHARACTERS_PER_TOKEN = 16
 
 
-class ModelLock:
+class Host:
     """
-    A first-in-first-out lock on the models, which its holders hand over after each token or cycle.
+    The models that answer all questions, with settings that stay as they are. Answers have them in turn, a token or a
+    cycle each.
 
     Args:
-        device: The target's device, whose random generator each holder has for itself.
+        target: The target.
+        tokenizer: Its tokenizer.
+        drafter: The drafter.
+        limits: The limits of questions.
 
     Attributes:
         is_closed: Whether the page is closed, so that all answers are to stop.
-        queue: All who wait; the first one has the lock.
-        changed: Is notified when the queue has another first one.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, limits: DemoArguments
+    ):
+        self.target, self.tokenizer, self.drafter, self.limits = target, tokenizer, drafter, limits
         self.is_closed = False
-        self.changed = threading.Condition()
-        self.queue: deque[Hold] = deque()
+        self._changed = threading.Condition()
+        self.num_begun = self.num_ended = 0  # turns, with those that are waited for
 
+    def begin_turn(self) -> None:
+        """Waits until all turns that were asked for before have ended."""
+        with self._changed:
+            self.num_begun += 1
+            ticket = self.num_begun
+            self._changed.wait_for(lambda: self.num_ended == ticket - 1)
 
-class Hold:
-    """
-    One answer's hold on the lock within a `with` block, and what it keeps between its turns: its clock and its random
-    numbers, so that its seed gives the same text whatever others sample meanwhile.
-    """
+    def end_turn(self) -> None:
+        """Lets the next one begin."""
+        with self._changed:
+            self.num_ended += 1
+            self._changed.notify_all()
 
-    def __init__(self, lock: ModelLock, seed: int):
-        self._lock, self._seed = lock, seed
-        self._seconds = 0.0
-        self._begun: float | None = None  # its turn; none between two turns
-        self._random_states: list[torch.Tensor] = []
-
-    @property
-    def seconds(self) -> float:
-        """How long it has had the lock, the present turn included."""
-        return self._seconds + (0.0 if self._begun is None else time.perf_counter() - self._begun)
-
-    def hand_over(self) -> None:
-        """Lets everybody else in the queue have one turn first."""
-        self.__exit__()
-        self.__enter__()
-
-    def __enter__(self) -> "Hold":
-        lock = self._lock
-        with lock.changed:
-            lock.queue.append(self)
-            lock.changed.wait_for(lambda: lock.queue[0] is self)
-        if not self._random_states:
-            torch.manual_seed(self._seed)
-        else:
-            torch.set_rng_state(self._random_states[0])
-            for state in self._random_states[1:]:
-                torch.get_device_module(lock.device).set_rng_state(state, lock.device)
-        self._begun = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        device = self._lock.device
-        self._seconds, self._begun = self.seconds, None
-        self._random_states = [torch.get_rng_state()]
-        if device.type != "cpu":
-            self._random_states.append(torch.get_device_module(device).get_rng_state(device))
-        with self._lock.changed:
-            self._lock.queue.remove(self)
-            self._lock.changed.notify_all()
-
-
-@dataclass
-class Host:
-    """
-    The models that answer all questions, whose settings stay as they are, and the most that a visitor may ask for
-    (`max_new_tokens`) and with (`max_question_tokens`).
-    """
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    drafter: GumihoModel
-    max_new_tokens: int
-    max_question_tokens: int
-
-    def __post_init__(self) -> None:
-        self.lock = ModelLock(input_device(self.target))
+    def hand_over(self) -> float:
+        """
+        Lets everybody who waits have a turn before the next one of the caller, whose random numbers continue as if
+        nobody else drew any. Returns the seconds that it took.
+        """
+        begin, device = time.perf_counter(), input_device(self.target)
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            self.end_turn()
+            self.begin_turn()
+        return time.perf_counter() - begin
 
     def encode(self, question: GenerateArguments) -> list[int]:
         """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
-        text, most = question.prompt or "", self.max_question_tokens
+        text, most = question.prompt or "", self.limits.max_question_tokens
         longest = _CHARACTERS_PER_TOKEN * most
         limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
         if not text.strip():
@@ -131,7 +93,8 @@ class Host:
 
 class Race:
     """
-    The two answers to a question. They share the models, and nothing else, with the answers to other questions.
+    The two answers to a question, which it begins to write in threads of their own. They share the models, and nothing
+    else, with the answers to other questions.
 
     Args:
         host: The models.
@@ -154,13 +117,8 @@ class Race:
         use_options(drafter, question)
         self.prompt = host.encode(question)
         self.wish_to_stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=pair, daemon=True)
-            for pair in ((self.drafted, drafter), (self.plain, None))
-        ]
-
-    def start(self) -> None:
-        """Begins to write both answers, in threads of their own."""
+        pairs = (self.drafted, drafter), (self.plain, None)
+        self._threads = [threading.Thread(target=self._run, args=pair, daemon=True) for pair in pairs]
         for thread in self._threads:
             thread.start()
 
@@ -176,29 +134,26 @@ class Race:
         return not {self.plain.progress, self.drafted.progress} & {"queued", "generating"}
 
     def _run(self, answer: Answer, drafter: GumihoModel | None) -> None:
-        host, question = self.host, self.question
+        host, question, waited = self.host, self.question, 0.0
 
-        def stop_if_unwanted() -> None:
-            if self.wish_to_stop.is_set() or host.lock.is_closed:
+        def take_turns() -> None:
+            nonlocal waited
+            waited += host.hand_over()
+            if self.wish_to_stop.is_set() or host.is_closed:
                 raise KeyboardInterrupt
 
-        def hand_over() -> None:
-            hold.hand_over()
-            stop_if_unwanted()
-
+        host.begin_turn()
         try:
-            with Hold(host.lock, question.seed) as hold:
-                stop_if_unwanted()
-                stream_answer(
-                    host.target, host.tokenizer, drafter, self.prompt, answer, on_step=hand_over,
-                    max_new_tokens=question.max_new_tokens, temperature=question.temperature,
-                    clock=lambda: hold.seconds,
-                )  # fmt: skip
-        except KeyboardInterrupt:
-            answer.progress = "stopped"
+            torch.manual_seed(question.seed)
+            stream_answer(
+                host.target, host.tokenizer, drafter, self.prompt, answer, max_new_tokens=question.max_new_tokens,
+                temperature=question.temperature, on_step=take_turns, clock=lambda: time.perf_counter() - waited,
+            )  # fmt: skip
         except Exception as error:  # whatever it is, a visitor waits for the answer
             answer.problem = _explain(error)
             answer.progress = "failed"
+        finally:
+            host.end_turn()
 
 
 def _explain(error: Exception) -> str:

@@ -1,0 +1,398 @@
+"""
+Loading a checkpoint: its config in every layout that there is, its files and what their headers say, the names of its
+tensors, and what it must hold. A damaged file is named.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import reduce
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import LlamaConfig
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file, logging
+
+from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
+from ..user_errors import UserOSError, UserValueError
+from .draft_vocabulary import entry_token_ids, holds_offsets, is_vocabulary_entry, is_vocabulary_mask
+from .eagle_configs import claims_to_draft, eagle_fields
+
+
+logger = logging.get_logger(__name__)
+
+# The arguments of `from_pretrained` that say where files are.
+PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+# In a wheel the configs are inside the package; a clone keeps them in its top-level folder.
+_FOLDERS = (Path(__file__).parents[1] / "hub_configs", Path(__file__).parents[3] / "hub_configs")
+_OWNER = "amd"  # of the released drafters, on the Hub
+# A Llama of more layers is taken for a language model: the reference's serial heads have 2. Its tensors would show it,
+# after a download.
+_MAX_LAYERS = 8
+
+_HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
+_TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(?:down|up)")
+_FUSION_TENSOR = "layer_fusion.weight"
+
+
+class DamagedFileError(UserOSError):
+    """A file is there, and does not hold what a file of its name holds."""
+
+    def __init__(self, file: str, name_or_path: Any, finding: str):
+        super().__init__(
+            f"`{file}` of {str(name_or_path)!r} is damaged: {finding}. An interrupted download or copy leaves such a "
+            f"file. Delete it, and download it again (`force_download=True`) or save it again."
+        )
+
+
+@contextmanager
+def damaged_json_named(file: str, name_or_path: Any) -> Iterator[None]:
+    """Raises [`DamagedFileError`] where transformers reads, within this, a JSON file that holds no object."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:  # it takes whatever JSON it finds for an object
+        raise DamagedFileError(file, name_or_path, f"it holds no JSON object ({error})") from error
+    except OSError as error:
+        # It raises the same where there is no file.
+        if not isinstance(error.__context__, (json.JSONDecodeError, UnicodeDecodeError)):
+            raise
+        raise DamagedFileError(file, name_or_path, f"it holds no JSON object ({error.__context__})") from error
+
+
+def find_packaged_folder(name_or_path: Any) -> Path | None:
+    """
+    Returns the packaged folder with the `config.json` and `generation_config.json` of a released drafter; `None` where
+    this is no name of one: a name on the Hub with its owner, the path of a copy whose folder is called like the
+    repository, or that of a snapshot in a cache of the Hub.
+    """
+    parts = Path(os.path.abspath(name_or_path)).parts
+    if len(parts) > 3 and parts[-2] == "snapshots":
+        # `huggingface_hub` keeps its files under models--{owner}--{name}/snapshots/{commit}.
+        owner, _, name = parts[-3].removeprefix("models--").partition("--")
+    elif os.path.isdir(name_or_path):
+        owner, name = _OWNER, parts[-1]
+    else:
+        owner, _, name = str(name_or_path).partition("/")
+    if owner != _OWNER:
+        return None
+    return next((folder / name for folder in _FOLDERS if (folder / name / "config.json").is_file()), None)
+
+
+def released_names() -> list[str]:
+    """Returns the names on the Hub of the drafters whose configs are packaged."""
+    return sorted(f"{_OWNER}/{path.parent.name}" for folder in _FOLDERS for path in folder.glob("*/config.json"))
+
+
+def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Returns the fields of a `GumihoConfig` that the content of a `config.json` stands for: a drafter's fields, those of
+    a Llama, as the reference writes them, or those of an EAGLE head. `options` are the arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: The file describes another kind of model.
+    """
+    model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
+    if model_type == "gumiho":
+        return fields
+    num_layers = fields.get("num_hidden_layers", LlamaConfig.num_hidden_layers)
+    is_small = num_layers <= _MAX_LAYERS
+    if is_small or claims_to_draft(fields):
+        found = eagle_fields(fields, lambda: tensor_shapes(name_or_path, options), name_or_path)
+        if found is not None:
+            return found
+    where = f"{str(name_or_path)!r} is not a Gumiho drafter"
+    if model_type != LlamaConfig.model_type:
+        raise UserValueError(
+            f"{where}: its config.json has the model_type {model_type!r}. A drafter's is 'gumiho', 'llama' in the "
+            f"layout of the reference implementation, or that of an EAGLE head."
+        )
+    if not is_small:
+        raise UserValueError(
+            f"{where}: its config.json describes a Llama of {num_layers} layers, where the serial head of a drafter "
+            f"has 2 (at most {_MAX_LAYERS} are taken for one). Pass the name of a drafter, or its `GumihoConfig` as "
+            f"`config`."
+        )
+    dtype = fields.get("dtype", fields.get("torch_dtype"))
+    return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}
+
+
+def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
+    """Whether the content of a `config.json` is that of a drafter, of any method."""
+    if fields.get("model_type", "gumiho" if "model" in fields else None) == "gumiho" or claims_to_draft(fields):
+        return True
+    # A small language model has the same config as a serial head, and is told from it by the names of its tensors.
+    num_layers = fields.get("num_hidden_layers", LlamaConfig.num_hidden_layers)
+    return num_layers <= _MAX_LAYERS and "fc.weight" in tensor_shapes(name_or_path, {})
+
+
+def plain_name(key: str) -> str:
+    """Returns the name of a drafter's tensor without the prefixes that other tools write before it."""
+    name = re.sub(r"^(?:model\.){0,2}midlayer\.", "layers.0.", key)
+    return re.sub(r"^mlp\.mlp\.", "mlp.", re.sub(r"^(?:model\.){1,2}", "", name))
+
+
+def weight_files(name_or_path: Any, options: Mapping[str, Any]) -> list[Path]:
+    """
+    Returns the weight files that `from_pretrained` reads with these arguments, `options`: one, or all shards. There
+    are none where nothing is found. `name_or_path` is a folder, a file, or a name on the Hub.
+    """
+    if os.path.isfile(name_or_path):
+        return [Path(name_or_path)]
+    names = [] if options.get("use_safetensors") is False else ["model.safetensors", "model.safetensors.index.json"]
+    places = {name: options[name] for name in PLACES if options.get(name) is not None}
+    for name in (*names, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if variant := options.get("variant"):
+            name = f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}"
+        try:
+            file = Path(str(cached_file(name_or_path, name, **places)))
+            if file.suffix != ".json":
+                return [file]
+            shards = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
+            return [Path(str(cached_file(name_or_path, shard, **places))) for shard in shards]
+        except OSError:  # there is no such file
+            continue
+    return []
+
+
+def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """
+    Returns the shape of each tensor of a checkpoint by its plain name, without reading the tensors. There are none
+    where no weight file is found. The arguments are those of [`weight_files`].
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    with damaged_weights_named(name_or_path, options):
+        for file in weight_files(name_or_path, options):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    for key in tensors.keys():  # noqa: SIM118 (not a dict)
+                        shapes[plain_name(key)] = tuple(tensors.get_slice(key).get_shape())
+            else:
+                entries = _load_pickle(file, "meta")
+                shapes |= {plain_name(key): tuple(getattr(entry, "shape", ())) for key, entry in entries.items()}
+    return shapes
+
+
+def stored_dtype(name_or_path: Any, options: Mapping[str, Any]) -> torch.dtype:
+    """Returns the narrowest dtype that holds all floating-point tensors of a checkpoint to the bit."""
+    dtypes: set[torch.dtype] = set()
+    for file in weight_files(name_or_path, options):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                dtypes |= {tensors.get_tensor(key).dtype for key in tensors.keys()}  # noqa: SIM118 (not a dict)
+        else:
+            entries = _load_pickle(file, "meta").values()
+            dtypes |= {entry.dtype for entry in entries if isinstance(entry, torch.Tensor)}
+    return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))
+
+
+def read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
+    """Returns one entry of a checkpoint, without reading the others; `None` where it cannot be found."""
+    if options.get("state_dict") is not None:
+        return options["state_dict"].get(key)
+    for file in weight_files(name_or_path, options):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                if key in tensors.keys():  # noqa: SIM118 (not a dict)
+                    return tensors.get_tensor(key)
+        elif key in (entries := _load_pickle(file, "cpu")):
+            return entries[key]
+    return None
+
+
+def _load_pickle(file: Path, device: str) -> dict[str, Any]:
+    # Files of before PyTorch 1.6 are no archives, and cannot be mapped into memory.
+    entries: dict[str, Any] = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
+    return entries
+
+
+@contextmanager
+def damaged_weights_named(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    """Raises [`DamagedFileError`] where a safetensors file that is read within this is truncated or damaged."""
+    try:
+        yield
+    except SafetensorError as error:
+        for file in weight_files(name_or_path, options):
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError as finding:
+                raise DamagedFileError(file.name, name_or_path, str(finding)) from error
+        raise
+
+
+class RenamingOnLoad(WeightRenaming):
+    """Reads a tensor under another name. What is saved keeps the drafter's own names, whatever was loaded."""
+
+    __slots__ = ()
+
+    def reverse_transform(self) -> WeightRenaming:
+        """Returns a renaming that changes no name."""
+        return WeightRenaming(source_patterns=r"(?!)", target_patterns="")
+
+
+def register_released_names() -> None:
+    """Registers with transformers the names under which a checkpoint may hold a drafter's tensors."""
+    # As in vLLM, around the drafter or the serial head alone.
+    modules = "embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition"
+    renamings = [
+        RenamingOnLoad(rf"^(?:model\.){{1,2}}(d2t$|(?:{modules})\.)", r"\1"),
+        # The first layer of EAGLE-3, in most tools.
+        RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
+        # As the reference's training writes them.
+        RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
+    ]
+    register_checkpoint_conversion_mapping("gumiho", renamings, overwrite=True)
+
+
+def accept_checkpoint(drafter: Any, info: dict[str, Any], options: Mapping[str, Any], allow_mismatch: bool) -> None:
+    """
+    Accepts or refuses the checkpoint of a drafter that `from_pretrained` has loaded.
+
+    Args:
+        drafter: The drafter, with its generation config.
+        info: The loading info, from which the keys go that are accepted. `unexpected_keys` have no place in the model,
+            `missing_keys` are not in the checkpoint.
+        options: The arguments of `from_pretrained`.
+        allow_mismatch: Whether tensors of the wrong shape are initialized.
+
+    Raises:
+        ValueError: The checkpoint lacks tensors, holds others or some of the wrong shape, or reads other layers than
+            the config asks for; or its vocabulary does not fit the drafter.
+    """
+    name = repr(str(drafter.name_or_path))
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    _accept_new_fusion(drafter, missing, unexpected, options)
+    _accept_new_heads(drafter, missing, options)
+    _accept_transitions(drafter.config, missing, unexpected, name)
+    _drop_extra_heads(drafter, unexpected, name)
+    _adopt_vocabulary(drafter, unexpected, options)
+    info |= {"missing_keys": missing, "unexpected_keys": unexpected}
+    mismatched = [] if allow_mismatch else info["mismatched_keys"]
+    shapes = [f"{key} is {tuple(found)}, expected {tuple(expected)}" for key, found, expected in mismatched]
+    found = (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes))
+    problems = [f"{kind}: {', '.join(sorted(keys))}" for kind, keys in found if keys]
+    if not problems:
+        return
+    if "fc.weight" in missing:
+        reason = "is not a Gumiho drafter: it has no `fc`, which fuses a token with the state before it."
+    else:
+        reason = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
+    raise UserValueError(f"The checkpoint {name} {reason}\n" + "\n".join(problems))
+
+
+def _own_fields(drafter: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a checkpoint's own config, whatever it is loaded with; none where it has no config."""
+    if drafter.name_or_path:
+        places = {place: options[place] for place in PLACES if place in options}
+        with suppress(OSError, ValueError):  # it has none, and was loaded with another one
+            fields: dict[str, Any] = type(drafter.config).get_config_dict(drafter.name_or_path, **places)[0]
+            return fields
+    return {}
+
+
+def _accept_new_heads(drafter: Any, missing: set[str], options: Mapping[str, Any]) -> None:
+    """Accepts a checkpoint without parallel heads, such as an EAGLE head, for a config with them."""
+    new = {key for key in missing if _HEAD_TENSOR.fullmatch(key)}
+    if not new or _own_fields(drafter, options).get("num_parallel_heads") != 0:
+        return
+    # Settings for the depths of its drafts do not fit.
+    drafter.generation_config.update(tree_depth=None, draft_temperature=None, break_even=None)
+    logger.warning(
+        f"The checkpoint {drafter.name_or_path!r} has no parallel heads. The {drafter.config.num_parallel_heads} that "
+        f"its config asks for are new: they draft nothing of use until they are trained (`--train_only parallel`)."
+    )
+    missing -= new
+
+
+def _accept_new_fusion(drafter: Any, missing: set[str], unexpected: set[str], options: Mapping[str, Any]) -> None:
+    """Accepts a checkpoint that reads one state of the target for a config with several layers."""
+    config, name = drafter.config, repr(str(drafter.name_or_path))
+    layer_ids = config.target_layer_ids
+    # An EAGLE-3 head fuses layers by `fc`, whichever they are.
+    if config.is_eagle3 or (layer_ids is None and _FUSION_TENSOR not in unexpected):
+        return
+    own_ids = _own_fields(drafter, options).get("target_layer_ids")
+    if own_ids is not None and own_ids != layer_ids:
+        raise UserValueError(
+            f"The drafter {name} was trained to read the target's layers {own_ids}, and cannot be loaded with "
+            f"`target_layer_ids={layer_ids}`. Leave `target_layer_ids` out, or train a new drafter that reads those."
+        )
+    if _FUSION_TENSOR not in missing:
+        return
+    if own_ids is not None:
+        raise UserValueError(
+            f"The checkpoint {name} is damaged: its config says that it reads the target's layers {own_ids} "
+            f"(`target_layer_ids`), and its weights lack `{_FUSION_TENSOR}`. Save or download it again."
+        )
+    logger.warning(
+        f"The checkpoint {name} reads one state of the target. Its fusion with those of the layers {layer_ids}, as "
+        f"its config asks for, is new: it begins as that of the highest one."
+    )
+    missing.remove(_FUSION_TENSOR)
+
+
+def _accept_transitions(config: Any, missing: set[str], unexpected: set[str], name: str) -> None:
+    """Accepts a checkpoint without transitions for a config with them, and surplus ones, which are left out."""
+    found = {key: match for key in unexpected if (match := _TRANSITION_TENSOR.fullmatch(key))}
+    if found and not config.has_transitions:
+        logger.warning(f"The transitions of {name} are left out, as `transition_rank` is 0.")
+    num_used = config.num_parallel_heads if config.has_transitions else 0
+    unexpected.difference_update(key for key, match in found.items() if int(match[1]) >= num_used)
+    new = {key for key in missing if _TRANSITION_TENSOR.fullmatch(key)}
+    if len(new) == 2 * config.num_parallel_heads and config.has_transitions:
+        logger.warning(
+            f"The checkpoint {name} has no transitions. Those of rank {config.transition_rank}, as its config asks "
+            f"for, are new: they change nothing until they are trained (`--train_only transition`)."
+        )
+        missing -= new
+
+
+def _drop_extra_heads(drafter: Any, unexpected: set[str], name: str) -> None:
+    """Accepts more parallel heads than the config asks for: the first are used. A `tree_depth` of all is lowered."""
+    config, settings = drafter.config, drafter.generation_config
+    found: dict[int, set[str]] = {}
+    for key in unexpected:
+        if (match := _HEAD_TENSOR.fullmatch(key)) and int(match[1]) >= config.num_parallel_heads:
+            found.setdefault(int(match[1]), set()).add(key)
+    # A weight and a bias in each block: tensors of an incomplete head stay unexpected.
+    tensors_per_head = 2 * (config.num_residual_blocks + 1)
+    surplus = [keys for keys in found.values() if len(keys) == tensors_per_head]
+    if not surplus:
+        return
+    if settings.tree_depth is not None:
+        settings.tree_depth = min(settings.tree_depth, config.max_draft_depth)
+    logger.warning(
+        f"The checkpoint {name} holds {config.num_parallel_heads + len(surplus)} parallel heads; the first "
+        f"{config.num_parallel_heads} are used, as `num_parallel_heads` says. Drafts are at most "
+        f"{config.max_draft_depth} tokens long."
+    )
+    unexpected.difference_update(*surplus)
+
+
+def _adopt_vocabulary(drafter: Any, unexpected: set[str], options: Mapping[str, Any]) -> None:
+    """Makes the vocabulary that a checkpoint holds as a tensor the setting `draft_vocabulary`, unless that is set."""
+    config, source = drafter.config, drafter.name_or_path
+    vocab_size = config.get_text_config().vocab_size
+    if config.is_eagle3:  # it belongs to the weights
+        if config.draft_vocab_size is not None:
+            entry_token_ids("d2t", drafter.d2t.cpu(), vocab_size, source)
+        return
+    keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
+    if len(keys) > 1:
+        raise UserValueError(
+            f"The checkpoint {str(source)!r} carries its draft vocabulary more than once: {', '.join(keys)}. Keep one "
+            f"of them."
+        )
+    for key in keys:
+        if drafter.generation_config.draft_vocabulary is None:
+            if (entry := read_entry(source, key, options)) is None:
+                return
+            drafter.generation_config.draft_vocabulary = entry_token_ids(key, entry, vocab_size, source)
+        unexpected.remove(key)
+        if holds_offsets(key):
+            unexpected.difference_update([other for other in unexpected if is_vocabulary_mask(other)])

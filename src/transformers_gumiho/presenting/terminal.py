@@ -1,0 +1,116 @@
+"""What a terminal shows: colored text, the lines below an answer, and a draft tree."""
+
+import os
+from collections.abc import Callable
+from typing import TextIO
+
+import torch
+
+from .answering import Answer, first_difference
+from .cycles import Cycle, CycleLabels
+
+
+_GREEN, _RESET = "\033[32m", "\033[0m"
+_LEGEND = """\
+token: the probability of the token after the tokens above it, at the draft temperature
+path: the probability of all tokens down to it, by which the nodes were chosen
+* accepted draft   + bonus token, which the target chose"""
+_ORIGINS = {
+    "drafter": "drafted by the drafter",
+    "context": "drafted by the context alone",
+    "pause": "the drafter is paused for {} more cycles",
+    "end": "one token is missing, so nothing is drafted",
+}
+
+
+def wants_colors(choice: str, stream: TextIO) -> bool:
+    """Returns whether to write colors to `stream`; `"auto"` asks for a terminal, and respects https://no-color.org."""
+    if choice != "auto":
+        return choice == "always"
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def colored(text: str, wanted: bool = True) -> str:
+    """Returns `text` in the color of accepted drafts."""
+    return f"{_GREEN}{text}{_RESET}" if wanted and text else text
+
+
+def colored_writer(stream: TextIO, colors: bool) -> Callable[[str, bool], None]:
+    """Returns a function that writes pieces of a text to `stream`, with drafted ones in color if wanted."""
+
+    def write(text: str, is_draft: bool) -> None:
+        stream.write(colored(text, colors and is_draft))
+        stream.flush()
+
+    return write
+
+
+def describe_answer(answer: Answer, colors: bool) -> str:
+    """Returns the line below an answer: tau, speed and what it was made of."""
+    num_accepted = sum(len(cycle.accepted) for cycle in answer.cycles)
+    parts = [
+        "no cycles" if answer.tau is None else f"tau {answer.tau:.2f}",
+        f"{answer.speed:.1f} tokens/s",
+        f"{len(answer.cycles)} cycles",
+        f"{len(answer.tokens)} tokens, {colored(f'{num_accepted} accepted drafts', colors)}",
+        *(["interrupted"] if answer.progress != "done" else []),
+    ]
+    return f"[{' | '.join(parts)}]"
+
+
+def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: float | None = None) -> str:
+    """
+    Returns the lines below plain decoding's answer: its speed, the speed-up, and whether both texts are the same.
+    `dtype` is that of the target, and `gap` the [`logit_gap`] of greedy answers.
+    """
+    speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
+    if plain.progress != "done":
+        return f"{speed} | interrupted, so not compared]"
+    speed_up = f"{speed}]\nSpeed-up {answer.speed / plain.speed:.2f}x"
+    if (place := first_difference(answer, plain)) is None:
+        return f"{speed_up}, same text"
+    difference = f"{speed_up}. The texts differ from token {place + 1} on"
+    apart = "" if gap is None else f" (two logits {gap:.2g} apart)"
+    if dtype.itemsize > 2:
+        return difference + apart
+    return f"{difference}: a near-tie in {str(dtype).removeprefix('torch.')}{apart}; --dtype float32 avoids it"
+
+
+def draw_in_terminal(cycle: Cycle, labels: CycleLabels, *, colors: bool) -> str:
+    """
+    Returns the draft tree of a cycle, a line for each node. `colors` marks the accepted path, which has its marks
+    either way.
+    """
+    lines = [
+        f"after {labels.context}",
+        "",
+        " token   path",
+        f"{'':16}{labels.nodes[0]}  (the newest committed token)",
+        *_draw_children(cycle, labels, 0, "", colors),
+        "",
+        _LEGEND,
+        "",
+        cycle.summary,
+        _ORIGINS[cycle.origin.source].format(cycle.origin.num_left),
+    ]
+    return "\n".join(lines)
+
+
+def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colors: bool) -> list[str]:
+    """Returns the lines below `node`, whose own line begins its children's branches at `indent`."""
+    children = cycle.children(node)
+    has_bonus = labels.bonus is not None and node == cycle.last_accepted
+    lines = []
+    for child in children:
+        is_last = child == children[-1] and not has_bonus
+        is_accepted = child in cycle.accepted
+        numbers = f"{cycle.token_probability(child):6.3f} {cycle.path_probability(child):6.3f}"
+        branch = f"{indent}{'└' if is_last else '├'}─ "
+        lines.append(
+            f"{numbers} {colored('*', colors) if is_accepted else ' '} {branch}"
+            f"{colored(labels.nodes[child], colors and is_accepted)}"
+        )
+        lines += _draw_children(cycle, labels, child, indent + ("   " if is_last else "│  "), colors)
+    if has_bonus:
+        lines.append(f"{'':13} + {indent}└─ {labels.bonus}")
+    return lines
