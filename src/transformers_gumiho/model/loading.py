@@ -288,7 +288,7 @@ def accept_checkpoint(drafter: Any, info: dict[str, Any], options: Mapping[str, 
 def _own_fields(drafter: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a checkpoint's own config, whatever it is loaded with; none where it has no config."""
     if drafter.name_or_path:
-        places = {place: options[place] for place in PLACES if place in options}
+        places = {place: options[place] for place in (*PLACES, "variant") if place in options}
         with suppress(OSError, ValueError):  # it has none, and was loaded with another one
             fields: dict[str, Any] = type(drafter.config).get_config_dict(drafter.name_or_path, **places)[0]
             return fields
