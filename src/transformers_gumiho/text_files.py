@@ -27,9 +27,11 @@ def read_text(path: str | Path) -> str:
     Returns the text of a UTF-8 file, without a byte order mark.
 
     Raises:
-        OSError: There is no such file.
+        OSError: There is no such file, or it cannot be read.
         ValueError: The file has another encoding.
     """
+    if not Path(path).exists():
+        raise UserFileNotFoundError(f"There is no file {str(path)!r}. Give an existing one.")
     with as_user_errors():
         data = Path(path).read_bytes()
     try:

@@ -270,7 +270,7 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         read_prompts(write_jsonl(tmp_path / "bad.jsonl", [{"turns": [1]}]))
     with pytest.raises(ValueError, match="holds no questions"):
         read_prompts(write_jsonl(tmp_path / "none.jsonl", [""]))
-    with pytest.raises(FileNotFoundError, match=r"No such file .*missing\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.jsonl"):
         read_prompts(str(tmp_path / "missing.jsonl"))
 
 

@@ -332,9 +332,9 @@ def test_a_pair_is_tuned_by_its_short_name(tmp_path: Path, monkeypatch: pytest.M
 
 def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     missing = {"target": "nobody/nothing", "assistant": "nobody/drafter", "prompts": str(tmp_path / "missing.jsonl")}
-    with pytest.raises(FileNotFoundError, match="to read prompts from"):
+    with pytest.raises(FileNotFoundError, match="There is no file"):
         tune(TuningArguments(**missing, output_dir=str(tmp_path)))
-    with pytest.raises(FileNotFoundError, match="to read prompts from"):
+    with pytest.raises(FileNotFoundError, match="There is no file"):
         benchmark(BenchmarkArguments(**missing, output_dir=str(tmp_path / "results")))
     assert not (tmp_path / "results").exists()
 
