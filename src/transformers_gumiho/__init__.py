@@ -5,6 +5,7 @@ decode with a draft tree if the assistant is a Gumiho drafter.
 """
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -18,6 +19,16 @@ from .model.loading import register_released_names
 from .model.modeling_gumiho import GumihoModel
 from .model.outputs import GumihoOutput
 from .verification.cycle_shapes import free_memory
+
+
+if TYPE_CHECKING:
+    from .training.recording import record
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "record":  # loaded when it is used: generation needs nothing of the training
+            return importlib.import_module(".training.recording", __name__).record
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"
@@ -44,4 +55,5 @@ __all__ = [
     "attached",
     "detach",
     "free_memory",
+    "record",
 ]

@@ -40,7 +40,9 @@ def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = N
     return type(model).generate(model, assistant_model=assistant_model, **kwargs)
 
 
-def generate_attached(drafter: str, /, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
+def generate_attached(
+    drafter: str, /, *args: Any, model: PreTrainedModel, record_in: str | None = None, **kwargs: Any
+) -> Any:
     """
     Generates with a drafter where that is possible, and else plainly. Folders that `gumiho attach` writes call this.
 
@@ -48,7 +50,12 @@ def generate_attached(drafter: str, /, *args: Any, model: PreTrainedModel, **kwa
         drafter: The drafter's folder or its name on the Hub.
         *args, **kwargs: The arguments of `generate()`.
         model: The target.
+        record_in: The folder of a recording, which the first call begins.
     """
+    if record_in is not None:
+        from .training.recording import record_once
+
+        record_once(model, record_in)
     # `generate(custom_generate=<this folder>)` passes every argument, and `None` for those that were not given.
     if kwargs.get("assistant_model") is None and repository_of_call(model):
         kwargs.pop("assistant_model", None)

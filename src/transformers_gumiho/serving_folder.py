@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from transformers import AutoTokenizer
 
 from .decoding.attach import is_drafter
 from .options import REQUIRED, option
@@ -29,7 +30,7 @@ from transformers_gumiho.custom_generation import generate_attached
 
 def generate(*args, **kwargs):
     """As `generate()` of the target, with drafts where they are possible."""
-    return generate_attached({drafter!r}, *args, **kwargs)
+    return generate_attached({drafter!r}, *args, {record}**kwargs)
 '''
 
 
@@ -40,6 +41,7 @@ class AttachArguments:
     target: str = option("Target model: a folder or a name on the Hub. Both may be given by position.", REQUIRED)
     drafter: str = option("Gumiho drafter: a folder or a name on the Hub.", REQUIRED)
     output_dir: str = option("Folder to write. It must be new or empty.", REQUIRED)
+    record: str | None = option("Feature cache to record what is generated in, prompts included.")
     copy_weights: bool = option("Copy the target's weights instead of linking them.", False)
 
 
@@ -53,7 +55,7 @@ def write_served_target(args: AttachArguments) -> str:
 
     Raises:
         ValueError: The drafter is not a Gumiho drafter, the folder is not empty, or the target is an adapter, has no
-            weights or has a `custom_generate`.
+            weights, has a `custom_generate`, or has no tokenizer to record with.
         OSError: The target or the drafter cannot be found.
     """
     if not is_drafter(args.drafter):
@@ -66,6 +68,9 @@ def write_served_target(args: AttachArguments) -> str:
     kept = [path for path in files if not any(path.match(pattern) for pattern in _OTHER_FORMATS)]
     weights = [path for path in kept if any(path.match(pattern) for pattern in _WEIGHTS)]
     _check_source(args.target, source, weights)
+    if args.record is not None:
+        with as_user_errors():
+            AutoTokenizer.from_pretrained(source)  # which a recording needs
     with as_user_errors():
         (folder / _CODE).mkdir(parents=True)
     for path in kept:
@@ -76,8 +81,9 @@ def write_served_target(args: AttachArguments) -> str:
     if (source / _TEMPLATES).is_dir():
         shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
+    record = "" if args.record is None else f"record_in={os.path.abspath(args.record)!r}, "
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
-    (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter), encoding="utf-8")
+    (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter, record=record), encoding="utf-8")
     how, num_others = "copied" if args.copy_weights else "linked", len(files) - len(kept)
     left_out = f" {_count(num_others)} in other formats left out." if num_others else ""
     return (

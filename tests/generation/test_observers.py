@@ -157,7 +157,18 @@ def test_an_observer_can_be_left_from_elsewhere(generate: Callable[..., Any]) ->
     assert not recorder.batch_sizes
 
 
-@pytest.mark.parametrize("name", ["on_generation_begin", "on_stage_begin", "on_stage_end", "on_cycle"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "on_generation_begin",
+        "on_stage_begin",
+        "on_stage_end",
+        "on_cycle",
+        "on_prompt",
+        "on_states",
+        "on_generation_end",
+    ],
+)
 def test_an_observer_that_fails_ends_the_generation_and_nothing_else(generate: Callable[..., Any], name: str) -> None:
     class Failing(GenerationObserver):
         pass

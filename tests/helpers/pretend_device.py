@@ -31,6 +31,7 @@ import transformers_gumiho
 CPU = torch.device("cpu")
 _NOTE = "_pretended_device"
 _PINNED = "_is_pretended_to_be_pinned"
+_COPIED_AT = "_pretended_waits_before_its_copy"
 _PACKAGE = str(Path(transformers_gumiho.__file__).parent)
 # What reads a tensor's numbers, or must know how many there are before it goes on.
 _WAITING = {
@@ -46,6 +47,10 @@ _STRICT = {"cat", "embedding", "gather", "index_copy_", "index_select", "linear"
 
 class MixedDevices(RuntimeError):
     """An operation on tensors of two devices."""
+
+
+class ReadTooEarly(RuntimeError):
+    """A copy to the host that was only queued is read, and the host has not waited for the device since."""
 
 
 class PretendMachine(TorchFunctionMode):
@@ -72,6 +77,10 @@ class PretendMachine(TorchFunctionMode):
             setattr(pinned.untyped_storage(), _PINNED, True)
             return pinned
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if name not in ("__get__", "size", "dim", "__len__"):
+            for tensor in tensors:
+                if getattr(tensor.untyped_storage(), _COPIED_AT, None) == len(self.waits):
+                    raise ReadTooEarly(f"{name} in {_calling_line()}")
         source = CPU if name == "__set__" else _common_device(name, args, tensors)
         target = _asked_device(name, args, kwargs) or source
         self._note_waits(name, args, kwargs, source, target)
@@ -83,6 +92,8 @@ class PretendMachine(TorchFunctionMode):
         ):
             result = result.clone()
         if target.type == "cpu":
+            if name == "to" and source.type != "cpu" and kwargs.get("non_blocking"):
+                setattr(result.untyped_storage(), _COPIED_AT, len(self.waits))
             return result
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and device_of(value) == CPU:
@@ -101,9 +112,10 @@ class PretendMachine(TorchFunctionMode):
                 source = device_of(args[-1]) if isinstance(args[-1], torch.Tensor) else target
             elif name == "new_tensor" or not isinstance(args[0], torch.Tensor):
                 source = CPU
-            # Between two accelerators, and from pinned memory, a copy only waits in the stream.
+            # Between two accelerators, from pinned memory, and to memory that PyTorch pins for it, a copy waits in
+            # the stream alone.
             is_upload = source.type == "cpu" and target.type != "cpu"
-            is_asynchronous = is_upload and kwargs.get("non_blocking") and _is_pinned(args)
+            is_asynchronous = kwargs.get("non_blocking") and (_is_pinned(args) if is_upload else name == "to")
             if source != target and CPU in (source, target) and not is_asynchronous:
                 self.note_wait(f"{name} ({'upload' if is_upload else 'download'})")
         elif source.type != "cpu" and (name in _WAITING or _has_unknown_size(name, kwargs)):
@@ -214,6 +226,7 @@ def pretending() -> Iterator[PretendMachine]:
             get_device_name=lambda device: "pretend",
             synchronize=lambda *_: machine.note_wait("synchronize"),
         ),
+        patch.object(torch.accelerator, "synchronize", lambda *_: machine.note_wait("synchronize")),
         machine,
     ):
         yield machine

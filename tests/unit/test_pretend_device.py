@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretend_device import MixedDevices, pretending
+from pretend_device import MixedDevices, ReadTooEarly, pretending
 from torch import nn
 
 
@@ -51,6 +51,19 @@ WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
     "unknown size": lambda x: x.repeat_interleave(torch.ones_like(x[0], dtype=torch.long), dim=1),
     "synchronize": lambda x: torch.cuda.synchronize(),
 }
+
+
+def test_a_queued_download_is_no_wait_and_read_after_one() -> None:
+    with pretending() as machine:
+        x = ON_HOST.to("cuda:0") * 2
+        machine.waits.clear()
+        copy = x.to("cpu", non_blocking=True)
+        assert not machine.waits
+        assert copy.shape == x.shape
+        with pytest.raises(ReadTooEarly, match="tolist"):
+            copy.tolist()
+        torch.accelerator.synchronize(x.device)
+        assert copy.tolist() == (ON_HOST * 2).tolist()
 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)

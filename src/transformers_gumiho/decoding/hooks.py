@@ -25,6 +25,7 @@ from ..verification.requirements import check_inputs, check_request, unsupported
 from ..verification.traits import TargetTraits, Unsupported
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import decode_with_tree
+from .observers import observers_of_call
 from .sequences import max_length_of
 
 
@@ -90,7 +91,7 @@ def _assisted_decoding(
     max_new_tokens = max_length_of(kwargs["stopping_criteria"], config) - input_ids.shape[1]
     reason = unsupported_reason(check_inputs, verifier, traits, input_ids, config, kwargs, max_new_tokens)
     if reason is None:
-        kwargs |= {"assistant_model": drafter, "traits": traits}
+        kwargs |= {"assistant_model": drafter, "traits": traits, "observers": observers_of_call(target, drafter)}
         return decode_with_tree(verifier, input_ids, *args, **kwargs)
     if not isinstance(assistant, AttachedDrafter):
         raise Unsupported(reason)

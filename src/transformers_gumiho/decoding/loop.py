@@ -19,7 +19,7 @@ from ..verification.placement import input_device
 from ..verification.prompt import read_prompt
 from ..verification.session import TargetSession
 from ..verification.traits import TargetTraits
-from .observers import GenerationEvents
+from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
 from .token_choice import TokenChooser
 
@@ -81,16 +81,19 @@ def decode_with_tree(
     traits: TargetTraits,
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
+    observers: tuple[GenerationObserver, ...] = (),
     **model_kwargs: Any,
 ) -> GumihoGenerateOutput | torch.Tensor:
     """
-    Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared, and with the target's traits. Returns
-    `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
+    Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared, with the target's traits, and with
+    observers of this call. Returns `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with
+    `return_dict_in_generate=True`.
     """
     settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    events = GenerationEvents.begin(len(input_ids))
+    events = GenerationEvents.begin(len(input_ids), observers)
     with ExitStack() as running:
+        running.callback(events.end, lambda: sequences.tokens_from([sequences.prompt_length] * len(input_ids)))
         with events.stage("prompt"):
             session = read_prompt(
                 target,
@@ -104,6 +107,7 @@ def decode_with_tree(
             )
             # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
+        events.prompt(input_ids, session.prefill.states, session.prompt.mask)
         do_sample = bool(generation_config.do_sample)
         chooser = TokenChooser(sequences, logits_processor, do_sample, session.shapes, traits.is_chain)
         running.callback(chooser.return_unused_draws)
@@ -155,6 +159,7 @@ def _run_cycles(
         sequences.records.add_cycle(tree, path, output.hidden_states)
         # 4. Roll the cache back to the accepted path.
         committed = session.keep(path, output)
+        events.states(output.states, path)
     return tree
 
 

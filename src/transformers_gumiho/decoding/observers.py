@@ -1,15 +1,21 @@
 """Callbacks of a generation: its stages, its draft trees, and the tokens that each cycle commits."""
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import torch
+from torch import nn
+
 from ..drafting.candidate_generator import DraftOrigin
+from ..model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree
-from ..tree.walk import AcceptedPath
+from ..tree.walk import AcceptedPath, pick
+from ..verification.target_states import TargetStates
 
 
 # "prompt": the target runs the prefill. "draft": a tree is drafted. "drafter_pass": within "draft", a module of the
@@ -48,6 +54,26 @@ class GenerationObserver:
                 last token is a draft instead of a bonus token.
         """
 
+    def on_prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
+        """
+        Called after the prefill. The tensors must be copied, not kept.
+
+        Args:
+            input_ids (`(B, P)`): The prompt; `P` is 0 where it was given as `inputs_embeds`.
+            states: The target's states of the newest `T` of its tokens, fewer than `P` after a cache of the caller's.
+            mask (`(B, P)`, *optional*): False at padding. `None` without any.
+        """
+
+    def on_states(self, states: TargetStates, counts: Sequence[int]) -> None:
+        """
+        Called after a cycle, with the target's states of the path's nodes: the text's newest token, and the accepted
+        drafts. The tensors must be copied, not kept. `counts` are the states of each row; those after them have no
+        meaning.
+        """
+
+    def on_generation_end(self, new_tokens: list[list[int]]) -> None:
+        """Called at the end, also after an error, with the new tokens of each row: one more than it has states of."""
+
 
 @dataclass
 class _Registration:
@@ -83,6 +109,27 @@ def _registrations() -> tuple[_Registration, ...]:
     return found
 
 
+# Makes the observer of a call with this drafter, or `None` where the call is not observed.
+CallObserver = Callable[[GumihoModel], GenerationObserver | None]
+_observers_of_calls: weakref.WeakKeyDictionary[nn.Module, tuple[CallObserver, ...]] = weakref.WeakKeyDictionary()
+
+
+def observe_calls(target: nn.Module, make: CallObserver) -> None:
+    """Makes an observer for each drafted call of a target, in any thread, until [`ignore_calls`]."""
+    _observers_of_calls[target] = (*_observers_of_calls.get(target, ()), make)
+
+
+def ignore_calls(target: nn.Module, make: CallObserver) -> None:
+    """Undoes [`observe_calls`]."""
+    _observers_of_calls[target] = tuple(known for known in _observers_of_calls.get(target, ()) if known != make)
+
+
+def observers_of_call(target: nn.Module, drafter: GumihoModel) -> tuple[GenerationObserver, ...]:
+    """Returns the observers of a call that begins."""
+    made = (make(drafter) for make in _observers_of_calls.get(target, ()))
+    return tuple(observer for observer in made if observer is not None)
+
+
 class GenerationEvents:
     """Calls the observers of one generation in the order of registration; at the end of a stage, in reverse order."""
 
@@ -90,9 +137,10 @@ class GenerationEvents:
         self.observers = observers
 
     @classmethod
-    def begin(cls, batch_size: int) -> "GenerationEvents":
-        """Finds the observers of this thread and reports that a generation begins."""
-        events = cls(tuple(found.observer for found in _registrations() if found.observer is not None))
+    def begin(cls, batch_size: int, of_call: tuple[GenerationObserver, ...] = ()) -> "GenerationEvents":
+        """Finds the observers of this thread, beside those of the call, and reports that a generation begins."""
+        of_thread = (found.observer for found in _registrations() if found.observer is not None)
+        events = cls((*of_thread, *of_call))
         for observer in events.observers:
             observer.on_generation_begin(batch_size)
         return events
@@ -126,3 +174,21 @@ class GenerationEvents:
         nodes, tokens = (tensor[:, :longest].clone() for tensor in (path.nodes, path.tokens))
         for observer in self.observers:
             observer.on_cycle(tree, AcceptedPath(nodes, tokens, path.accepted_lengths))
+
+    def prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
+        """Reports the target's states of the prompt."""
+        for observer in self.observers:
+            observer.on_prompt(input_ids, states, mask)
+
+    def states(self, states: TargetStates, path: AcceptedPath) -> None:
+        """Reports the states of the committed path, of all nodes that the target ran."""
+        if not self.observers:
+            return
+        of_path = states.map(lambda all_states: pick(all_states, path.nodes[:, : max(path.accepted_lengths)]))
+        for observer in self.observers:
+            observer.on_states(of_path, path.accepted_lengths)
+
+    def end(self, read_new_tokens: Callable[[], list[list[int]]]) -> None:
+        """Reports that the generation has ended."""
+        for observer in self.observers:
+            observer.on_generation_end(read_new_tokens())

@@ -24,7 +24,7 @@ from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeat
 
 _ROWS_OF_STREAM = 1000
 # What two caches must have in common for one training.
-_SAME_OF_CACHES = ("target", "tokenizer", "dtype", "target_layer_ids", "is_last_normed")
+_SAME_OF_CACHES = ("tokenizer", "dtype", "target_layer_ids", "is_last_normed")
 logger = logging.get_logger(__name__)
 
 
@@ -87,9 +87,12 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
     """Raises `ValueError` where cached rows were not made as the target's features were."""
     if not isinstance(features, CachedFeatures) or dataset is None or not has_length(dataset):
         return
-    wanted = {name: features.made_from.get(name) for name in _SAME_OF_CACHES}
     for folder in {holder.folder for holder, _ in located(dataset) if isinstance(holder, FeatureDataset)}:
-        Record(folder / MADE_FROM).check(wanted, "Give caches that were made as that of `target`.")
+        record, target = Record(folder / MADE_FROM), "model"
+        if target not in features.made_from or target not in record.made_from:
+            target = "target"  # of a cache that was written before there were recordings
+        wanted = {name: features.made_from.get(name) for name in (target, *_SAME_OF_CACHES)}
+        record.check(wanted, "Give caches that were made as that of `target`.")
 
 
 def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:

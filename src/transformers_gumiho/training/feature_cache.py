@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -49,6 +48,7 @@ class CacheManifest:
         target_layer_ids: The target's layers whose states the rows hold, if not the last one alone. Those of the last
             one are in `hidden_states`, those of the others side by side in `layer_states`.
         is_last_normed: As in [`TargetLayers`]. If not, the state of the last layer is among the `layer_states`, too.
+        first_shard: The number of the first shard. A recorder deletes its oldest ones.
     """
 
     columns: list[str]
@@ -59,10 +59,18 @@ class CacheManifest:
     machine: str
     target_layer_ids: list[int] | None = None
     is_last_normed: bool = True
+    first_shard: int = 0
+
+    @property
+    def layers(self) -> TargetLayers | None:
+        """The layers besides the last states; `None` for these alone."""
+        ids = self.target_layer_ids
+        return None if ids is None else TargetLayers(tuple(ids), self.is_last_normed)
 
     def shards(self, folder: Path) -> list[Path]:
         """Returns the shards of a complete cache."""
-        return [folder / f"shard-{n:05d}.safetensors" for n in range(-(-len(self.lengths) // self.rows_per_shard))]
+        numbers = range(self.first_shard, self.first_shard - (-len(self.lengths) // self.rows_per_shard))
+        return [folder / f"shard-{number:05d}.safetensors" for number in numbers]
 
     def rows_of(self, shard: int) -> range:
         """Returns the rows of a shard."""
@@ -155,8 +163,7 @@ class CachedFeatures:
         target = Path(folder) / TARGET_FOLDER
         manifest = CacheManifest.load(Path(folder))
         self.made_from = Record(Path(folder) / MADE_FROM).made_from
-        ids = manifest.target_layer_ids
-        self.layers = None if ids is None else TargetLayers(tuple(ids), manifest.is_last_normed)
+        self.layers = manifest.layers
         try:
             self.config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError) as error:
@@ -247,7 +254,7 @@ def row_lengths(dataset: Any) -> list[int] | None:
         return None if None in lengths.values() else [(lengths[id(holder)] or [])[index] for holder, index in places]
     if isinstance(dataset, FeatureDataset):
         return dataset.manifest.lengths
-    if isinstance(dataset, Dataset):
+    if hasattr(dataset, "with_format"):  # of the library `datasets`, which recording does not need
         return [len(ids) for ids in dataset.with_format("numpy")["input_ids"]]
     return [len(row["input_ids"]) for row in dataset] if isinstance(dataset, list) else None
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,12 +39,15 @@ from .fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from .target_features import OnlineFeatures, why_not_finite
 
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 DEFAULT_SHARD_BYTES = 2**29
 Rows = dict[int, dict[str, torch.Tensor]]  # by their index
 
 
 def cache_size(
-    dataset: Dataset,
+    dataset: "Dataset",
     target_config: PreTrainedConfig,
     dtype: torch.dtype,
     target_layer_ids: Sequence[int] | TargetLayers | None = None,
@@ -69,7 +71,7 @@ def _layers(target_config: PreTrainedConfig, layers: Sequence[int] | TargetLayer
 
 
 def write_feature_cache(
-    dataset: Dataset,
+    dataset: "Dataset",
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
@@ -119,9 +121,10 @@ def write_feature_cache(
         machine=platform.node(),
         **layer_fields(layers),
     )
+    model = model_fingerprint(target)
     if made_from is None:
         data = conversations_fingerprint(dataset.select_columns(columns))
-        made_from = {"target": model_fingerprint(target), "data": data, **tokenizer_fingerprints(tokenizer)}
+        made_from = {"target": model, "data": data, **tokenizer_fingerprints(tokenizer)}
     made_from = made_from | {"dtype": manifest.dtype, **layer_fields(layers)}
     record, shards = Record(folder / MADE_FROM), manifest.shards(folder)
     with sole_writer(folder) if state.is_main_process else nullcontext():
@@ -129,7 +132,7 @@ def write_feature_cache(
         state.wait_for_everyone()
         if state.is_main_process:
             _check_space(folder, size * sum(not path.exists() for path in shards) // len(shards))
-            record.write(made_from)
+            record.write(made_from | {"model": model})
             _write_target(target, tokenizer, folder, manifest)
         state.wait_for_everyone()
         # Each process has its shards whatever the others have written meanwhile.
@@ -141,11 +144,11 @@ def write_feature_cache(
             _write_shards(dataset, missing, features, manifest, tokens_per_batch, bar.update)
         state.wait_for_everyone()
         if state.is_main_process:
-            record.write(made_from, is_finished=True)
+            record.write(made_from | {"model": model}, is_finished=True)
 
 
 def _write_shards(
-    dataset: Dataset,
+    dataset: "Dataset",
     missing: dict[int, Path],
     features: OnlineFeatures,
     manifest: CacheManifest,
@@ -168,7 +171,7 @@ def _write_shards(
 
 
 def _extract(
-    dataset: Dataset, rows: range, features: OnlineFeatures, manifest: CacheManifest, tokens_per_batch: int
+    dataset: "Dataset", rows: range, features: OnlineFeatures, manifest: CacheManifest, tokens_per_batch: int
 ) -> Iterator[Rows]:
     """Yields the rows of a shard, those of like length together."""
     collate, device = GumihoDataCollator(), input_device(features.target)
@@ -244,6 +247,12 @@ def _write_target(
             return
     except (FileNotFoundError, ValueError):
         pass
+    write_target(target, tokenizer, folder)
+    manifest.save(folder)
+
+
+def write_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes what a cache knows of its target."""
     for path in folder.glob("*.partial"):
         path.unlink()
     embedding = target.get_input_embeddings().weight
@@ -252,10 +261,9 @@ def _write_target(
         part.save_pretrained(folder / TARGET_FOLDER)
     weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
     save_completely(weights, folder / TARGET_FOLDER / WEIGHTS)
-    manifest.save(folder)
 
 
-def _columns(dataset: Dataset) -> list[str]:
+def _columns(dataset: "Dataset") -> list[str]:
     found = set(dataset.column_names) | ({"loss_mask"} if {*OTHER_MARKS} & set(dataset.column_names) else set())
     return [name for name in ("input_ids", "loss_mask", "position_ids") if name in found]
 

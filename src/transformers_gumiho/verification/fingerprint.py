@@ -20,9 +20,8 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     training changes them all, and reading all takes minutes. Offloaded parameters count by name and shape alone.
     """
     config = {name: value for name, value in model.config.to_diff_dict().items() if name not in VOLATILE}
-    adapters = getattr(model, "active_adapters", None) if hasattr(model, "peft_config") else None
     digest = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
-    digest.update(str(adapters).encode())
+    digest.update(str(adapters_of(model)).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         if parameter.device.type != "meta":
@@ -30,3 +29,9 @@ def model_fingerprint(model: PreTrainedModel) -> str:
             values = values[:: max(values.numel() // _SAMPLES, 1)].cpu()
             digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def adapters_of(model: PreTrainedModel) -> list[str]:
+    """Returns which adapters of PEFT a model's layers run, have merged, or have disabled: each combination once."""
+    layers = (module for module in model.modules() if "merged_adapters" in vars(module))
+    return sorted({f"{layer.active_adapters} {layer.merged_adapters} {layer.disable_adapters}" for layer in layers})

@@ -48,13 +48,14 @@ class TargetStates:
     def newest(self, num_tokens: int) -> "TargetStates":
         """Returns the states of the last `num_tokens` tokens."""
         start = self.last.shape[1] - num_tokens
-        return self._map(lambda states: states[:, start:])
+        return self.map(lambda states: states[:, start:])
 
     def to(self, device: torch.device) -> "TargetStates":
         """Returns the states on `device`."""
-        return self._map(lambda states: states.to(device))
+        return self.map(lambda states: states.to(device))
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TargetStates":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TargetStates":
+        """Returns what a function makes of both, called once where they are one tensor."""
         last = function(self.last)
         return TargetStates(last if self.target_states is self.last else function(self.target_states), last)
 
