@@ -14,7 +14,7 @@ from targets import equals_plain
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.measuring.prompts import encode_turn
+from transformers_gumiho.open_text import encode_turn
 from transformers_gumiho.pairs import PairArguments, load_pair
 from transformers_gumiho.pairs.known import find_pair
 from transformers_gumiho.pairs.smollm2 import INSTALL, installed_file
