@@ -114,7 +114,7 @@ class RecipeArguments(WritingArguments):
     )
     drafter: str | None = option("Continue training this drafter.")
     num_parallel_heads: int | None = option(
-        "Parallel heads (default: 5, or those of `--drafter`). With `--train_only parallel`, an EAGLE head gets them."
+        "Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them."
     )
     transition_rank: int | None = option("Rank of the parallel heads' transitions (default: the recipe's).")
     target_layer_ids: list[int] | None = option(
