@@ -9,8 +9,7 @@ from commands import gumiho, refuse
 from training_data import DEMO_TARGET, write_jsonl
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from transformers_gumiho.presenting import DemoArguments
-from transformers_gumiho.presenting.command import _load_page
+from transformers_gumiho.presenting import DemoArguments, make_page
 from transformers_gumiho.recipe import measure
 from transformers_gumiho.recipe.arguments import RecipeArguments
 
@@ -51,9 +50,9 @@ def test_commands_give_the_template_its_arguments(
 def test_the_page_and_the_last_stages_take_them(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gradio")
     options = {"target": str(DEMO_TARGET), "chat_template": template, "chat_template_kwargs": QUICK}
-    page = _load_page(DemoArguments(**options, assistant=str(DEMO_TARGET.parent / "gumiho")))
+    page = make_page(DemoArguments(**options, assistant=str(DEMO_TARGET.parent / "gumiho")))
     messages = [{"role": "user", "content": "os?"}]
-    assert page.tokenizer.apply_chat_template(messages, tokenize=False) == "import os?"
+    assert page.host.tokenizer.apply_chat_template(messages, tokenize=False) == "import os?"
     given: list[Any] = []
     monkeypatch.setattr(measure, "tune", given.append)
     monkeypatch.setattr(measure, "describe", str)

@@ -113,9 +113,7 @@ class RecipeArguments(WritingArguments):
         "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128
     )
     drafter: str | None = option("Continue training this drafter.")
-    num_parallel_heads: int | None = option(
-        "Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them."
-    )
+    num_parallel_heads: int | None = option("Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them.")
     transition_rank: int | None = option("Rank of the parallel heads' transitions (default: the recipe's).")
     target_layer_ids: list[int] | None = option(
         "Layers of the target that the serial head reads (default: the last one)."

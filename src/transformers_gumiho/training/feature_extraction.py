@@ -22,7 +22,7 @@ from ..resumable_file import Record, sole_writer
 from ..user_errors import UserOSError, UserValueError
 from ..verification.fingerprint import model_fingerprint
 from ..verification.placement import input_device
-from ..verification.target_states import TargetStates
+from ..verification.target_states import TargetStates, why_not_finite
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
 from .feature_cache import (
     MADE_FROM,
@@ -36,7 +36,7 @@ from .feature_cache import (
     save_shard,
 )
 from .fingerprint import conversations_fingerprint, tokenizer_fingerprints
-from .target_features import OnlineFeatures, why_not_finite
+from .target_features import OnlineFeatures
 
 
 if TYPE_CHECKING:

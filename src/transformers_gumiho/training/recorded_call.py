@@ -7,8 +7,7 @@ import torch
 
 from ..decoding.observers import GenerationObserver
 from ..user_errors import UserValueError
-from ..verification.target_states import TargetStates
-from .target_features import why_not_finite
+from ..verification.target_states import TargetStates, why_not_finite
 
 
 DTYPE = torch.bfloat16  # in which `gumiho train` keeps states, too

@@ -15,12 +15,6 @@ from ..user_errors import UserValueError
 from ..verification.target_states import FeatureReader, TargetStates, output_head
 
 
-def why_not_finite(dtype: torch.dtype) -> str:
-    """Says what to do where a target of this dtype computes numbers that are not finite."""
-    cause = "It overflows in float16" if dtype == torch.float16 else "Its weights may be damaged"
-    return f"The target's own states are not finite ({dtype}). {cause}: load it in bfloat16 or float32."
-
-
 def add_noise(states: torch.Tensor, noise: float, hidden_size: int) -> torch.Tensor:
     """Adds the recipe's uniform noise to what a drafter reads `(B, T, H_in)`, of width `noise` at 512 tokens."""
     # In float32, as half precision would round it away, and next to states of one size in all layers.

@@ -19,7 +19,7 @@ from ..losses.chunked import chunked_gumiho_loss
 from ..losses.positions import count_positions
 from ..losses.predictors import LossWeights, Predictor, predictors
 from ..user_errors import UserFloatingPointError, UserValueError
-from ..verification.target_states import TargetStates
+from ..verification.target_states import TargetStates, why_not_finite
 from . import checks
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
@@ -31,7 +31,7 @@ from .linear_start import start_linearly
 from .model_card import model_card_of
 from .muon import muon_of
 from .scores import agreement_metrics, score_predictions, shared_tau
-from .target_features import OnlineFeatures, add_noise, why_not_finite
+from .target_features import OnlineFeatures, add_noise
 
 
 class GumihoTrainer(Trainer):

@@ -13,7 +13,7 @@ from ...internals import CACHE_NAME
 from ...user_errors import UserValueError
 from ...verification.fingerprint import model_fingerprint
 from ...verification.placement import input_device
-from ..target_features import why_not_finite
+from ...verification.target_states import why_not_finite
 from .requests import Completion, Request, Sampling, Task
 
 
