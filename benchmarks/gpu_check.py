@@ -28,11 +28,11 @@ from demo_pair import parse
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.benchmarking import DecodingMode, read_prompts, run_benchmark, summarize
-from transformers_gumiho.measuring.machine import machine_name, peak_memory
-from transformers_gumiho.measuring.timing import synchronize
-from transformers_gumiho.pairs import PairArguments, load_pair
-from transformers_gumiho.pairs.known import find_pair
+from transformers_gumiho.tools.benchmarking import DecodingMode, read_prompts, run_benchmark, summarize
+from transformers_gumiho.tools.measuring.machine import machine_name, peak_memory
+from transformers_gumiho.tools.measuring.timing import synchronize
+from transformers_gumiho.tools.pairs import PairArguments, load_pair
+from transformers_gumiho.tools.pairs.known import find_pair
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 

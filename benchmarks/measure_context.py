@@ -22,10 +22,10 @@ from demo_pair import DemoPairArguments, parse
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.measuring.machine import peak_memory
-from transformers_gumiho.measuring.timing import stage_timer, time_decoding
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.pairs import PairArguments, load_pair
+from transformers_gumiho.tools.measuring.machine import peak_memory
+from transformers_gumiho.tools.measuring.timing import stage_timer, time_decoding
+from transformers_gumiho.tools.pairs import PairArguments, load_pair
 
 
 # The rounds: for each length, the milliseconds of a plain step, of a cycle, and of the target's pass in it.

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.internals import compile_on_every_device
-from transformers_gumiho.measuring.timing import time_decoding
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
+from transformers_gumiho.tools.measuring.timing import time_decoding
 
 
 @dataclass
@@ -92,7 +92,7 @@ def without_cudnn() -> Iterator[None]:
 # How passes of this package attend on a GPU. On a CPU the last one is the first.
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "in place": nullcontext,
-    "copied": lambda: patch("transformers_gumiho.verification.attention._would_copy", lambda *args: False),
+    "copied": lambda: patch("transformers_gumiho.generation.verification.attention._would_copy", lambda *args: False),
     "without cuDNN": without_cudnn,
 }
 

@@ -31,7 +31,7 @@ from demo_pair import DEMO_PAIR
 from transformers import AutoTokenizer
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.measuring.prompts import read_prompts
+from transformers_gumiho.tools.measuring.prompts import read_prompts
 
 
 COLUMNS = {

@@ -42,7 +42,7 @@ def _transformers_called_generate() -> bool:
         module = frame.f_globals.get("__name__", "")
         # Decorators around it, and what `attach` sets.
         if is_inside and not module.startswith(
-            ("torch.", "transformers.utils.", "transformers_gumiho.decoding.attach")
+            ("torch.", "transformers.utils.", "transformers_gumiho.generation.attach")
         ):
             return module.startswith("transformers.")
         is_inside = is_inside or (module == "transformers.generation.utils" and frame.f_code.co_name == "generate")

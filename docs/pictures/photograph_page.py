@@ -8,7 +8,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from transformers_gumiho.presenting import DemoArguments, make_page
+from transformers_gumiho.tools.presenting import DemoArguments, make_page
 
 
 QUESTION = "Count from 1 to 20."

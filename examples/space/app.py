@@ -7,7 +7,7 @@ shows: `PAIR` (smollm2 by default), or `TARGET` and `ASSISTANT`, folders or name
 import os
 from pathlib import Path
 
-from transformers_gumiho.presenting import DemoArguments, make_page
+from transformers_gumiho.tools.presenting import DemoArguments, make_page
 
 
 beside = Path(__file__).parent / "gumiho"

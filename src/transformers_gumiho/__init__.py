@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .decoding.attach import attach, attached, detach
-from .decoding.hooks import GumihoGenerationMixin, install
-from .decoding.loop import GumihoGenerateOutput
-from .drafting.candidate_generator import GumihoCandidateGenerator
+from .generation.attach import attach, attached, detach
+from .generation.drafting.candidate_generator import GumihoCandidateGenerator
+from .generation.hooks import GumihoGenerationMixin, install
+from .generation.loop import GumihoGenerateOutput
+from .generation.verification.cycle_shapes import free_memory
 from .model.configuration_gumiho import GumihoConfig
 from .model.decoding_settings import DraftingSettings
 from .model.loading import register_released_names
 from .model.modeling_gumiho import GumihoModel
 from .model.outputs import GumihoOutput
-from .verification.cycle_shapes import free_memory
 
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from transformers.utils import logging
 
 from transformers_gumiho_cli import main
 
-from .options import parse
-from .user_errors import INTERRUPTED, reported_in_one_line
+from .commands import INTERRUPTED, parse, reported_in_one_line
 
 
 Options = TypeVar("Options")
@@ -38,7 +37,7 @@ def run(name: str, words: list[str]) -> None:
 
 def run_generate_command(words: list[str]) -> None:
     """`gumiho generate`."""
-    from .presenting import GenerateArguments, generate
+    from .tools.presenting import GenerateArguments, generate
 
     args = _parse(GenerateArguments, "generate", generate, words)
     answers = generate(args)
@@ -48,22 +47,22 @@ def run_generate_command(words: list[str]) -> None:
 
 def run_show_command(words: list[str]) -> None:
     """`gumiho show`."""
-    from .presenting import ShowArguments, show
+    from .tools.presenting import ShowArguments, show
 
     show(_parse(ShowArguments, "show", show, words))
 
 
 def run_demo_command(words: list[str]) -> None:
     """`gumiho demo`."""
-    from .presenting import DemoArguments, demo
+    from .tools.presenting import DemoArguments, demo
 
     demo(_parse(DemoArguments, "demo", demo, words))
 
 
 def run_benchmark_command(words: list[str]) -> None:
     """`gumiho benchmark`."""
-    from .benchmarking import BenchmarkArguments, benchmark
-    from .benchmarking.report import markdown
+    from .tools.benchmarking import BenchmarkArguments, benchmark
+    from .tools.benchmarking.report import markdown
 
     args = _parse(BenchmarkArguments, "benchmark", benchmark, words)
     rows = benchmark(args)
@@ -72,7 +71,7 @@ def run_benchmark_command(words: list[str]) -> None:
 
 def run_tune_command(words: list[str]) -> None:
     """`gumiho tune`."""
-    from .tuning import TuningArguments, describe, tune
+    from .tools.tuning import TuningArguments, describe, tune
 
     args = _parse(TuningArguments, "tune", tune, words)
     result = describe(tune(args))
@@ -82,7 +81,7 @@ def run_tune_command(words: list[str]) -> None:
 
 def run_attach_command(words: list[str]) -> None:
     """`gumiho attach TARGET DRAFTER --output_dir FOLDER`; both may also be given as options."""
-    from .serving_folder import AttachArguments, write_served_target
+    from .tools.serving_folder import AttachArguments, write_served_target
 
     if len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
         words = ["--target", words[0], "--drafter", *words[1:]]
@@ -91,15 +90,15 @@ def run_attach_command(words: list[str]) -> None:
 
 def run_train_command(words: list[str]) -> None:
     """`gumiho train`."""
-    from .recipe.command import run_train_command
-    from .recipe.measure import MEASURES
+    from .tools.after_training import MEASURES
+    from .training.recipe.command import run_train_command
 
     run_train_command(words, MEASURES)
 
 
 def run_data_command(words: list[str]) -> None:
     """`gumiho data`."""
-    from .recipe.command import run_data_command
+    from .training.recipe.command import run_data_command
 
     run_data_command(words)
 

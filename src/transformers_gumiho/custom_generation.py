@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .decoding.attach import generate_where_possible, load_drafter
+from .commands import UserValueError
+from .generation.attach import generate_where_possible, load_drafter
 from .internals import repository_of_call
-from .user_errors import UserValueError
 
 
 # Arguments of `generate()` that say how a repository is read. They apply to the drafter and to the code next to it.

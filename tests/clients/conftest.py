@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import transformers_gumiho
-from transformers_gumiho.serving_folder import AttachArguments, write_served_target
+from transformers_gumiho.tools.serving_folder import AttachArguments, write_served_target
 
 
 collect_ignore_glob = [] if importlib.util.find_spec("lm_eval") else ["test_*.py"]

@@ -30,7 +30,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoModel, attach, attached, detach
-from transformers_gumiho.decoding.attach import attached_drafter
+from transformers_gumiho.generation.attach import attached_drafter
 from transformers_gumiho.internals import CACHE_NAME
 
 

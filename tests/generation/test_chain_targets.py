@@ -33,10 +33,10 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from transformers_gumiho.generation.verification import continuation, trial
+from transformers_gumiho.generation.verification.chains import PENDING_PER_DRAFT, ChainSession
+from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME, cache_argument
-from transformers_gumiho.verification import continuation, trial
-from transformers_gumiho.verification.chains import PENDING_PER_DRAFT, ChainSession
-from transformers_gumiho.verification.traits import TargetTraits
 
 
 BATCH = [4, 17, 9]
@@ -456,7 +456,7 @@ def test_what_chains_do_not_allow() -> None:
 
 
 def test_the_log_says_once_that_chains_are_drafted(caplog: pytest.LogCaptureFixture) -> None:
-    logging.get_logger("transformers_gumiho.decoding.loop").warning_once.cache_clear()
+    logging.get_logger("transformers_gumiho.generation.loop").warning_once.cache_clear()
     target = make_chain_target("gpt_neo")
     drafter = make_chain_drafter(target)
     with caplog.at_level("WARNING"):

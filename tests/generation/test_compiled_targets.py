@@ -98,7 +98,7 @@ def test_fixed_shapes_compile_such_a_target_once(
     static = {"assistant_model": drafter, "cache_implementation": "static", "compile_config": config}
     assert torch.equal(target.generate(**settings, **static), expected)
     marked: list[torch.Tensor] = []
-    monkeypatch.setattr("transformers_gumiho.verification.cycle_shapes.mark_static_address", marked.append)
+    monkeypatch.setattr("transformers_gumiho.generation.verification.cycle_shapes.mark_static_address", marked.append)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert torch.equal(target.generate(**settings, **static), expected)
     assert not marked  # the tensors of the call before were used again

@@ -12,14 +12,14 @@ from targets import equals_plain, make_drafter, make_prompts, make_target, passe
 from transformers import DynamicCache
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.observers import GenerationObserver, observing
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.verification import kept as keeping
+from transformers_gumiho.generation.verification.chains import ChainCache
+from transformers_gumiho.generation.verification.tree_cache import TreeCache
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.tree.walk import AcceptedPath
-from transformers_gumiho.verification import kept as keeping
-from transformers_gumiho.verification.chains import ChainCache
-from transformers_gumiho.verification.tree_cache import TreeCache
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}

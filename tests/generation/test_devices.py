@@ -18,18 +18,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from transformers.integrations.moe import ExpertsInterface
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding import token_choice
-from transformers_gumiho.decoding.attach import load_drafter
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.generation import token_choice
+from transformers_gumiho.generation.attach import load_drafter
+from transformers_gumiho.generation.observers import GenerationObserver, observing
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.verification import experts
+from transformers_gumiho.generation.verification.experts import experts_of_decoding
+from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
+from transformers_gumiho.generation.verification.trial import _measured
 from transformers_gumiho.internals import experts_function
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.tree.walk import AcceptedPath
-from transformers_gumiho.verification import experts
-from transformers_gumiho.verification.experts import experts_of_decoding
-from transformers_gumiho.verification.placement import accelerators_of, drafter_device, input_device
-from transformers_gumiho.verification.trial import _measured
 
 
 GREEDY = {"do_sample": False}

@@ -20,8 +20,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from transformers_gumiho import GumihoCandidateGenerator, GumihoModel
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.verification.target_states import output_head
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.verification.target_states import output_head
 
 
 SUBSET = [6, 1, 5, 2]

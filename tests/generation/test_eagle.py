@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel, attached
-from transformers_gumiho.drafting.candidate_generator import estimate_break_even
+from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.internals import compile_on_every_device
-from transformers_gumiho.serving_folder import AttachArguments, write_served_target
-from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.tools.serving_folder import AttachArguments, write_served_target
 
 
 KINDS: dict[str, dict[str, Any]] = {

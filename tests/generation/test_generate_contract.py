@@ -21,8 +21,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel
+from transformers_gumiho.generation.verification.tree_cache import TreeCache
 from transformers_gumiho.internals import CACHE_NAME, num_hooks
-from transformers_gumiho.verification.tree_cache import TreeCache
 
 
 @pytest.fixture(scope="module")

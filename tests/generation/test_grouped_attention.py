@@ -18,11 +18,11 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.generation.verification import attention
+from transformers_gumiho.generation.verification.attention import attend_folded, gqa_without_copies
 from transformers_gumiho.internals import (
     attention_implementation,
 )
-from transformers_gumiho.verification import attention
-from transformers_gumiho.verification.attention import attend_folded, gqa_without_copies
 
 
 class Layer(nn.Module):
@@ -111,7 +111,7 @@ def test_other_attention_is_left_to_the_function_it_has(options: dict[str, Any])
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "transformers_gumiho.verification.attention.scaled_dot_product_attention",
+            "transformers_gumiho.generation.verification.attention.scaled_dot_product_attention",
             lambda *_, **__: calls.append(1),
         )
         with gqa_without_copies():
@@ -212,7 +212,7 @@ def test_states_of_a_tree_are_bit_identical_with_and_without(static: bool) -> No
     drafter = GumihoModel.from_target(target, intermediate_size=48).eval()
     drafter.generation_config.update(num_assistant_tokens=12, branching_factor=3)
     outputs = []
-    copying = patch("transformers_gumiho.verification.attention._would_copy", lambda *args: False)
+    copying = patch("transformers_gumiho.generation.verification.attention._would_copy", lambda *args: False)
     for way in (nullcontext(), copying):
         torch.manual_seed(1)
         with way:

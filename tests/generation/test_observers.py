@@ -13,11 +13,11 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import DynamicCache, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding.observers import GenerationEvents, GenerationObserver, Stage, observing
+from transformers_gumiho.generation.observers import GenerationEvents, GenerationObserver, Stage, observing
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.measuring.timing import stage_timer
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.tree.walk import AcceptedPath
+from transformers_gumiho.tools.measuring.timing import stage_timer
 
 
 STATIC = {"cache_implementation": "static", "disable_compile": True}

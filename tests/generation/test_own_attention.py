@@ -14,9 +14,9 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from transformers_gumiho import attached
+from transformers_gumiho.generation.verification.continuation import check_multi_token_decode
+from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import adopt_attention_implementation
-from transformers_gumiho.verification.continuation import check_multi_token_decode
-from transformers_gumiho.verification.traits import TargetTraits
 
 
 Function = Callable[..., tuple[torch.Tensor, None]]

@@ -12,10 +12,10 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding.observers import observing
-from transformers_gumiho.drafting import candidate_generator
+from transformers_gumiho.generation.drafting import candidate_generator
+from transformers_gumiho.generation.observers import observing
+from transformers_gumiho.generation.verification.session import CommittedTokens
 from transformers_gumiho.internals import compile_on_every_device
-from transformers_gumiho.verification.session import CommittedTokens
 
 
 GREEDY = {"do_sample": False}

@@ -12,9 +12,9 @@ from transformers import ElectraConfig, PreTrainedModel, RemBertConfig, RoFormer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.generation.verification.target_states import FeatureReader, output_head
 from transformers_gumiho.training import GumihoTrainer, LocalEngine, OnlineFeatures
 from transformers_gumiho.training.writing.requests import Request
-from transformers_gumiho.verification.target_states import FeatureReader, output_head
 
 
 # A dense layer with a norm in the head, or beside it; and states that are divided before a plain head.

@@ -12,13 +12,13 @@ from torch._dynamo.utils import counters
 from transformers import LogitsProcessor, StoppingCriteria
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
-from transformers_gumiho.drafting import candidate_generator
-from transformers_gumiho.drafting.context_drafts import ContextDrafts
-from transformers_gumiho.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.drafting import candidate_generator
+from transformers_gumiho.generation.drafting.context_drafts import ContextDrafts
+from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.observers import GenerationObserver, observing
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.tree.walk import AcceptedPath
 
 
 LOOKUP = {"prompt_lookup_num_tokens": 12, "max_matching_ngram_size": 3}

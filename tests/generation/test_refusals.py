@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoConfig, GumihoModel, attach, internals
+from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
-from transformers_gumiho.verification.traits import TargetTraits
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from tiny_configs import small_config
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from transformers_gumiho import GumihoModel, attached
+from transformers_gumiho.generation.verification import tree_cache
+from transformers_gumiho.generation.verification.tree_cache import TreeCache
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.verification import tree_cache
-from transformers_gumiho.verification.tree_cache import TreeCache
 
 
 EOS = 3

@@ -9,8 +9,8 @@ from transformers import MaxTimeCriteria, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding import token_choice, token_draws
-from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.generation import token_choice, token_draws
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
 
 
 EOS = {"eos_token_id": 7}

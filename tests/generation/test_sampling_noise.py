@@ -13,8 +13,8 @@ from scipy.stats import chisquare
 from targets import make_drafter, make_prompts, make_target
 from transformers import LogitsProcessor, MaxLengthCriteria, StopStringCriteria
 
-from transformers_gumiho.decoding import token_choice, token_draws
-from transformers_gumiho.decoding.token_draws import TokenDraws, can_preview_multinomial
+from transformers_gumiho.generation import token_choice, token_draws
+from transformers_gumiho.generation.token_draws import TokenDraws, can_preview_multinomial
 
 
 def draw(scores: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding.observers import GenerationObserver, observing
+from transformers_gumiho.generation.observers import GenerationObserver, observing
+from transformers_gumiho.generation.verification.cycle_shapes import CycleShapes
 from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
-from transformers_gumiho.verification.cycle_shapes import CycleShapes
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -131,7 +131,7 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
     shared: list[int] = []  # by all calls, which only read it
     for module, found in (("cycle_shapes", marked), ("tree_cache", marked), ("kept", shared)):
         monkeypatch.setattr(
-            f"transformers_gumiho.verification.{module}.mark_static_address",
+            f"transformers_gumiho.generation.verification.{module}.mark_static_address",
             lambda tensor, found=found: found.append(tensor.data_ptr()),
         )
     target, drafter = make_pair(transition_rank=3, draft_vocabulary=[6, 1, 5, 2], num_assistant_tokens=12)

@@ -13,9 +13,9 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaConfig
 
 from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho.generation.verification.target_states import FeatureReader
 from transformers_gumiho.internals import num_hooks
 from transformers_gumiho.model.target_shape import TargetLayers
-from transformers_gumiho.verification.target_states import FeatureReader
 
 
 LAYERS = [0, 1, 2]

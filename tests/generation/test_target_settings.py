@@ -12,9 +12,9 @@ from trainers import losses_of, make_args, make_rows
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import attached, free_memory
+from transformers_gumiho.generation.verification.cycle_shapes import _kept
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.verification.cycle_shapes import _kept
 
 
 @pytest.mark.parametrize("setting", ["output_router_logits", "output_hidden_states", "output_attentions"])

@@ -11,8 +11,8 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import PreTrainedModel, TextIteratorStreamer
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.generation.verification.target_states import keep_states
 from transformers_gumiho.internals import num_hooks
-from transformers_gumiho.verification.target_states import keep_states
 
 
 PROMPTS = [make_prompts(lengths, seed=seed) for seed, lengths in enumerate(([3], [5], [9, 4], [1, 7, 2]))]

@@ -15,9 +15,9 @@ from trainers import make_args, make_rows
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.drafting.transitions import condition, extend_paths
+from transformers_gumiho.generation.drafting.transitions import condition, extend_paths
+from transformers_gumiho.generation.tree.draft_tree import DraftLevel, build_tree
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.tree.draft_tree import DraftLevel, build_tree
 
 
 def make_drafter(target: PreTrainedModel, **settings: Any) -> GumihoModel:

@@ -15,8 +15,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from transformers_gumiho.generation.verification import attention, attention_kind
 from transformers_gumiho.internals import adopt_attention_implementation
-from transformers_gumiho.verification import attention, attention_kind
 
 
 class FlashAttention:

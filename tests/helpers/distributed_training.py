@@ -14,8 +14,8 @@ from targets import make_drafter, make_target
 from torch.distributed.tensor import DTensor
 from trainers import make_args, make_rows
 
-from transformers_gumiho.recipe.training import unsplit_models
 from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.training.recipe.training import unsplit_models
 
 
 def allow_fsdp_on_cpu() -> None:

@@ -1,6 +1,6 @@
 """Reading draft trees node by node."""
 
-from transformers_gumiho.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
 
 
 def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:

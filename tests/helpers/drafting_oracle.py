@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel
-from transformers_gumiho.verification.tree_cache import TreeCache
+from transformers_gumiho.generation.verification.tree_cache import TreeCache
 
 
 def make_generator(

@@ -2,10 +2,10 @@
 
 import torch
 
-from transformers_gumiho.losses.positions import select_positions
-from transformers_gumiho.losses.predictors import LossWeights, predictions_of
-from transformers_gumiho.losses.terms import LMHead, Readout, smooth_l1
 from transformers_gumiho.model.outputs import GumihoOutput
+from transformers_gumiho.training.losses.positions import select_positions
+from transformers_gumiho.training.losses.predictors import LossWeights, predictions_of
+from transformers_gumiho.training.losses.terms import LMHead, Readout, smooth_l1
 
 
 def soft_cross_entropy(prediction: Readout, target: Readout) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Where the trees of a generation come from."""
 
-from transformers_gumiho.decoding.observers import GenerationObserver
-from transformers_gumiho.drafting.candidate_generator import DraftOrigin
+from transformers_gumiho.generation.drafting.candidate_generator import DraftOrigin
+from transformers_gumiho.generation.observers import GenerationObserver
 
 
 class Origins(GenerationObserver):

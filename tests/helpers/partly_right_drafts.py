@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from transformers_gumiho.drafting.drafter import GumihoDrafter
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.verification.session import CommittedTokens
+from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.verification.session import CommittedTokens
 
 
 @contextmanager

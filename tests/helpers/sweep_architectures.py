@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.verification.traits import TargetTraits
 
 
 # In the order of the table.

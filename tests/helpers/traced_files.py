@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 import transformers_gumiho
-from transformers_gumiho.decoding.observers import GenerationObserver, Stage, observing
+from transformers_gumiho.generation.observers import GenerationObserver, Stage, observing
 
 
 ROOT = Path(transformers_gumiho.__file__).parent

@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
 
 
 # vLLM's attention on a CPU knows no smaller heads.

@@ -18,7 +18,8 @@ from training_data import CHATML, DEMO_TARGET, make_tokenizer, write_jsonl
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.benchmarking import (
+from transformers_gumiho.model.open_text import encode_turn
+from transformers_gumiho.tools.benchmarking import (
     BenchmarkArguments,
     DecodingMode,
     Question,
@@ -29,12 +30,11 @@ from transformers_gumiho.benchmarking import (
     run_benchmark,
     summarize,
 )
-from transformers_gumiho.benchmarking.journal import Journal
-from transformers_gumiho.benchmarking.report import markdown
-from transformers_gumiho.benchmarking.summary import Comparison, bootstrap_interval
-from transformers_gumiho.measuring import prompts, timing
-from transformers_gumiho.measuring.timing import temporary_settings
-from transformers_gumiho.open_text import encode_turn
+from transformers_gumiho.tools.benchmarking.journal import Journal
+from transformers_gumiho.tools.benchmarking.report import markdown
+from transformers_gumiho.tools.benchmarking.summary import Comparison, bootstrap_interval
+from transformers_gumiho.tools.measuring import prompts, timing
+from transformers_gumiho.tools.measuring.timing import temporary_settings
 
 
 DEMO_PAIR = DEMO_TARGET.parent

@@ -15,15 +15,15 @@ import pytest
 import torch
 from commands import gumiho
 
-from transformers_gumiho import presenting
-from transformers_gumiho.measuring.timing import temporary_settings
+from transformers_gumiho.commands import UserValueError
 from transformers_gumiho.model.decoding_settings import value_for_rows
-from transformers_gumiho.pairs import PairArguments, load_pair
-from transformers_gumiho.presenting import DemoArguments, GenerateArguments, command, make_page
-from transformers_gumiho.presenting.web import race as race_module
-from transformers_gumiho.presenting.web.markup import answer_html, tree_html, verdict_html
-from transformers_gumiho.presenting.web.race import Host, Race
-from transformers_gumiho.user_errors import UserValueError
+from transformers_gumiho.tools import presenting
+from transformers_gumiho.tools.measuring.timing import temporary_settings
+from transformers_gumiho.tools.pairs import PairArguments, load_pair
+from transformers_gumiho.tools.presenting import DemoArguments, GenerateArguments, command, make_page
+from transformers_gumiho.tools.presenting.web import race as race_module
+from transformers_gumiho.tools.presenting.web.markup import answer_html, tree_html, verdict_html
+from transformers_gumiho.tools.presenting.web.race import Host, Race
 
 
 Pair = tuple[Any, Any, Any]
@@ -90,7 +90,7 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
         name: value for name, value in wanted.items() if name != "max_new_tokens"
     }
     pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    from transformers_gumiho.presenting.web.page import Page
+    from transformers_gumiho.tools.presenting.web.page import Page
 
     with temporary_settings(pair[2], {"prompt_lookup_num_tokens": 7, "branching_factor": 3}):
         shown = Page(*pair, LIMITS)
@@ -197,7 +197,7 @@ def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    from transformers_gumiho.presenting.web import page as page_module
+    from transformers_gumiho.tools.presenting.web import page as page_module
 
     page = page_module.Page(*pair, LIMITS)
     shown = page.ask("a", 2000, 0, None, 12, 4, 0)
@@ -214,7 +214,7 @@ def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(
 
 def test_a_closed_page_ends_all_answers(pair: Pair) -> None:
     pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    from transformers_gumiho.presenting.web.page import Page
+    from transformers_gumiho.tools.presenting.web.page import Page
 
     page = Page(*pair, LIMITS)
     race = begin(page.host, PROMPTS[0], max_new_tokens=2000)
@@ -224,7 +224,7 @@ def test_a_closed_page_ends_all_answers(pair: Pair) -> None:
 
 
 def test_gradio_is_asked_for_before_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "transformers_gumiho.presenting.web.page", raising=False)
+    monkeypatch.delitem(sys.modules, "transformers_gumiho.tools.presenting.web.page", raising=False)
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit, match=r"^gumiho demo: .*gradio.*pip install 'transformers-gumiho\[demo\]'"):
         gumiho("demo", "--target", "no/such/folder", "--assistant", "no/such/one")

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.presenting import Cycle
-from transformers_gumiho.presenting.cycles import CycleLabels
+from transformers_gumiho.tools.presenting import Cycle
+from transformers_gumiho.tools.presenting.cycles import CycleLabels
 
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())

@@ -25,11 +25,11 @@ from training_data import DEMO_TARGET, write_jsonl
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.measuring.timing import DecodingTime
-from transformers_gumiho.pairs import PairArguments, load_pair
-from transformers_gumiho.recipe.arguments import RecipeArguments, parse
+from transformers_gumiho.generation.verification import session
+from transformers_gumiho.tools.measuring.timing import DecodingTime
+from transformers_gumiho.tools.pairs import PairArguments, load_pair
 from transformers_gumiho.training import GumihoTrainingArguments
-from transformers_gumiho.verification import session
+from transformers_gumiho.training.recipe.arguments import RecipeArguments, parse
 
 
 ROOT = Path(__file__).parents[2]

@@ -73,7 +73,7 @@ def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
     expected |= {f"transformers_gumiho/hub_configs/{path.relative_to(configs)}" for path in configs.rglob("*.json")}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     entry_points = {"transformers_gumiho_cli.py", "transformers_gumiho_vllm.py"}
-    data = {"py.typed", "recipe/defaults.yaml", "training/model_card.md"}
+    data = {"py.typed", "training/recipe/defaults.yaml", "training/model_card.md"}
     assert held == expected | entry_points | {f"transformers_gumiho/{name}" for name in data}
 
 
@@ -126,8 +126,9 @@ def declared(*extras: str) -> set[str]:
 
 def test_every_import_is_a_declared_dependency() -> None:
     package = ROOT / "src" / "transformers_gumiho"
-    rooms = {path.name: path for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    extras = {"train": {"training", "metrics", "recipe"}, "benchmark": {"benchmarking"}, "vllm": {"vllm"}}
+    folders = [path for path in package.glob("*/") if path.name != "tools"] + [*package.glob("tools/*/")]
+    rooms = {path.name: path for path in folders if path.name != "__pycache__"}
+    extras = {"train": {"training", "metrics"}, "benchmark": {"benchmarking"}, "vllm": {"vllm"}}
     core = [
         path for name, path in rooms.items() if not any(name in names for names in [*extras.values(), {"presenting"}])
     ]

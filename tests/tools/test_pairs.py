@@ -10,7 +10,7 @@ from gguf_package import write_package
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformers_gumiho.pairs import known, smollm2
+from transformers_gumiho.tools.pairs import known, smollm2
 
 
 @pytest.fixture

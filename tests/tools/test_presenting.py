@@ -29,17 +29,17 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel
-from transformers_gumiho.benchmarking import (
+from transformers_gumiho.model.decoding_settings import value_for_rows
+from transformers_gumiho.tools.benchmarking import (
     BenchmarkArguments,
     DecodingMode,
     Question,
     run_benchmark,
 )
-from transformers_gumiho.measuring.modes import PLAIN, Runner
-from transformers_gumiho.measuring.timing import temporary_settings
-from transformers_gumiho.model.decoding_settings import value_for_rows
-from transformers_gumiho.pairs import PairArguments, TargetArguments, load_pair, load_target
-from transformers_gumiho.presenting import (
+from transformers_gumiho.tools.measuring.modes import PLAIN, Runner
+from transformers_gumiho.tools.measuring.timing import temporary_settings
+from transformers_gumiho.tools.pairs import PairArguments, TargetArguments, load_pair, load_target
+from transformers_gumiho.tools.presenting import (
     Answer,
     Cycle,
     DemoArguments,
@@ -50,11 +50,11 @@ from transformers_gumiho.presenting import (
     stream_answer,
     watch_cycles,
 )
-from transformers_gumiho.presenting.answering import AnswerStreamer, logit_gap
-from transformers_gumiho.presenting.terminal import colored_writer, describe_comparison, wants_colors
-from transformers_gumiho.recipe.arguments import RecipeArguments
+from transformers_gumiho.tools.presenting.answering import AnswerStreamer, logit_gap
+from transformers_gumiho.tools.presenting.terminal import colored_writer, describe_comparison, wants_colors
+from transformers_gumiho.tools.tuning import TuningArguments
 from transformers_gumiho.training import GumihoTrainingArguments
-from transformers_gumiho.tuning import TuningArguments
+from transformers_gumiho.training.recipe.arguments import RecipeArguments
 
 
 PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho"), "dtype": "float32"}

@@ -15,7 +15,7 @@ from transformers_gumiho import DraftingSettings, GumihoConfig
 
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = ("", ".training", ".tuning", ".benchmarking", ".presenting", ".metrics")
+PUBLIC = ("", ".training", ".tools.tuning", ".tools.benchmarking", ".tools.presenting", ".tools.metrics")
 
 
 def load(name: str) -> ModuleType:

@@ -9,9 +9,9 @@ from commands import gumiho, refuse
 from training_data import DEMO_TARGET, write_jsonl
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from transformers_gumiho.presenting import DemoArguments, make_page
-from transformers_gumiho.recipe import measure
-from transformers_gumiho.recipe.arguments import RecipeArguments
+from transformers_gumiho.tools import after_training as measure
+from transformers_gumiho.tools.presenting import DemoArguments, make_page
+from transformers_gumiho.training.recipe.arguments import RecipeArguments
 
 
 PAIR = ["--target", DEMO_TARGET, "--assistant", DEMO_TARGET.parent / "gumiho"]

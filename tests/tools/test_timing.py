@@ -8,10 +8,10 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaForCausalLM
 
 from transformers_gumiho import GumihoCandidateGenerator
-from transformers_gumiho.measuring import modes, timing
-from transformers_gumiho.measuring.modes import DecodingMode, Runner
-from transformers_gumiho.measuring.timing import DecodingTime, stage_timer, temporary_settings, time_decoding
-from transformers_gumiho.tuning.contest import compare
+from transformers_gumiho.tools.measuring import modes, timing
+from transformers_gumiho.tools.measuring.modes import DecodingMode, Runner
+from transformers_gumiho.tools.measuring.timing import DecodingTime, stage_timer, temporary_settings, time_decoding
+from transformers_gumiho.tools.tuning.contest import compare
 
 
 def test_time_of_plain_decoding_is_that_of_the_steps_after_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,17 +18,26 @@ from training_data import DEMO_TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.benchmarking import BenchmarkArguments, benchmark
-from transformers_gumiho.decoding.observers import observing
-from transformers_gumiho.measuring.modes import DecodingMode, Runner
-from transformers_gumiho.measuring.timing import DecodingTime
+from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.model.decoding_settings import DraftingSettings
-from transformers_gumiho.pairs.known import Pair
-from transformers_gumiho.tuning import Standing, Tree, TuningArguments, TuningResult, command, describe, finding, tune
-from transformers_gumiho.tuning import trees as trees_module
-from transformers_gumiho.tuning.contest import compare
-from transformers_gumiho.tuning.finding import find_settings
-from transformers_gumiho.tuning.trees import list_sizes, list_trees
+from transformers_gumiho.tools.benchmarking import BenchmarkArguments, benchmark
+from transformers_gumiho.tools.measuring.modes import DecodingMode, Runner
+from transformers_gumiho.tools.measuring.timing import DecodingTime
+from transformers_gumiho.tools.pairs.known import Pair
+from transformers_gumiho.tools.tuning import (
+    Standing,
+    Tree,
+    TuningArguments,
+    TuningResult,
+    command,
+    describe,
+    finding,
+    tune,
+)
+from transformers_gumiho.tools.tuning import trees as trees_module
+from transformers_gumiho.tools.tuning.contest import compare
+from transformers_gumiho.tools.tuning.finding import find_settings
+from transformers_gumiho.tools.tuning.trees import list_sizes, list_trees
 
 
 OWN = Tree(20, 3, 5, 0.9)
@@ -347,8 +356,8 @@ def test_command_keeps_the_settings_with_the_drafter(
     has_prompts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Each tree takes seconds.
-    monkeypatch.setattr("transformers_gumiho.tuning.trees._SHAPES", ((6, 2),))
-    monkeypatch.setattr("transformers_gumiho.tuning.trees._NUM_SIZES", 2)
+    monkeypatch.setattr("transformers_gumiho.tools.tuning.trees._SHAPES", ((6, 2),))
+    monkeypatch.setattr("transformers_gumiho.tools.tuning.trees._NUM_SIZES", 2)
     monkeypatch.setattr(finding, "ROUNDS", (1,))
     monkeypatch.setattr(finding, "FINAL_TURNS", 1)
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []

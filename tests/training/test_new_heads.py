@@ -16,7 +16,7 @@ from training_data import DEMO_TARGET, make_tokenizer, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.recipe.recipes import RECIPES
+from transformers_gumiho.generation.verification.target_states import FeatureReader
 from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
@@ -24,7 +24,7 @@ from transformers_gumiho.training import (
     measure_acceptance,
     write_feature_cache,
 )
-from transformers_gumiho.verification.target_states import FeatureReader
+from transformers_gumiho.training.recipe.recipes import RECIPES
 
 
 KINDS: dict[str, dict[str, Any]] = {

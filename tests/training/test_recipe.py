@@ -15,10 +15,10 @@ from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.recipe import writing
-from transformers_gumiho.recipe.arguments import WritingArguments
 from transformers_gumiho.training import FeatureDataset, feature_extraction
 from transformers_gumiho.training.data.preparation import held_out_numbers
+from transformers_gumiho.training.recipe import writing
+from transformers_gumiho.training.recipe.arguments import WritingArguments
 from transformers_gumiho.training.writing import row_file
 
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from transformers_gumiho.recipe import plan, progress
 from transformers_gumiho.training import FeatureDataset, GumihoTrainer
-from transformers_gumiho.training.fingerprint import checkpoint_fingerprint
+from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
+from transformers_gumiho.training.recipe import plan, progress
 
 
 SMALL = [

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.decoding.observers import observing
+from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.internals import adopt_attention_implementation
 from transformers_gumiho.training import GumihoDataCollator, GumihoTrainer, measure_acceptance
 

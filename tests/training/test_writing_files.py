@@ -14,7 +14,7 @@ from datasets import Dataset
 from full_disk import disk_of, no_room
 from training_data import DEMO_TARGET, write_jsonl
 
-from transformers_gumiho.resumable_file import check_begun_with
+from transformers_gumiho.files import check_begun_with
 from transformers_gumiho.training import (
     LocalEngine,
     Sampling,

@@ -3,7 +3,7 @@
 import evaluate
 import pytest
 
-from transformers_gumiho.metrics import ACCEPTANCE_LENGTH
+from transformers_gumiho.tools.metrics import ACCEPTANCE_LENGTH
 
 
 @pytest.fixture(scope="module")

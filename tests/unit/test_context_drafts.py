@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 from transformers.generation import StoppingCriteriaList
 
-from transformers_gumiho.decoding.sequences import CommittedSequences, WalkedTokens
-from transformers_gumiho.drafting.context_drafts import (
+from transformers_gumiho.generation.drafting.context_drafts import (
     LONGEST_MATCH,
     LONGEST_NGRAM,
     ContextDrafts,
@@ -23,6 +22,7 @@ from transformers_gumiho.drafting.context_drafts import (
     RowDrafts,
     longest_run,
 )
+from transformers_gumiho.generation.sequences import CommittedSequences, WalkedTokens
 
 
 CPU = torch.device("cpu")
@@ -198,7 +198,7 @@ def test_index_grows_with_the_text_and_not_with_the_setting() -> None:
 
 def test_committed_tokens_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = torch.arange(3000).view(3, 1000)
-    monkeypatch.setattr("transformers_gumiho.decoding.sequences.pad_token_id", lambda generation_config: 0)
+    monkeypatch.setattr("transformers_gumiho.generation.sequences.pad_token_id", lambda generation_config: 0)
     sequences = CommittedSequences(prompt, StoppingCriteriaList(), GenerationConfig(max_length=5000))
     sizes: list[int] = []
     plain = torch.Tensor.tolist

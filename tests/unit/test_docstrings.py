@@ -13,7 +13,7 @@ import pytest
 import transformers_gumiho
 
 
-PACKAGES = ("", ".training", ".tuning", ".benchmarking", ".presenting", ".metrics")
+PACKAGES = ("", ".training", ".tools.tuning", ".tools.benchmarking", ".tools.presenting", ".tools.metrics")
 # A docstring may hand its parameters on to another one.
 HANDS_ON = re.compile(r"[Aa]rguments (are|as|have)|Its arguments")
 

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from transformers_gumiho import DraftingSettings, GumihoModel
-from transformers_gumiho.drafting.drafter import GumihoDrafter
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.verification.session import CommittedTokens
-from transformers_gumiho.verification.target_states import output_head
+from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.verification.session import CommittedTokens
+from transformers_gumiho.generation.verification.target_states import output_head
 
 
 TINY = {

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
-from transformers_gumiho.verification.target_states import FeatureReader, head_for_drafting
+from transformers_gumiho.generation.verification.target_states import FeatureReader, head_for_drafting
 
 
 IDS = torch.tensor([3, 17, 5, 29, 8, 11, 36, 2])

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformers_gumiho import GumihoOutput
-from transformers_gumiho.losses.terms import TERMS, Readout
 from transformers_gumiho.training import LossWeights, chunked_gumiho_loss
+from transformers_gumiho.training.losses.terms import TERMS, Readout
 
 
 WEIGHTS = LossWeights(feature=0.7, serial_cross_entropy=0.3, parallel_cross_entropy=0.2)

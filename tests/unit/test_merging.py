@@ -8,8 +8,14 @@ from draft_trees import paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformers_gumiho.tree.draft_tree import DraftTree, build_tree, extend_level, find_ancestors, first_level
-from transformers_gumiho.tree.merging import merge_branch, take_better_chain
+from transformers_gumiho.generation.tree.draft_tree import (
+    DraftTree,
+    build_tree,
+    extend_level,
+    find_ancestors,
+    first_level,
+)
+from transformers_gumiho.generation.tree.merging import merge_branch, take_better_chain
 
 
 def random_tree(batch_size: int, depth: int, width: int, num_nodes: int, generator: torch.Generator) -> DraftTree:

@@ -5,8 +5,8 @@ import threading
 import torch
 from targets import make_target
 
-from transformers_gumiho.presenting import DemoArguments
-from transformers_gumiho.presenting.web.race import Host
+from transformers_gumiho.tools.presenting import DemoArguments
+from transformers_gumiho.tools.presenting.web.race import Host
 
 
 def test_the_lock_goes_round_in_the_order_of_arrival() -> None:

@@ -23,7 +23,7 @@ from transformers import (
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.decoding import hooks
+from transformers_gumiho.generation import hooks
 from transformers_gumiho.internals import DECODING_STEP, VALIDATION_STEP, attention_implementation, generation_step
 from transformers_gumiho.model.parallel_heads import run_batched_heads
 

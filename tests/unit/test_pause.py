@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoConfig, GumihoModel
-from transformers_gumiho.drafting import candidate_generator
-from transformers_gumiho.drafting.candidate_generator import DraftingPause, estimate_break_even
+from transformers_gumiho.generation.drafting import candidate_generator
+from transformers_gumiho.generation.drafting.candidate_generator import DraftingPause, estimate_break_even
 from transformers_gumiho.model.decoding_settings import override_settings, value_for_rows
 
 

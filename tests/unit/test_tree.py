@@ -8,14 +8,14 @@ from draft_trees import paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformers_gumiho.tree.draft_tree import (
+from transformers_gumiho.generation.tree.draft_tree import (
     DraftTree,
     build_tree,
     extend_level,
     first_level,
     tree_attention_mask,
 )
-from transformers_gumiho.tree.walk import ChildFinder, walk_tree
+from transformers_gumiho.generation.tree.walk import ChildFinder, walk_tree
 
 
 def grow(level_tokens: torch.Tensor, level_log_probs: torch.Tensor, root: torch.Tensor, num_nodes: int) -> DraftTree:

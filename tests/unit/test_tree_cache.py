@@ -8,9 +8,9 @@ from targets import make_drafter, make_prompts, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from transformers_gumiho.tree.walk import AcceptedPath
-from transformers_gumiho.verification import tree_cache as tree_caches
-from transformers_gumiho.verification.tree_cache import TreeCache
+from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.verification import tree_cache as tree_caches
+from transformers_gumiho.generation.verification.tree_cache import TreeCache
 
 
 def make_dynamic(num_layers: int, length: int) -> tuple[DynamicCache, list[tuple[torch.Tensor, torch.Tensor]]]:

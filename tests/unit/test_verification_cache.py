@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from transformers import DynamicCache
 
-from transformers_gumiho.tree.walk import AcceptedPath
-from transformers_gumiho.verification.tree_cache import TreeCache
+from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.verification.tree_cache import TreeCache
 
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 3, 4

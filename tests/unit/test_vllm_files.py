@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_reader import VllmDrafter, read_config, read_names
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
+from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.verification.session import CommittedTokens
+from transformers_gumiho.generation.verification.target_states import output_head
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.tree.draft_tree import DraftTree
-from transformers_gumiho.verification.session import CommittedTokens
-from transformers_gumiho.verification.target_states import output_head
 
 
 ROOT = Path(__file__).parents[2]

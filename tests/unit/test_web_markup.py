@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from transformers_gumiho.presenting.answering import Answer
-from transformers_gumiho.presenting.cycles import Cycle, CycleLabels
-from transformers_gumiho.presenting.tree_svg import tree_svg
-from transformers_gumiho.presenting.web import markup
+from transformers_gumiho.tools.presenting.answering import Answer
+from transformers_gumiho.tools.presenting.cycles import Cycle, CycleLabels
+from transformers_gumiho.tools.presenting.tree_svg import tree_svg
+from transformers_gumiho.tools.presenting.web import markup
 
 
 def test_no_text_becomes_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..user_errors import UserValueError
+from ..commands import UserValueError
 from .configuration_gumiho import GumihoConfig
 
 

@@ -10,7 +10,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from ..user_errors import UserOSError, UserValueError
+from ..commands import UserOSError, UserValueError
 from .loading import as_drafter_fields, damaged_json_named, find_packaged_folder, released_names
 from .target_shape import TargetLayers, embedding_width, state_width
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..user_errors import UserValueError
+from ..commands import UserValueError
 from .configuration_gumiho import GumihoConfig
 from .draft_vocabulary import vocabulary_fault
 from .loading import DamagedFileError, damaged_json_named, find_packaged_folder

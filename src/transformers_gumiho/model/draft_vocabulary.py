@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..user_errors import UserValueError
+from ..commands import UserValueError
 
 
 # Token ids, or their distances from the draft's own indices; the latter may come with a mask.

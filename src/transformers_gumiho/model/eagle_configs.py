@@ -14,7 +14,7 @@ from typing import Any
 from transformers import LlamaConfig
 from transformers.utils import logging
 
-from ..user_errors import UserValueError
+from ..commands import UserValueError
 
 
 logger = logging.get_logger(__name__)

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import LlamaConfig
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file, logging
 
+from ..commands import UserOSError, UserValueError
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
-from ..user_errors import UserOSError, UserValueError
 from .draft_vocabulary import entry_token_ids, holds_offsets, is_vocabulary_entry, is_vocabulary_mask
 from .eagle_configs import claims_to_draft, eagle_fields
 

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils.deprecation import deprecate_kwarg
 
+from ..commands import UserValueError
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
-from ..user_errors import UserValueError
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..user_errors import UserValueError
+from ..commands import UserValueError
 
 
 class BorrowedEmbedding(nn.Module):

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import Any
 
-from ..user_errors import UserImportError
+from ..commands import UserImportError
 
 
 if find_spec("datasets") is None:
@@ -15,15 +15,15 @@ if find_spec("datasets") is None:
             "Training needs the `datasets` library. Install it with `pip install 'transformers-gumiho[train]'`."
         )
 else:
-    from ..losses.chunked import chunked_gumiho_loss
-    from ..losses.predictors import LossWeights
-    from ..text_files import load_conversations
+    from ..files import load_conversations
     from .arguments import GumihoTrainingArguments
     from .checkpoints import last_complete_checkpoint
     from .collator import GumihoDataCollator
     from .data.preparation import PreparationReport, prepare_dataset
     from .feature_cache import CachedFeatures, FeatureDataset
     from .feature_extraction import cache_size, write_feature_cache
+    from .losses.chunked import chunked_gumiho_loss
+    from .losses.predictors import LossWeights
     from .recording import Recorder
     from .scores import expected_acceptance_length, measure_acceptance
     from .target_features import OnlineFeatures

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 from transformers import TrainingArguments
 
-from ..losses.chunked import DEFAULT_CHUNK_SIZE
-from ..losses.predictors import LossWeights
-from ..options import option
-from ..user_errors import UserValueError
+from ..commands import UserValueError, option
+from .losses.chunked import DEFAULT_CHUNK_SIZE
+from .losses.predictors import LossWeights
 
 
 # The modules of each part that can be trained alone.

@@ -14,13 +14,13 @@ import torch
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..losses.chunked import DEFAULT_CHUNK_SIZE, pieces
-from ..losses.positions import select_positions
-from ..losses.predictors import LossWeights, predictions_of
-from ..losses.terms import LMHead
+from ..commands import UserValueError
 from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
-from ..user_errors import UserValueError
+from .losses.chunked import DEFAULT_CHUNK_SIZE, pieces
+from .losses.positions import select_positions
+from .losses.predictors import LossWeights, predictions_of
+from .losses.terms import LMHead
 
 
 logger = logging.get_logger(__name__)

@@ -10,16 +10,16 @@ from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from ..commands import UserValueError
+from ..files import Record
 from ..internals import attention_implementation
-from ..losses.positions import count_positions
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import state_width
 from ..model.wrappers import unwrap_drafter
-from ..resumable_file import Record
-from ..user_errors import UserValueError
 from .arguments import PARTS
 from .collator import GumihoDataCollator
 from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
+from .losses.positions import count_positions
 
 
 _ROWS_OF_STREAM = 1000

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..user_errors import UserValueError
+from ..commands import UserValueError
 
 
 _STATES = ("hidden_states", "layer_states")

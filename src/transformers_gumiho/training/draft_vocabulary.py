@@ -9,10 +9,10 @@ from torch.nn.functional import linear
 from transformers import GenerationConfig, Trainer
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
-from ..losses.terms import LMHead
+from ..commands import UserValueError
 from ..model.modeling_gumiho import GumihoModel
-from ..user_errors import UserValueError
 from .feature_cache import TargetFeatures, rows_without_states
+from .losses.terms import LMHead
 
 
 logger = logging.get_logger(__name__)

@@ -22,11 +22,11 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Subset
 from transformers import AutoConfig
 
+from ..commands import UserFileNotFoundError, UserOSError, UserValueError
+from ..files import Record, way_out
+from ..generation.verification.target_states import TargetStates, cut_head, scaled_head
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
-from ..resumable_file import Record, way_out
-from ..user_errors import UserFileNotFoundError, UserOSError, UserValueError
-from ..verification.target_states import TargetStates, cut_head, scaled_head
 from .target_features import OnlineFeatures
 
 

@@ -15,15 +15,16 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..commands import UserOSError, UserValueError
+from ..files import Record, sole_writer
+from ..generation.verification.fingerprint import model_fingerprint
+from ..generation.verification.placement import input_device
+from ..generation.verification.target_states import TargetStates, why_not_finite
 from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.target_shape import TargetLayers, state_width
 from ..model.token_embedding import fitting_rows
-from ..resumable_file import Record, sole_writer
-from ..user_errors import UserOSError, UserValueError
-from ..verification.fingerprint import model_fingerprint
-from ..verification.placement import input_device
-from ..verification.target_states import TargetStates, why_not_finite
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
+from .data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from .feature_cache import (
     MADE_FROM,
     TARGET_FOLDER,
@@ -35,7 +36,6 @@ from .feature_cache import (
     save_completely,
     save_shard,
 )
-from .fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from .target_features import OnlineFeatures
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..user_errors import UserImportError, UserValueError
+from ..commands import UserImportError, UserValueError
 from .arguments import GumihoTrainingArguments
 
 

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..decoding.observers import GenerationObserver
-from ..user_errors import UserValueError
-from ..verification.target_states import TargetStates, why_not_finite
+from ..commands import UserValueError
+from ..generation.observers import GenerationObserver
+from ..generation.verification.target_states import TargetStates, why_not_finite
 
 
 DTYPE = torch.bfloat16  # in which `gumiho train` keeps states, too

@@ -16,14 +16,15 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..decoding.observers import ignore_calls, observe_calls
+from ..commands import UserValueError, as_user_errors
+from ..files import Record, sole_writer
+from ..generation.observers import ignore_calls, observe_calls
+from ..generation.verification.fingerprint import adapters_of, model_fingerprint
 from ..internals import version_of
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
 from ..model.wrappers import unwrap_model
-from ..resumable_file import Record, sole_writer
-from ..user_errors import UserValueError, as_user_errors
-from ..verification.fingerprint import adapters_of, model_fingerprint
+from .data.fingerprint import tokenizer_fingerprints
 from .feature_cache import (
     MADE_FROM,
     MANIFEST,
@@ -36,7 +37,6 @@ from .feature_cache import (
     save_shard,
 )
 from .feature_extraction import write_target
-from .fingerprint import tokenizer_fingerprints
 from .recorded_call import DTYPE, RecordedCall
 
 

@@ -9,14 +9,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from ..losses.chunked import DEFAULT_CHUNK_SIZE, pieces
-from ..losses.positions import select_positions
-from ..losses.predictors import LossWeights, Predictor, predictions_of
-from ..losses.terms import TERMS, LMHead, Readout
+from ..generation.verification.placement import input_device
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
-from ..verification.placement import input_device
+from .losses.chunked import DEFAULT_CHUNK_SIZE, pieces
+from .losses.positions import select_positions
+from .losses.predictors import LossWeights, Predictor, predictions_of
+from .losses.terms import TERMS, LMHead, Readout
 
 
 # The first columns of a score table. One for each loss term follows.

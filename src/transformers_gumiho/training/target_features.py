@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from ..commands import UserValueError
+from ..generation.verification.target_states import FeatureReader, TargetStates, output_head
 from ..internals import CACHE_NAME, has_placement_hook
 from ..model.layer_fusion import normalize_lower
 from ..model.target_shape import TargetLayers
-from ..user_errors import UserValueError
-from ..verification.target_states import FeatureReader, TargetStates, output_head
 
 
 def add_noise(states: torch.Tensor, noise: float, hidden_size: int) -> torch.Tensor:

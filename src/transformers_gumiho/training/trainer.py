@@ -14,12 +14,9 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..commands import UserFloatingPointError, UserValueError
+from ..generation.verification.target_states import TargetStates, why_not_finite
 from ..internals import drive_one_device
-from ..losses.chunked import chunked_gumiho_loss
-from ..losses.positions import count_positions
-from ..losses.predictors import LossWeights, Predictor, predictors
-from ..user_errors import UserFloatingPointError, UserValueError
-from ..verification.target_states import TargetStates, why_not_finite
 from . import checks
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
@@ -28,6 +25,9 @@ from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
 from .feature_cache import TargetFeatures, row_lengths
 from .linear_start import start_linearly
+from .losses.chunked import chunked_gumiho_loss
+from .losses.positions import count_positions
+from .losses.predictors import LossWeights, Predictor, predictors
 from .model_card import model_card_of
 from .muon import muon_of
 from .scores import agreement_metrics, score_predictions, shared_tau

@@ -5,9 +5,9 @@ from typing import Any
 from transformers import GenerationConfig
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
+from ..commands import UserValueError
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.draft_vocabulary import vocabulary_fault
-from ..user_errors import UserValueError
 
 
 # Fields of a drafter's config that the Llama config of the serial head does not hold.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...text_files import MalformedRowError, parse_row
+from ...files import MalformedRowError, parse_row
 
 
 # Who speaks, as datasets write it and as chat templates want it.

@@ -10,9 +10,9 @@ from typing import Any
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...open_text import with_template_kwargs
-from ...text_files import JSON_LINE, MalformedRowError
-from ...user_errors import UserValueError
+from ...commands import UserValueError
+from ...files import JSON_LINE, MalformedRowError
+from ...model.open_text import with_template_kwargs
 from .conversations import read_row
 from .rendering import Renderer, counting_states
 

@@ -11,9 +11,9 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from ...open_text import count_closing_tokens, encode_open_text
-from ...text_files import MalformedRowError
-from ...user_errors import UserValueError
+from ...commands import UserValueError
+from ...files import MalformedRowError
+from ...model.open_text import count_closing_tokens, encode_open_text
 from .conversations import REASONING, Example
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ...open_text import with_template_kwargs
-from ...text_files import MalformedRowError
-from ...user_errors import UserValueError
+from ...commands import UserValueError
+from ...files import MalformedRowError
+from ...model.open_text import with_template_kwargs
 from ..data.conversations import Example, read_row
+from ..data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from ..data.rendering import Renderer
-from ..fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from .requests import Completion, Request, Sampling, Task
 from .row_file import Engine, in_words, row_file
 

@@ -9,11 +9,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ...commands import UserValueError
+from ...generation.verification.fingerprint import model_fingerprint
+from ...generation.verification.placement import input_device
+from ...generation.verification.target_states import why_not_finite
 from ...internals import CACHE_NAME
-from ...user_errors import UserValueError
-from ...verification.fingerprint import model_fingerprint
-from ...verification.placement import input_device
-from ...verification.target_states import why_not_finite
 from .requests import Completion, Request, Sampling, Task
 
 

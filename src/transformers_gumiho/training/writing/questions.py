@@ -13,12 +13,12 @@ import jinja2
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ...open_text import with_template_kwargs
-from ...text_files import MalformedRowError
-from ...user_errors import UserValueError
+from ...commands import UserValueError
+from ...files import MalformedRowError
+from ...model.open_text import with_template_kwargs
+from ..data.fingerprint import tokenizer_fingerprints
 from ..data.preparation import normalized
 from ..data.rendering import MARK, Renderer
-from ..fingerprint import tokenizer_fingerprints
 from .requests import Request, Sampling, Task
 from .row_file import Engine, in_words, row_file
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ...user_errors import UserValueError
+from ...commands import UserValueError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
-from ...resumable_file import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
+from ...files import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
 from .local import LocalEngine
 from .requests import Task
 from .server import ServerEngine

@@ -9,8 +9,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ...text_files import MalformedRowError
-from ...user_errors import UserOSError, UserValueError
+from ...commands import UserOSError, UserValueError
+from ...files import MalformedRowError
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Task
 

@@ -1,0 +1,223 @@
+"""Commands: their options, and the errors that a user can fix."""
+
+import errno
+import os
+import sys
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, field
+from pathlib import Path
+from typing import Any
+
+from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
+
+
+class UserError(Exception):
+    """
+    An error that a user can fix. Its message says what failed, the value, and the fix. The package raises one of the
+    classes below, which are also the documented built-in ones.
+    """
+
+
+class UserValueError(UserError, ValueError):
+    """A setting is out of range, or a file does not hold what it should."""
+
+
+class UserOSError(UserError, OSError):
+    """A file or folder cannot be read, written or downloaded."""
+
+
+class UserFileNotFoundError(UserOSError, FileNotFoundError):
+    """A file or folder is missing."""
+
+
+class UserImportError(UserError, ImportError):
+    """A library is not installed."""
+
+
+class UserFloatingPointError(UserError, FloatingPointError):
+    """A training diverged, or a model computes numbers that are not finite."""
+
+
+# Libraries that only some commands need, and the extra of this package that installs them.
+_EXTRAS = {
+    "gradio": "demo", "gguf": "demo", "matplotlib": "benchmark", "datasets": "train", "evaluate": "train",
+    "peft": "train", "openai": "train", "tensorboard": "train",
+}  # fmt: skip
+# What a shell reports for a program that Ctrl-C ended: 128, and the number of SIGINT.
+INTERRUPTED = 130
+# A full disk, and what the system does not permit, wherever they are noticed.
+_STATES_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+
+
+@contextmanager
+def as_user_errors() -> Iterator[None]:
+    """
+    Makes the errors of libraries and the system user errors, within a block that reads or writes what a user named: a
+    model, a data set, a file or a folder. The message stays theirs.
+
+    Raises:
+        UserFileNotFoundError: In place of a `FileNotFoundError`.
+        UserImportError: In place of another `ImportError` than a missing module.
+        UserOSError: In place of another `OSError`.
+        UserValueError: In place of a `ValueError`.
+    """
+    try:
+        yield
+    except (UserError, ModuleNotFoundError):
+        raise
+    except FileNotFoundError as error:
+        raise UserFileNotFoundError(str(error)) from error
+    except OSError as error:
+        raise UserOSError(str(error)) from error
+    except ImportError as error:
+        raise UserImportError(str(error)) from error
+    except ValueError as error:
+        raise UserValueError(str(error)) from error
+
+
+@contextmanager
+def reported_in_one_line(program: str) -> Iterator[None]:
+    """
+    Ends the program with one line if the block raises a [`UserError`], lacks a library of an extra, may not write or
+    finds the disk full, or is interrupted. Every other error keeps its traceback.
+
+    Args:
+        program: Name of the program, with which the line begins.
+
+    Raises:
+        SystemExit: In place of such an error, which is its `__cause__`. After Ctrl-C its code is 130.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise SystemExit(f"{program}: {error}") from error
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        message = f"{program}: {error}. Install it with `pip install 'transformers-gumiho[{extra}]'`."
+        raise SystemExit(message) from error
+    except BrokenPipeError as error:
+        # The reader has gone, as `head` does. What is still buffered must not raise the same again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from error
+    except OSError as error:
+        if error.errno not in _STATES_OF_THE_MACHINE:
+            raise
+        raise SystemExit(f"{program}: {error}") from error
+    except KeyboardInterrupt as error:
+        sys.stderr.write(f"\n{program}: {str(error) or 'Interrupted.'}\n")
+        raise SystemExit(INTERRUPTED) from error
+
+
+REQUIRED = MISSING
+_WIDEST_NAME = 36
+# What an option takes, by the function that reads it; `BOOL` is true or false.
+_VALUES = {int: "N", float: "X", string_to_bool: "BOOL", Path: "FILE"}
+
+
+def option(text: str, default: Any = None) -> Any:
+    """Returns a field with this help text. A list is copied; an option whose default is `REQUIRED` must be given."""
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+def parse(
+    kinds: Sequence[type],
+    name: str,
+    words: Sequence[str],
+    summary: str,
+    *,
+    usage: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
+) -> list[Any]:
+    """
+    Returns the options of `gumiho NAME`, an object of each kind. An unknown option ends the program with the usage.
+
+    Args:
+        kinds: Dataclasses.
+        name: The command's name.
+        words: The command line after it.
+        summary: What the command does.
+        usage: Its most important options. By default those that must be given.
+        defaults: Replace those of the fields.
+        groups: The options that `--help` shows, by heading; `--help_all` shows the others, too. By default `--help`
+            shows all.
+    """
+    parser = _Parser(kinds, name, summary, usage, groups or {})
+    parser.set_defaults(**defaults or {})
+    with as_user_errors():  # of `TrainingArguments`, too
+        *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return parsed
+
+
+class _Parser(HfArgumentParser):
+    """A parser whose help has each option once, in groups."""
+
+    def __init__(
+        self, kinds: Sequence[type], name: str, summary: str, usage: str | None, groups: Mapping[str, Sequence[str]]
+    ):
+        self.groups, self.options = groups, list[Action]()
+        super().__init__(kinds, prog=f"gumiho {name}", description=summary, formatter_class=_HelpFormatter)
+        if groups:
+            self.add_argument("--help_all", action="store_true", default=SUPPRESS, help="show all options and exit")
+        given = [f"{_name_of(action)} {action.dest.upper()}" for action in self.options if action.required]
+        self.usage = " ".join([self.prog, *([usage] if usage else given), "[options]"])
+
+    def add_argument(self, *names: str, **settings: Any) -> Action:
+        self.options.append(super().add_argument(*names, **settings))
+        return self.options[-1]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.groups and "--help_all" in args:
+            self.groups = {}
+            self.print_help()
+            self.exit()
+        return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        formatter = self.formatter_class(prog=self.prog)
+        formatter.add_usage(self.usage, self.options, [])
+        formatter.add_text(self.description)
+        # A switch that is on by default has a second action, which turns it off.
+        actions = {action.dest: action for action in reversed(self.options)}
+        groups = self.groups or {"options": [name for name in reversed(actions) if name != "help_all"]}
+        for heading, names in groups.items():
+            formatter.start_section(heading)
+            formatter.add_arguments([actions[name] for name in names])
+            formatter.end_section()
+        if self.groups:
+            formatter.add_text("--help_all also shows all options of transformers' TrainingArguments.")
+        return formatter.format_help()
+
+
+class _HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """Shows each option in one spelling, and each default once."""
+
+    def __init__(self, prog: str, **kwargs: Any):
+        super().__init__(prog, max_help_position=_WIDEST_NAME, **kwargs)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        if action.dest == "help":
+            return "-h, --help"
+        if action.choices is not None or (action.nargs == "?" and not action.default):
+            value = "" if action.choices is None else f" {'|'.join(map(str, action.choices))}"
+        else:
+            value = f" {_VALUES.get(action.type, 'NAME')}{' ...' * (action.nargs == '+')}"
+        return _name_of(action) + value * (action.nargs != 0)
+
+    def _get_help_string(self, action: Action) -> str | None:
+        is_shown = action.default in (None, False, [], SUPPRESS) or "(default: " in (action.help or "")
+        return action.help if is_shown else super()._get_help_string(action)
+
+
+def _name_of(action: Action) -> str:
+    """Returns the first spelling of an option; the others are accepted, too."""
+    return action.option_strings[0]

@@ -1,0 +1,298 @@
+"""Files of users, whose errors name the file and the line, and files that a stopped run can continue."""
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .commands import UserFileNotFoundError, UserOSError, UserValueError, as_user_errors
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# The column under which the lines of a JSONL file travel until they are parsed: a broken one costs only itself.
+JSON_LINE = "json_line"
+# Who reads a file. JSON may begin with a mark of its encoding; bytes that are no UTF-8 become escapes that it lacks.
+_LINES: dict[str, Any] = {"path": "text", "encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
+_READERS: dict[str, dict[str, Any]] = {".jsonl": _LINES, ".json": {"path": "json"}, ".parquet": {"path": "parquet"}}
+
+
+class MalformedRowError(UserValueError):
+    """A row that cannot be used; its message is the reason it is counted under."""
+
+
+def read_text(path: str | Path) -> str:
+    """
+    Returns the text of a UTF-8 file, without a byte order mark.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+        ValueError: The file has another encoding.
+    """
+    if not Path(path).exists():
+        raise UserFileNotFoundError(f"There is no file {str(path)!r}. Give an existing one.")
+    with as_user_errors():
+        data = Path(path).read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserValueError(
+            f"{str(path)!r} is not UTF-8 in line {line}: {error.reason}. Save it as UTF-8."
+        ) from error
+
+
+def read_json_lines(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    """
+    Returns the rows of a JSONL file, each with the number of its line. Blank lines are skipped.
+
+    Raises:
+        ValueError: A line is not a JSON object, or the file is not UTF-8.
+    """
+    rows: list[tuple[int, dict[str, Any]]] = []
+    # Not `splitlines`, which also splits at characters that JSON strings may hold (U+2028).
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        try:
+            rows += [(number, parse_row({JSON_LINE: line}))] if line.strip() else []
+        except MalformedRowError as error:
+            raise UserValueError(
+                f"{str(path)!r} {error} in line {number}. Each line must be a JSON object, such as "
+                f'{{"prompt": "..."}}.'
+            ) from error
+    return rows
+
+
+def load_conversations(name: str, split: str | None = "train", **kwargs: Any) -> "Dataset":
+    """
+    Loads a dataset. Lines of JSONL files are one column, for [`parse_row`].
+
+    Args:
+        name: A local `.jsonl`, `.json` or `.parquet` file, a folder (saved by `datasets` or of data files), or the
+            name of a dataset on the Hub, which may end in `:config` or `:config:split`.
+        split: The split to load, where the name has none; `None` for `test`, or else the first. The only split of a
+            file is `train`.
+        **kwargs: For `datasets.load_dataset`.
+
+    Raises:
+        FileNotFoundError: `name` looks like a file, and there is none.
+        ValueError: There is no such split, or the file is empty or cannot be read.
+    """
+    # Imported here, because only datasets need the library.
+    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.data_files import DataFilesDict, get_data_patterns
+    from datasets.exceptions import DatasetGenerationError
+
+    path, named_split = Path(name), ""
+    is_saved = any((path / file).exists() for file in ("dataset_info.json", "dataset_dict.json"))
+    if path.suffix in _READERS:
+        if not path.is_file():
+            raise UserFileNotFoundError(
+                f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub."
+            )
+        if not path.stat().st_size:
+            raise UserValueError(f"{name!r} is empty.")
+        reader = _READERS[path.suffix] | {"data_files": {"train": [name]}}
+    elif path.is_dir() and not is_saved and any(path.rglob("*.jsonl")):
+        files = DataFilesDict.from_patterns(get_data_patterns(name), base_path=name, allowed_extensions=[".jsonl"])
+        reader = _LINES | {"data_files": files}
+    else:
+        source, config, named_split = [*([name] if path.is_dir() else name.split(":")), "", ""][:3]
+        reader = {"path": source, "name": config or None}
+    split = named_split or split
+    try:
+        with as_user_errors():
+            rows = load_from_disk(name) if is_saved else load_dataset(**reader | kwargs, split=split)
+    except DatasetGenerationError as error:
+        raise UserValueError(f"{name!r} cannot be read: {error.__cause__}. Repair or replace the file.") from error
+    if is_saved or split is None:
+        splits = rows if isinstance(rows, DatasetDict) else DatasetDict(train=rows)
+        split = split or ("test" if "test" in splits else next(iter(splits)))
+        if split not in splits:
+            raise UserValueError(f"{name!r} has no split {split!r}. Choose from {', '.join(splits)}.")
+        rows = splits[split]
+    return rows.rename_column("text", JSON_LINE) if reader["path"] == "text" else rows
+
+
+def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row without its empty columns; raises `MalformedRowError` for a line that is not a JSON object."""
+    if JSON_LINE in row:
+        try:
+            row = json.loads(row[JSON_LINE])
+        except ValueError:
+            raise MalformedRowError("is not JSON, or not UTF-8") from None
+        if not isinstance(row, dict):
+            raise MalformedRowError("is not a JSON object")
+    return _without_none(row)
+
+
+def _without_none(value: Any) -> Any:
+    """Returns a value without empty fields, which tables fill in wherever another row has something."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
+
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
+
+
+_BESIDE = ".settings.json"
+
+
+class Record:
+    """
+    What a result was made from, in a JSON file next to it, and whether it is finished.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        made_from: The values by name; empty where nothing is recorded yet.
+        is_finished: Whether the result is complete.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.made_from: dict[str, Any] = {}
+        self.is_finished = False
+        if not path.exists():
+            return
+        try:
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
+            self.made_from, self.is_finished = dict(found["made_from"]), bool(found["is_finished"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserValueError(
+                f"{str(path)!r} is damaged. It says what the files next to it were made from. Delete it to continue "
+                f"with the current settings; what was made with others stays."
+            ) from error
+
+    def check(self, made_from: dict[str, Any], way_out: str) -> None:
+        """Raises `ValueError` for values that differ from the recorded ones. A name that the record lacks is new."""
+        before, now = self.made_from, json.loads(json.dumps(made_from))  # as it is read again
+        changed = [
+            f"{name} ({before[name]}, now {now[name]})"
+            for name in sorted(now)
+            if name in before and before[name] != now[name]
+        ]
+        if changed:
+            name = str(self.path).removesuffix(_BESIDE)
+            raise UserValueError(f"{name!r} was created with different settings: {', '.join(changed)}. {way_out}")
+
+    def write(self, made_from: dict[str, Any], is_finished: bool = False) -> None:
+        """
+        Writes the file completely or not at all.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        self.made_from, self.is_finished = made_from, is_finished
+        unfinished = self.path.with_name(self.path.name + ".unfinished")
+        with _file_named(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"made_from": made_from, "is_finished": is_finished}, indent=2)
+            unfinished.write_text(text, encoding="utf-8")
+            os.replace(unfinished, self.path)
+
+
+def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
+    """
+    Writes the settings of a file next to it, or compares them with those that are there.
+
+    Raises:
+        ValueError: The file was begun with other settings, or the file of the settings is damaged.
+        OSError: The disk is full. What was written before stays.
+    """
+    has_rows = path.exists() and path.stat().st_size > 0
+    if has_rows and settings_file(path).exists():
+        Record(settings_file(path)).check(settings, "Write into another file or delete this one.")
+    else:
+        settings_file(path).unlink(missing_ok=True)
+        Record(settings_file(path)).write(settings)
+
+
+def settings_file(path: Path) -> Path:
+    """Returns the path of the file with the settings of a file."""
+    return path.with_name(path.name + _BESIDE)
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    """Returns the lines of a file, without an incomplete last one; none if there is no file."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
+def cut_after(path: Path, num_lines: int) -> int:
+    """Cuts a file after its first `num_lines` lines, if it exists; returns `num_lines`."""
+    if path.exists():
+        lines = path.read_bytes().splitlines(keepends=True)
+        with path.open("rb+") as file:
+            file.truncate(sum(map(len, lines[:num_lines])))
+    return num_lines
+
+
+def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """
+    Adds rows to the end of a file. They are written when this returns.
+
+    Raises:
+        OSError: The disk is full. What was written before stays.
+    """
+    with _file_named(path), path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+@contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """
+    Locks a file or folder for this run, however the run ends. A missing file is created.
+
+    Raises:
+        OSError: Another run writes there.
+    """
+    if fcntl is None:  # Windows has no locks that end with the process without leaving a file
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserOSError(
+                error.errno, "Another run is writing there. Wait for it to end, or write elsewhere", str(path)
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
+def way_out(error: Exception) -> str:
+    """Returns what to do about an error in writing a file."""
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    # Libraries in other languages have the number only in the text.
+    if is_full or any(f"os error {number})" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+        return "Make room and run this again: it continues here"
+    return "Remove the cause and run this again: it continues here"
+
+
+@contextmanager
+def _file_named(path: Path) -> Iterator[None]:
+    """Adds the name of the file, and what to do, to an error in writing it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserOSError(
+            error.errno,
+            f"Could not write {str(path)!r}: {error.strerror}. What was written before stays. {way_out(error)}",
+        ) from error

@@ -1,0 +1,327 @@
+"""The draft trees of a generation: the drafter's, the context's, and when the drafter pauses."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from ...model.decoding_settings import DraftingSettings
+from ...model.modeling_gumiho import GumihoModel
+from ..tree.draft_tree import DraftTree, bare_root, limit_depth, padded_root, single_path
+from ..tree.merging import merge_branch, take_better_chain
+from ..verification.placement import input_device
+from ..verification.session import CommittedTokens, TargetSession
+from ..verification.target_states import find_decoder, head_for_drafting
+from ..verification.tree_cache import TreeCache
+from .context_drafts import ContextBranch, ContextDrafts
+from .drafter import GumihoDrafter, last_of_rows
+
+
+# The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.
+MAX_LOST, MAX_GAINED = 2.0, 4.0
+# Cycles of the first pause, and of later ones until the losses are regained.
+FIRST_PAUSE, LATER_PAUSE = 8, 64
+# On a CPU a pass over this many nodes takes about twice as long as one over a single token.
+NODES_PER_STEP_ON_CPU = 50
+# Runs of the context end when the drafter has this many committed tokens to read, because it reads all of them in one
+# pass, which takes memory. A pause may add the tokens of its cycles.
+_MAX_UNREAD_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class DraftOrigin:
+    """
+    Where the tokens of a draft tree come from: the "drafter"; the "context" for a run of prompt-lookup drafts; "pause"
+    if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing, with the
+    root alone. `num_left` counts the remaining cycles of the pause after this one.
+    """
+
+    source: Literal["drafter", "context", "pause", "end"]
+    num_left: int = 0
+
+
+class DraftingPause:
+    """
+    Counts what drafting loses and pauses it, for `num_left` more cycles. No clock is read, so a text is the same in
+    every run. `break_even`: tokens per row that a drafted cycle must commit to be as fast as plain decoding.
+    """
+
+    def __init__(self, break_even: float):
+        self._break_even = break_even
+        self._lost = 0.0
+        self._next_pause = FIRST_PAUSE
+        self.num_left = 0
+
+    def observe(self, tokens: float, right: float = 0.0) -> None:
+        """
+        Counts a cycle that drafted: the `tokens` that it committed, and of these how many prompt lookup alone would
+        have drafted (`right`), both as means over the open rows.
+        """
+        self._lost = max(self._lost + self._break_even + right - tokens, -MAX_GAINED)
+        if self._lost <= 0:
+            self._next_pause = FIRST_PAUSE
+        if self._lost > MAX_LOST:
+            # One more losing cycle after the pause begins the next one.
+            self._lost = MAX_LOST
+            self.num_left, self._next_pause = self._next_pause, LATER_PAUSE
+
+    def take_cycle(self) -> bool:
+        """Returns whether the drafter is paused in the next cycle, and counts that cycle."""
+        is_paused = self.num_left > 0
+        self.num_left -= is_paused
+        return is_paused
+
+
+@dataclass(eq=False)
+class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
+    """
+    Makes the draft tree of each cycle ([`draft_tree`]).
+
+    The drafter pauses while it gains less than it costs ([`DraftingPause`]). After the pause it reads what was
+    committed meanwhile. Prompt lookup adds a branch to its trees. If a text repeats itself, prompt lookup drafts
+    longer and longer runs alone. `origin` ([`DraftOrigin`]) says where the newest tree comes from.
+
+    Args:
+        context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
+        break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
+            decoding. By default the drafter never pauses.
+
+    The other arguments are those of [`GumihoDrafter`].
+    """
+
+    context: ContextDrafts | None = None
+    break_even: float | None = None
+
+    # Of transformers' protocol.
+    requires_model_outputs: ClassVar[bool] = True
+    model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._pause = None if self.break_even is None else DraftingPause(self.break_even)
+        self._unread: list[CommittedTokens] = []  # committed since the drafter drafted last
+        self._num_drafted = 0  # nodes of the drafter's newest tree, root not included
+        self.origin = DraftOrigin("drafter")
+
+    @classmethod
+    def after_prompt(
+        cls,
+        session: TargetSession,
+        assistant_model: GumihoModel,
+        settings: DraftingSettings,
+        *,
+        read_text: Callable[[Sequence[int]], list[list[int]]],
+        prompt_length: int,
+        peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None],
+        around_pass: Callable[[], AbstractContextManager[None]],
+        prompt_chunk_size: int | None,
+    ) -> "GumihoCandidateGenerator":
+        """
+        Returns the candidate generator of a generation.
+
+        Args:
+            session: The target's session, after the prefill.
+            assistant_model: The drafter.
+            settings: Its settings for the batch.
+            read_text: Takes an index for each row, and returns the row's tokens from it on.
+            prompt_length: Tokens of the prompt in each row, padding included.
+            peek_noise: Returns the noise `(B, draws, K)` of the next draws, as for [`GumihoDrafter`].
+            around_pass, prompt_chunk_size: As for [`GumihoDrafter`].
+        """
+        # Only their device and dtype: the drafter must not keep the states of the prompt.
+        last = session.prefill.states.last
+        device, dtype, (num_rows, num_tokens) = last.device, last.dtype, last.shape[:2]
+        # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
+        num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)
+        num_new = max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
+        target, memory = session.model, session.memory
+        head, token_ids = head_for_drafting(
+            target, assistant_model, settings.draft_vocabulary, device, dtype, memory is not None
+        )
+        is_own = assistant_model.config.is_eagle3
+        head_module = assistant_model.lm_head if is_own else target.get_output_embeddings()
+        break_even = settings.break_even
+        if break_even is None:
+            break_even = estimate_break_even(target, assistant_model, settings, num_rows)
+        return cls(
+            assistant_model,
+            lm_head=head,
+            settings=settings,
+            cache=TreeCache(num_rows, num_tokens + session.prompt.num_reserved + num_new, memory),
+            shapes=session.shapes,
+            token_ids=token_ids,
+            head_module=head_module,
+            peek_noise=peek_noise,
+            # A compiled function cannot call observers.
+            around_pass=nullcontext if session.shapes.are_compiled else around_pass,
+            prompt_chunk_size=prompt_chunk_size,
+            context=_context_drafts(session, settings, read_text, prompt_length, num_rows),
+            break_even=break_even,
+        )
+
+    def draft_tree(self, committed: CommittedTokens, num_missing: int | None = None) -> DraftTree:
+        """
+        Returns the tree of the next cycle.
+
+        Args:
+            committed: What was committed since the last call: first the prompt, then the tokens of one cycle. On any
+                device; the tree is on the same one.
+            num_missing: Most tokens that may follow in any row; by default any number. The target chooses the last of
+                them itself, so no path is as long, except in fixed shapes.
+        """
+        max_depth = None if num_missing is None or self.has_fixed_shapes else num_missing - 1
+        if max_depth == 0:
+            self.origin = DraftOrigin("end")
+            return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
+        branch = None
+        if self.context is not None:
+            branch = self.context.draft(committed.tokens.device, self._run_lengths(num_missing or 0))
+        self.origin = self._next_origin(committed, is_run=branch is not None and branch.is_run)
+        is_drafted = self.origin.source == "drafter"
+        # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
+        self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
+        if not is_drafted:
+            return self._make_undrafted(branch, max_depth)
+        tree = self.draft(CommittedTokens.join(self._unread).to(self.device)).to(committed.tokens.device)
+        self._unread, self._num_drafted = [], tree.tokens.shape[1] - 1
+        tree = self._add_branch(tree, branch)
+        # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
+        return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
+
+    def _next_origin(self, committed: CommittedTokens, is_run: bool) -> DraftOrigin:
+        """Counts the gain of the last cycle, and returns where the next tree comes from."""
+        pause = self._pause
+        if pause is not None and self._num_drafted and self.origin.source == "drafter":
+            is_open = [length > 0 for length in committed.accepted_lengths]
+            right = [0] * len(is_open) if self.context is None else self.context.num_right
+            num_open = max(sum(is_open), 1)
+            pause.observe(sum(committed.accepted_lengths) / num_open, sum(compress(right, is_open)) / num_open)
+        if is_run:
+            return DraftOrigin("context")
+        if pause is not None and pause.take_cycle():
+            return DraftOrigin("pause", pause.num_left)
+        return DraftOrigin("drafter")
+
+    def _run_lengths(self, num_missing: int) -> range:
+        """Returns the possible lengths of a run: more tokens than a tree has, and fewer than are missing."""
+        # None with fixed shapes, when the drafter has many tokens to read, and in chains, because a target with
+        # recurrent states may have to run rejected tokens again.
+        settings, num_unread = self.settings, sum(part.tokens.shape[1] for part in self._unread)
+        if self.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
+            return range(0)
+        return range(settings.num_assistant_tokens + 1, num_missing)
+
+    def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:
+        """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""
+        newest = self._unread[-1]
+        root = last_of_rows(newest.tokens, newest.accepted_lengths).squeeze(1)
+        if self.has_fixed_shapes:
+            return self._add_branch(padded_root(root, self._num_drafted, self.settings.longest_path), branch)
+        if branch is None:
+            return bare_root(root)
+        return single_path(root, branch.tokens[:, :max_depth], branch.log_probs[:, :max_depth].cumsum(dim=1))
+
+    def _add_branch(self, tree: DraftTree, branch: ContextBranch | None) -> DraftTree:
+        """Returns the best nodes of a tree and a branch, as many as the tree has; of a chain, the better path."""
+        settings = self.settings
+        if branch is not None:
+            merge = take_better_chain if settings.branching_factor == 1 else merge_branch
+            tree = merge(tree, branch.tokens, branch.log_probs)
+        if self.context is None or not self.has_fixed_shapes:
+            return tree
+        # With fixed shapes all trees are equally deep, with or without a branch.
+        return replace(tree, max_depth=settings.longest_path)
+
+    def get_candidates(
+        self, input_ids: torch.Tensor, model_outputs: Any = None, n_last_matches: int = 0, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """
+        Returns a text `(1, T)` and the best path of the next tree after it: transformers' protocol of candidate
+        generators, for a text without padding, and a drafter that reads what the target's output head reads.
+
+        Args:
+            input_ids (`(1, T)`): The text.
+            model_outputs: Outputs of the target's newest pass, with `hidden_states`; nothing is drafted without any.
+            n_last_matches: Number of candidates that this pass accepted.
+            **kwargs: Ignored.
+        """
+        if model_outputs is None:
+            return input_ids, None
+        states = model_outputs.hidden_states[-1]
+        if self._num_drafted:  # all states of the prompt belong to committed tokens
+            states = states[:, : n_last_matches + 1]
+        num_new, length = states.shape[1], input_ids.shape[1]
+        positions = torch.arange(length - num_new - 1, length - 1, device=input_ids.device)[None]
+        tree = self.draft_tree(CommittedTokens(input_ids[:, -num_new:], states, positions, [num_new]))
+        # Nodes are sorted by score: the first of the deepest ones is the best of them.
+        nodes = tree.ancestors[0, tree.depths[0].argmax()].nonzero().squeeze(1)
+        return torch.cat((input_ids, tree.tokens[:, nodes[1:]]), dim=1), None
+
+
+def _context_drafts(
+    session: TargetSession,
+    settings: DraftingSettings,
+    read_text: Callable[[Sequence[int]], list[list[int]]],
+    prompt_length: int,
+    num_rows: int,
+) -> ContextDrafts | None:
+    """Returns the drafts by prompt lookup, if the settings ask for them."""
+    # No tree has a longer path.
+    num_tokens = min(settings.prompt_lookup_num_tokens, settings.longest_path)
+    if num_tokens == 0:
+        return None
+    mask, starts = session.prompt.mask, [0] * num_rows
+    # A prompt given as `inputs_embeds` has a mask, but no tokens.
+    if mask is not None and prompt_length == mask.shape[1]:
+        starts = mask.long().argmax(dim=1).tolist()
+    vocab_size = session.traits.config.vocab_size
+    return ContextDrafts(read_text, starts, num_tokens, settings.max_matching_ngram_size, vocab_size)
+
+
+def estimate_break_even(
+    target: PreTrainedModel, drafter: GumihoModel, settings: DraftingSettings, num_rows: int
+) -> float:
+    """
+    Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of all
+    passes of the drafter in a cycle, `T` those of the target's layers and output head. On a CPU,
+    `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `gumiho tune` measures the value.
+    """
+    estimate = 1 + _drafter_parameters(drafter, settings) / _target_parameters(target, drafter)
+    if input_device(target).type == "cpu":
+        estimate += num_rows * settings.num_assistant_tokens / NODES_PER_STEP_ON_CPU
+    return estimate
+
+
+def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int:
+    """Counts the parameters that the passes of a cycle read, once per pass."""
+    config, vocabulary = drafter.config, settings.draft_vocabulary
+    num_serial = min(config.num_serial_tokens, settings.tree_depth)
+    num_heads = settings.tree_depth - num_serial
+    text_config = config.get_text_config()
+    num_tokens = config.draft_vocab_size or text_config.vocab_size if vocabulary is None else len(vocabulary)
+    head = num_tokens * text_config.hidden_size
+    # `fc` of an EAGLE-3 head reads the committed tokens alone.
+    num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1
+    count = num_serial * (_size(drafter.layers) + head) + num_fusions * _size(drafter.fc)
+    if num_heads:
+        count += head + num_heads * _size(drafter.mlp) // config.num_parallel_heads
+        count += 0 if drafter.transition is None else _size(drafter.transition)
+    return count
+
+
+def _target_parameters(target: PreTrainedModel, drafter: GumihoModel) -> int:
+    """Counts the parameters that a step reads: layers and output head. An embedding gives one row per token."""
+    text_config = drafter.config.get_text_config()
+    modules = (module for module in find_decoder(target).modules() if not isinstance(module, nn.Embedding))
+    layers = sum(parameter.numel() for module in modules for parameter in module.parameters(recurse=False))
+    return layers + text_config.vocab_size * text_config.hidden_size
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,221 @@
+"""Prompt-lookup drafts: the tokens that followed when the text's newest tokens occurred before."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..tree.uploads import upload
+
+
+# Longer matches are as reliable as matches of this length.
+LONGEST_MATCH = 32
+# Longer n-grams are not stored, to save memory: each size has an entry for every token of the text.
+LONGEST_NGRAM = 8
+# Matches are counted in groups by their length: up to each of these bounds, and longer ones.
+_BOUNDS = (1, 2, 4, 8, 16)
+# Prior probability of each group that the token after a match is the next one, measured on a small chat model's
+# answers to its own prompts. The prior is worth 8 pseudo-counts, 0.5 of which never decay.
+_EXPECTED = (0.2, 0.42, 0.64, 0.77, 0.87, 0.97)
+_EXPECTED_COUNT = 8.0
+_LASTING_COUNT = 0.5
+# Factor by which each new count lowers the weight of earlier ones, because texts change.
+_DECAY = 0.95
+# Drafts that are less probable than this are dropped.
+_MIN_ESTIMATE = 0.02
+# A run has at most four times the usual number of drafts, and 64 tokens: the logits of each take memory.
+_MAX_RUN_FACTOR, _MAX_RUN_TOKENS = 4, 64
+
+
+@dataclass(frozen=True)
+class ContextBranch:
+    """
+    A drafted path in each row.
+
+    Attributes:
+        tokens (`(B, M)`): The tokens from depth 1 down.
+        log_probs (`(B, M)`): Log-probability (nats) of each token after those before it; minus infinity in rows
+            without a draft.
+        is_run: Whether the target verifies this path alone, without a tree of the drafter.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    is_run: bool
+
+
+class MatchEstimates:
+    """Probabilities that the token after a match is the next one, counted in a generation by the match's length."""
+
+    def __init__(self) -> None:
+        decaying = _EXPECTED_COUNT - _LASTING_COUNT
+        self._hits = [decaying * expected for expected in _EXPECTED]
+        self._counts = [decaying] * len(_EXPECTED)
+
+    def probability(self, length: int) -> float:
+        """Returns the estimate for a match of `length` tokens, between 0 and 1, both excluded."""
+        group = _GROUPS[min(length, LONGEST_MATCH)]
+        return (self._hits[group] + _EXPECTED[group] * _LASTING_COUNT) / (self._counts[group] + _LASTING_COUNT)
+
+    def count(self, length: int, is_hit: bool) -> None:
+        """Counts whether the token after a match of `length` tokens was the next one."""
+        group = _GROUPS[min(length, LONGEST_MATCH)]
+        self._hits[group] = _DECAY * self._hits[group] + is_hit
+        self._counts[group] = _DECAY * self._counts[group] + 1.0
+
+
+_GROUPS = [sum(length > bound for bound in _BOUNDS) for length in range(LONGEST_MATCH + 1)]
+
+
+@dataclass(frozen=True)
+class Match:
+    """An earlier occurrence of the newest `length` tokens, at most [`LONGEST_MATCH`], before the index `start`."""
+
+    start: int
+    length: int
+
+
+class NgramIndex:
+    """
+    The newest occurrence of every n-gram of a text, of at most `max_size` or [`LONGEST_NGRAM`] tokens. Each token is
+    added once; the text is never searched.
+    """
+
+    def __init__(self, max_size: int):
+        self.tokens: list[int] = []
+        # For each size and n-gram: index of the token after its newest occurrence that has a token after it.
+        self._followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(min(max_size, LONGEST_NGRAM))]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds tokens to the text."""
+        known = len(self.tokens)
+        self.tokens.extend(tokens)
+        for size, followers in enumerate(self._followers, start=1):
+            # Begin with the n-gram that ended the text before: only now a token follows it.
+            first = max(known - size, 0)
+            followed = self.tokens[first:-1]
+            ngrams = zip(*(followed[offset:] for offset in range(size)), strict=False)
+            followers.update(zip(ngrams, itertools.count(first + size), strict=False))
+
+    def match(self) -> Match | None:
+        """Returns the newest earlier occurrence of the longest n-gram at the end of the text, if any."""
+        for size in range(min(len(self._followers), len(self.tokens) - 1), 0, -1):
+            start = self._followers[size - 1].get(tuple(self.tokens[-size:]))
+            if start is not None:
+                return Match(start, self._match_length(start, size))
+        return None
+
+    def continuation(self, match: Match, num_tokens: int) -> list[int]:
+        """Returns the tokens after a match. If the text ends, they repeat from the start of the match."""
+        period = len(self.tokens) - match.start
+        return [self.tokens[match.start + offset % period] for offset in range(num_tokens)]
+
+    def _match_length(self, start: int, length: int) -> int:
+        tokens = self.tokens
+        while length < min(start, LONGEST_MATCH) and tokens[start - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
+
+class RowDrafts:
+    """
+    The prompt-lookup drafts of one row, usually of `num_tokens` tokens.
+
+    Attributes:
+        run_length: Twice the length of the newest draft if all of it was right, at most [`longest_run`]; otherwise 0.
+    """
+
+    def __init__(self, num_tokens: int, max_ngram_size: int):
+        self.num_tokens = num_tokens
+        self.run_length = 0
+        self.estimates = MatchEstimates()
+        self._index = NgramIndex(max_ngram_size)
+        self._drafted: list[int] = []
+        self._match_length = 0
+
+    def extend(self, tokens: list[int]) -> int:
+        """Adds committed tokens. Returns how many tokens of the newest draft were right, whether verified or not."""
+        num_right = 0
+        for offset, (token, drafted) in enumerate(zip(tokens, self._drafted, strict=False)):
+            self.estimates.count(self._match_length + offset, token == drafted)
+            if token != drafted:
+                break
+            num_right += 1
+        are_all_right = 0 < len(self._drafted) == num_right
+        self.run_length = min(2 * num_right, longest_run(self.num_tokens)) if are_all_right else 0
+        self._index.extend(tokens)
+        self._drafted = []
+        return num_right
+
+    def draft(self, num_tokens: int | None = None) -> tuple[list[int], list[float]]:
+        """Returns drafted tokens, and the probability of each after those before it; none without a match."""
+        num_tokens = self.num_tokens if num_tokens is None else num_tokens
+        match = self._index.match()
+        if match is None:
+            return [], []
+        self._match_length = match.length
+        self._drafted = self._index.continuation(match, num_tokens)
+        # Each accepted token makes the match longer by one.
+        lengths = range(match.length, match.length + num_tokens)
+        return self._drafted, [self.estimates.probability(length) for length in lengths]
+
+
+def longest_run(num_tokens: int) -> int:
+    """Returns the most tokens of a run if drafts usually have `num_tokens`."""
+    return min(_MAX_RUN_FACTOR * num_tokens, _MAX_RUN_TOKENS)
+
+
+class ContextDrafts:
+    """
+    The prompt-lookup drafts of all rows in a generation. `num_right` counts, for each row, how many tokens of the
+    draft before the newest one were right.
+
+    Args:
+        read_text: Takes an index for each row, and returns the row's tokens from it on.
+        starts: Index of the first token after the padding in each row.
+        num_tokens: Usual number of drafted tokens.
+        max_ngram_size: Longest n-gram that is looked up.
+        vocab_size: Tokens outside the vocabulary, which mark images, are skipped.
+    """
+
+    def __init__(
+        self,
+        read_text: Callable[[list[int]], list[list[int]]],
+        starts: Sequence[int],
+        num_tokens: int,
+        max_ngram_size: int,
+        vocab_size: int,
+    ):
+        self.num_tokens = num_tokens
+        self.num_right = [0] * len(starts)
+        self._read_text = read_text
+        self._known = list(starts)
+        self._vocab_size = vocab_size
+        self._rows = [RowDrafts(num_tokens, max_ngram_size) for _ in starts]
+
+    def draft(self, device: torch.device, run_lengths: range = range(0)) -> ContextBranch | None:
+        """
+        Reads what was committed since the last call, and drafts `num_tokens` tokens for each row with a match. If all
+        of the newest draft was right, a single row gets a run: twice as many tokens, if that is one of `run_lengths`.
+        Returns the branch on `device`, or `None` if no row has a draft.
+        """
+        texts = self._read_text(self._known)
+        self._known = [known + len(text) for known, text in zip(self._known, texts, strict=True)]
+        new = [[token for token in text if 0 <= token < self._vocab_size] for text in texts]
+        self.num_right = [row.extend(tokens) for row, tokens in zip(self._rows, new, strict=True)]
+        run_length = 0
+        # Not in batches: rows seldom repeat themselves at once, and the other rows would verify a run for nothing.
+        if len(self._rows) == 1 and run_lengths:
+            length = min(self._rows[0].run_length, run_lengths[-1])
+            run_length = length if length in run_lengths else 0
+        width = run_length or self.num_tokens
+        tokens, log_probs = [[0] * width for _ in texts], [[-math.inf] * width for _ in texts]
+        for index, row in enumerate(self._rows):
+            drafted, estimates = row.draft(width)
+            if drafted and estimates[0] >= _MIN_ESTIMATE:
+                tokens[index], log_probs[index] = drafted, [math.log(estimate) for estimate in estimates]
+        if all(of_row[0] == -math.inf for of_row in log_probs):
+            return None
+        return ContextBranch(upload(tokens, device), upload(log_probs, device, torch.float32), run_length > 0)

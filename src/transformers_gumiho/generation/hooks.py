@@ -1,0 +1,145 @@
+"""Leads `generate(assistant_model=<GumihoModel>)` to the loop: two steps of transformers' `generate()`, or a mixin."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMixin, GenerationMode
+from transformers.utils import logging
+
+from ..internals import (
+    DECODING_STEP,
+    PLAIN_STEP,
+    VALIDATION_STEP,
+    default_setting,
+    generation_step,
+    replace_generation_step,
+)
+from ..model.modeling_gumiho import GumihoModel
+from ..model.wrappers import unwrap_drafter
+from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
+from .loop import decode_with_tree
+from .observers import observers_of_call
+from .sequences import max_length_of
+from .verification.cycle_shapes import with_eager_decoder
+from .verification.requirements import check_inputs, check_request, unsupported_reason
+from .verification.traits import TargetTraits, Unsupported
+
+
+logger = logging.get_logger(__name__)
+
+
+def _drafter_in(assistant: Any) -> GumihoModel | None:
+    """Returns the drafter that an `assistant_model` stands for; `None` for other assistants."""
+    return assistant.drafter if isinstance(assistant, AttachedDrafter) else unwrap_drafter(assistant)
+
+
+def _validate_generation_mode(
+    plain: Callable[..., None],
+    target: PreTrainedModel,
+    /,
+    generation_mode: GenerationMode,
+    generation_config: GenerationConfig,
+    generation_mode_kwargs: dict[str, Any],
+) -> None:
+    """Checks a call of `generate()`, and loads an assistant that is given by name. `plain` checks other assistants."""
+    assistant = generation_mode_kwargs.get("assistant_model")
+    if isinstance(assistant, (str, os.PathLike)):
+        assistant = named_drafter(target, assistant) or assistant
+        # `generate()` hands these arguments on to the decoding step.
+        generation_mode_kwargs["assistant_model"] = assistant
+    drafter = _drafter_in(assistant)
+    if drafter is not None:
+        if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
+            check_request(target, drafter, generation_config, generation_mode_kwargs)
+        _warn_of_tree_size(target, generation_config)
+        # `plain` checks the rest as for a call without an assistant.
+        generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+        generation_mode_kwargs = {name: v for name, v in generation_mode_kwargs.items() if name != "assistant_model"}
+    plain(generation_mode, generation_config, generation_mode_kwargs)
+
+
+def _warn_of_tree_size(target: PreTrainedModel, generation_config: GenerationConfig) -> None:
+    """Warns of a tree size in a call. As in transformers, only that of the assistant has an effect."""
+    name = "num_assistant_tokens"
+    value = getattr(generation_config, name)
+    if value not in (getattr(target.generation_config, name), default_setting(name)):
+        logger.warning_once(
+            f"`{name}={value!r}` in a call of `generate()` has no effect: it is a setting of the drafter. Set "
+            f"`assistant_model.generation_config.{name} = {value!r}`."
+        )
+
+
+def _assisted_decoding(
+    plain: Callable[..., Any], target: PreTrainedModel, /, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Decodes with a Gumiho assistant. Calls with any other assistant go to `plain`."""
+    assistant = kwargs.get("assistant_model")
+    drafter = _drafter_in(assistant)
+    if drafter is None:
+        return plain(input_ids, *args, **kwargs)
+    if not drafter.config.has_embedding:
+        drafter.share_embedding(target)
+    for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
+        kwargs.pop(name, None)
+    # What the prompt and its cache do not allow is known only now. Nothing has run yet.
+    verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
+    traits, config = TargetTraits.of(verifier), kwargs["generation_config"]
+    max_new_tokens = max_length_of(kwargs["stopping_criteria"], config) - input_ids.shape[1]
+    reason = unsupported_reason(check_inputs, verifier, traits, input_ids, config, kwargs, max_new_tokens)
+    if reason is None:
+        kwargs |= {"assistant_model": drafter, "traits": traits, "observers": observers_of_call(target, drafter)}
+        return decode_with_tree(verifier, input_ids, *args, **kwargs)
+    if not isinstance(assistant, AttachedDrafter):
+        raise Unsupported(reason)
+    warn_of_plain_decoding(target, reason)
+    del kwargs["assistant_model"]
+    return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
+
+
+# Attribute of a step that was replaced.
+_MARK = "dispatches_to_gumiho"
+_HOOKS: dict[str, Callable[..., Any]] = {
+    VALIDATION_STEP: _validate_generation_mode,
+    DECODING_STEP: _assisted_decoding,
+}
+
+
+class GumihoGenerationMixin(GenerationMixin):
+    """
+    `generate()` with draft trees, for classes that override transformers' decoding methods.
+
+    Classes of transformers do not need this mixin: `import transformers_gumiho` extends all of them.
+    """
+
+    @functools.wraps(generation_step(VALIDATION_STEP))
+    def _validate_generation_mode(self, *args: Any, **kwargs: Any) -> None:
+        _validate_generation_mode(super()._validate_generation_mode, self, *args, **kwargs)
+
+    @functools.wraps(generation_step(DECODING_STEP))
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        return _assisted_decoding(super()._assisted_decoding, self, *args, **kwargs)
+
+
+def install() -> None:
+    """
+    Extends two steps of transformers' `generate()` for Gumiho drafters. Calls without such a drafter run transformers'
+    own code. Calling this again changes nothing.
+    """
+    for name, hook in _HOOKS.items():
+        plain = generation_step(name)
+        if not hasattr(plain, _MARK):
+            replace_generation_step(name, _hooked(plain, hook))
+
+
+def _hooked(plain: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    # `generate()` reads the signature of the methods it calls; `wraps` keeps the original one.
+    @functools.wraps(plain)
+    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return hook(functools.partial(plain, self), self, *args, **kwargs)
+
+    setattr(method, _MARK, True)
+    return method

@@ -1,0 +1,194 @@
+"""Callbacks of a generation: its stages, its draft trees, and the tokens that each cycle commits."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..model.modeling_gumiho import GumihoModel
+from .drafting.candidate_generator import DraftOrigin
+from .tree.draft_tree import DraftTree
+from .tree.walk import AcceptedPath, pick
+from .verification.target_states import TargetStates
+
+
+# "prompt": the target runs the prefill. "draft": a tree is drafted. "drafter_pass": within "draft", a module of the
+# drafter or the output head runs; not reported if drafting is compiled. "verify": the target runs a tree.
+Stage = Literal["prompt", "draft", "drafter_pass", "verify"]
+
+
+class GenerationObserver:
+    """
+    Callbacks of a generation with draft trees; see [`observing`]. Override the methods that you need.
+
+    The methods run in the thread that generates. An exception in them ends the generation. To time a stage,
+    synchronize the device first, because its work may be unfinished when the stage ends.
+    """
+
+    def on_generation_begin(self, batch_size: int) -> None:
+        """Called before the prefill of a batch of `batch_size` rows."""
+
+    def on_stage_begin(self, stage: Stage) -> None:
+        """Called when a stage begins."""
+
+    def on_stage_end(self, stage: Stage) -> None:
+        """Called when a stage ends, also by an exception."""
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        """Called when a draft tree is made, before its cycle. `origin` is where its tokens come from."""
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        """
+        Called when a cycle has committed its tokens, which a streamer has received before. The first token, which the
+        prefill predicts, is no cycle.
+
+        Args:
+            tree: The draft tree that was verified.
+            path: The committed path, as wide as that of the longest row. If a text ends within a drafted path, the
+                last token is a draft instead of a bonus token.
+        """
+
+    def on_prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
+        """
+        Called after the prefill. The tensors must be copied, not kept.
+
+        Args:
+            input_ids (`(B, P)`): The prompt; `P` is 0 where it was given as `inputs_embeds`.
+            states: The target's states of the newest `T` of its tokens, fewer than `P` after a cache of the caller's.
+            mask (`(B, P)`, *optional*): False at padding. `None` without any.
+        """
+
+    def on_states(self, states: TargetStates, counts: Sequence[int]) -> None:
+        """
+        Called after a cycle, with the target's states of the path's nodes: the text's newest token, and the accepted
+        drafts. The tensors must be copied, not kept. `counts` are the states of each row; those after them have no
+        meaning.
+        """
+
+    def on_generation_end(self, new_tokens: list[list[int]]) -> None:
+        """Called at the end, also after an error, with the new tokens of each row: one more than it has states of."""
+
+
+@dataclass
+class _Registration:
+    """An observer while it is observing, then `None`. Copies of a context share the registration."""
+
+    observer: GenerationObserver | None
+
+
+_REGISTRATIONS: ContextVar[tuple[_Registration, ...]] = ContextVar("gumiho_observers", default=())
+
+
+@contextmanager
+def observing(observer: GenerationObserver) -> Iterator[None]:
+    """
+    Calls the methods of `observer` in all generations that this thread begins within the `with` block. Blocks can be
+    nested or overlap, and end in any order.
+    """
+    registration = _Registration(observer)
+    _REGISTRATIONS.set((*_registrations(), registration))
+    try:
+        yield
+    finally:
+        # If the block ends in another thread than it began, the first thread sees the end here.
+        registration.observer = None
+        _registrations()
+
+
+def _registrations() -> tuple[_Registration, ...]:
+    """Returns the registrations of this context, and drops those that have ended."""
+    found = tuple(registration for registration in _REGISTRATIONS.get() if registration.observer is not None)
+    if len(found) < len(_REGISTRATIONS.get()):
+        _REGISTRATIONS.set(found)
+    return found
+
+
+# Makes the observer of a call with this drafter, or `None` where the call is not observed.
+CallObserver = Callable[[GumihoModel], GenerationObserver | None]
+_observers_of_calls: weakref.WeakKeyDictionary[nn.Module, tuple[CallObserver, ...]] = weakref.WeakKeyDictionary()
+
+
+def observe_calls(target: nn.Module, make: CallObserver) -> None:
+    """Makes an observer for each drafted call of a target, in any thread, until [`ignore_calls`]."""
+    _observers_of_calls[target] = (*_observers_of_calls.get(target, ()), make)
+
+
+def ignore_calls(target: nn.Module, make: CallObserver) -> None:
+    """Undoes [`observe_calls`]."""
+    _observers_of_calls[target] = tuple(known for known in _observers_of_calls.get(target, ()) if known != make)
+
+
+def observers_of_call(target: nn.Module, drafter: GumihoModel) -> tuple[GenerationObserver, ...]:
+    """Returns the observers of a call that begins."""
+    made = (make(drafter) for make in _observers_of_calls.get(target, ()))
+    return tuple(observer for observer in made if observer is not None)
+
+
+class GenerationEvents:
+    """Calls the observers of one generation in the order of registration; at the end of a stage, in reverse order."""
+
+    def __init__(self, observers: tuple[GenerationObserver, ...]):
+        self.observers = observers
+
+    @classmethod
+    def begin(cls, batch_size: int, of_call: tuple[GenerationObserver, ...] = ()) -> "GenerationEvents":
+        """Finds the observers of this thread, beside those of the call, and reports that a generation begins."""
+        of_thread = (found.observer for found in _registrations() if found.observer is not None)
+        events = cls((*of_thread, *of_call))
+        for observer in events.observers:
+            observer.on_generation_begin(batch_size)
+        return events
+
+    def stage(self, stage: Stage) -> AbstractContextManager[None]:
+        """Returns a context manager for the duration of a stage."""
+        return self._report_stage(stage) if self.observers else nullcontext()
+
+    def each(self, stage: Stage) -> Callable[[], AbstractContextManager[None]]:
+        """Returns a function that makes a context manager for each repetition of a stage."""
+        return partial(self._report_stage, stage) if self.observers else nullcontext
+
+    @contextmanager
+    def _report_stage(self, stage: Stage) -> Iterator[None]:
+        with ExitStack() as stack:
+            for observer in self.observers:
+                observer.on_stage_begin(stage)
+                stack.callback(observer.on_stage_end, stage)
+            yield
+
+    def tree(self, origin: DraftOrigin) -> None:
+        """Reports the origin of the next tree."""
+        for observer in self.observers:
+            observer.on_tree(origin)
+
+    def cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        """Reports what a cycle committed, in memory that the next cycle does not overwrite."""
+        if not self.observers:
+            return
+        longest = max(path.accepted_lengths)
+        nodes, tokens = (tensor[:, :longest].clone() for tensor in (path.nodes, path.tokens))
+        for observer in self.observers:
+            observer.on_cycle(tree, AcceptedPath(nodes, tokens, path.accepted_lengths))
+
+    def prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
+        """Reports the target's states of the prompt."""
+        for observer in self.observers:
+            observer.on_prompt(input_ids, states, mask)
+
+    def states(self, states: TargetStates, path: AcceptedPath) -> None:
+        """Reports the states of the committed path, of all nodes that the target ran."""
+        if not self.observers:
+            return
+        of_path = states.map(lambda all_states: pick(all_states, path.nodes[:, : max(path.accepted_lengths)]))
+        for observer in self.observers:
+            observer.on_states(of_path, path.accepted_lengths)
+
+    def end(self, read_new_tokens: Callable[[], list[list[int]]]) -> None:
+        """Reports that the generation has ended."""
+        for observer in self.observers:
+            observer.on_generation_end(read_new_tokens())

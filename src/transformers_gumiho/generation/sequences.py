@@ -1,0 +1,316 @@
+"""The committed text of a generation: rows of different lengths, where each ends, and the records of its tokens."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ..internals import pad_token_id
+from .tree.draft_tree import DraftTree
+from .tree.walk import AcceptedPath, pick
+
+
+@dataclass(frozen=True)
+class WalkedTokens:
+    """
+    The tokens of a walk, or of one step of it, that are ready to be committed.
+
+    Attributes:
+        nodes (`(B, L)`): Tree indices of the visited nodes; past the end any index.
+        tokens (`(B, L)`): The token chosen at each of them; past the end any token.
+        host_tokens: The same on the host.
+        counts: Number of tokens of each row.
+        logits (`(B, L, V)`): The target's logits at the nodes, where they are recorded.
+        scores (`(B, L, V)`): The processed logits, likewise.
+    """
+
+    nodes: torch.Tensor
+    tokens: torch.Tensor
+    host_tokens: list[list[int]]
+    counts: list[int]
+    logits: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+
+class CommittedSequences:
+    """
+    The committed tokens of all rows, which grow by different lengths until the stopping criteria end them.
+
+    Every criterion sees every prefix, so a row ends at the same token as in plain `generate()`. Length limits and
+    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix. The
+    arguments are as prepared by `generate()`. A streamer receives the tokens of each step, `(B,)`, as soon as all rows
+    have them.
+
+    Attributes:
+        lengths: Number of tokens of each row, those of the prompt included.
+        records: What is returned of each token beside the text.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+    ):
+        batch_size, self.prompt_length = input_ids.shape
+        self.max_length = max_length_of(stopping_criteria, generation_config)
+        self.pad_token_id = pad_token_id(generation_config) or 0
+        self._buffer = input_ids.new_full((batch_size, self.prompt_length + 64), self.pad_token_id)
+        self._buffer[:, : self.prompt_length] = input_ids
+        self._new_tokens: list[list[int]] = [[] for _ in range(batch_size)]  # on the host
+        self.lengths = [self.prompt_length] * batch_size
+        self.ends: list[int | None] = [None] * batch_size
+        self.records = GenerationRecords(batch_size, generation_config)
+
+        self.eos_token_ids: set[int] = set()
+        self.custom_criteria = StoppingCriteriaList()
+        for criterion in stopping_criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos_token_ids.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is not MaxLengthCriteria:
+                self.custom_criteria.append(criterion)
+        # Without an end-of-sequence token, plain generation has no padding for rows that have ended: all rows of a
+        # batch continue until the last one ends.
+        ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.pads_finished_rows = ends_rows or batch_size == 1
+        self.streamer = streamer
+        self._num_streamed = self.prompt_length
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has ended. Rows that end together must also have the length of the longest one."""
+        if any(end is None for end in self.ends):
+            return False
+        return self.pads_finished_rows or min(self.lengths) >= self.final_length
+
+    @property
+    def open_rows(self) -> list[bool]:
+        """For each row, whether it still takes tokens."""
+        if self.finished:
+            return [False] * len(self.lengths)
+        return [
+            length < self.max_length and (end is None or not self.pads_finished_rows)
+            for length, end in zip(self.lengths, self.ends, strict=True)
+        ]
+
+    @property
+    def num_missing(self) -> int:
+        """Most tokens that an open row still takes."""
+        open_lengths = itertools.compress(self.lengths, self.open_rows)
+        return self.max_length - min(open_lengths, default=self.max_length)
+
+    @property
+    def final_length(self) -> int:
+        """Length of the finished sequences, padding included."""
+        return max(end for end in self.ends if end is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tokens."""
+        return self._buffer.device
+
+    def prefix(self, length: int) -> torch.Tensor:
+        """Returns the first `length` tokens of every row, `(B, length)`. Shorter rows end in padding."""
+        return self._buffer[:, :length].contiguous()
+
+    def newest(self) -> torch.Tensor:
+        """Returns the newest token of each row, `(B,)`."""
+        return torch.stack([self._buffer[row, length - 1] for row, length in enumerate(self.lengths)])
+
+    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
+        """Returns the tokens of each row from index `starts[b]` on, on the host. Only the prompt is read for it."""
+        length = self.prompt_length
+        prompt = self._buffer[:, :length].tolist() if min(starts) < length else [[] for _ in starts]
+        rows = zip(prompt, self._new_tokens, starts, strict=True)
+        return [row[start:] + new[max(start - length, 0) :] for row, new, start in rows]
+
+    def final_ids(self) -> torch.Tensor:
+        """Returns the finished sequences `(B, final_length)`, padded on the right."""
+        return self._buffer[:, : self.final_length].clone()
+
+    def num_cached_by_plain_decoding(self) -> list[int]:
+        """Returns how many new tokens of each finished row plain decoding runs: all but the last of the longest."""
+        return [min(length, self.final_length - 1) - self.prompt_length for length in self.lengths]
+
+    def commit(self, parts: Iterable[WalkedTokens]) -> AcceptedPath:
+        """
+        Commits the parts of a walk, each before the next one is asked for: tokens up to and including the one at which
+        a row ends. They are recorded, and the streamer gets the steps that all rows have. Returns the committed path.
+        """
+        return AcceptedPath.join([self._commit(walked) for walked in parts])
+
+    def _commit(self, walked: WalkedTokens) -> AcceptedPath:
+        records = self.records
+        records.logits.add(walked.logits, walked.counts)
+        records.scores.add(walked.scores, walked.counts)
+        # 1. Each row ends at an end-of-sequence token or the length limit, which are known on the host.
+        rows = enumerate(zip(walked.host_tokens, walked.counts, self.open_rows, strict=True))
+        accepted_lengths = [
+            self._count_to_end(row, tokens[:count]) if is_open else 0 for row, (tokens, count, is_open) in rows
+        ]
+        self._write(walked.tokens, accepted_lengths)
+        # 2. Other criteria may end it earlier. They see the scores of the tokens before.
+        if len(self.custom_criteria) > 0:
+            accepted_lengths = self._apply_custom_criteria(accepted_lengths)
+        self.lengths = [length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)]
+        for new, tokens, number in zip(self._new_tokens, walked.host_tokens, accepted_lengths, strict=True):
+            new.extend(tokens[:number])
+        # 3. Nothing is recorded after the end of a row.
+        num_generated = [len(tokens) for tokens in self._new_tokens]
+        records.logits.trim(num_generated)
+        records.scores.trim(num_generated)
+        self._stream()
+        return AcceptedPath(walked.nodes, walked.tokens, accepted_lengths)
+
+    def _count_to_end(self, row: int, tokens: list[int]) -> int:
+        """Counts the tokens up to the first one that ends the row by its length or as end of sequence."""
+        for count, token in enumerate(tokens, start=1):
+            length = self.lengths[row] + count
+            if token in self.eos_token_ids or length >= self.max_length:
+                self._end(row, length)
+                if self.pads_finished_rows or length >= self.max_length:
+                    return count
+        return len(tokens)
+
+    def _end(self, row: int, length: int) -> None:
+        self.ends[row] = min(length, self.ends[row] or length)
+
+    def _write(self, tokens: torch.Tensor, accepted_lengths: list[int]) -> None:
+        bounds = [(start, start + number) for start, number in zip(self.lengths, accepted_lengths, strict=True)]
+        longest = max(stop for _, stop in bounds)
+        if longest > self._buffer.shape[1]:
+            grown = self._buffer.new_full((len(bounds), 2 * longest), self.pad_token_id)
+            grown[:, : self._buffer.shape[1]] = self._buffer
+            self._buffer = grown
+        for row, (start, stop) in enumerate(bounds):
+            if stop > start:
+                self._buffer[row, start:stop] = tokens[row, : stop - start]
+
+    def _apply_custom_criteria(self, accepted_lengths: list[int]) -> list[int]:
+        """Calls the criteria with every new prefix, the shortest first; cuts the rows that they end."""
+        starts, accepted_lengths = self.lengths, list(accepted_lengths)
+        new = [range(start + 1, start + number + 1) for start, number in zip(starts, accepted_lengths, strict=True)]
+        for length in sorted(set(itertools.chain(*new))):
+            rows = [row for row, start in enumerate(starts) if start < length <= start + accepted_lengths[row]]
+            if not rows:
+                continue
+            scores = self.records.scores.until(length - self.prompt_length)
+            done = self.custom_criteria(self.prefix(length), scores).tolist()
+            for row in rows:
+                if done[row]:
+                    self._end(row, length)
+                    if self.pads_finished_rows:
+                        self._buffer[row, length : starts[row] + accepted_lengths[row]] = self.pad_token_id
+                        accepted_lengths[row] = length - starts[row]
+        return accepted_lengths
+
+    def _stream(self) -> None:
+        if self.streamer is None:
+            return
+        stop = min(itertools.compress(self.lengths, self.open_rows), default=None) or self.final_length
+        for step in self._buffer[:, self._num_streamed : stop].cpu().unbind(dim=1):
+            self.streamer.put(step)
+        self._num_streamed = max(stop, self._num_streamed)
+
+
+def max_length_of(stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> int:
+    """Returns the maximum length of a text. The caller's criterion replaces the one that `generate()` makes."""
+    lengths = (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria)
+    return min(lengths, default=generation_config.max_length)
+
+
+class StepRecord:
+    """
+    Values of every generated token (scores, logits or states), recorded per row because rows advance by different
+    lengths. Without `enabled` nothing is recorded, and the record reads as `None`.
+    """
+
+    def __init__(self, batch_size: int, enabled: bool):
+        self.enabled = enabled
+        self._rows: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+        self._complete: list[torch.Tensor] = []  # the steps that every row has, stacked
+
+    def add(self, values: torch.Tensor | None, counts: Sequence[int]) -> None:
+        """Records the first `counts[b]` of `values` `(B, n, ...)` for each row."""
+        if self.enabled and values is not None:
+            for row, (steps, count) in enumerate(zip(self._rows, counts, strict=True)):
+                steps.extend(values[row, :count].unbind())
+
+    def trim(self, lengths: Sequence[int]) -> None:
+        """Keeps the first `lengths[b]` values of each row."""
+        if self.enabled:
+            for steps, length in zip(self._rows, lengths, strict=True):
+                del steps[length:]
+            del self._complete[min(lengths) :]
+
+    def until(self, num_steps: int) -> tuple[torch.Tensor, ...] | None:
+        """Returns a tensor `(B, ...)` for each of the first steps, with zeros in rows that have ended."""
+        if not self.enabled:
+            return None
+        if num_steps == 0:
+            return ()
+        for step in range(len(self._complete), min(num_steps, *(len(steps) for steps in self._rows))):
+            self._complete.append(torch.stack([steps[step] for steps in self._rows]))
+        zeros = torch.zeros_like(next(steps[0] for steps in self._rows if steps))
+        ragged = [
+            torch.stack([steps[step] if step < len(steps) else zeros for steps in self._rows])
+            for step in range(len(self._complete), num_steps)
+        ]
+        return (*self._complete[:num_steps], *ragged)
+
+
+class GenerationRecords:
+    """
+    What `generate()` returns of every token beside the text: the processed `scores`, the `logits`, hidden states, and
+    of each cycle the number of draft tokens that it verified (`tree_sizes`) and committed.
+    """
+
+    def __init__(self, batch_size: int, generation_config: GenerationConfig):
+        returns_dict = bool(generation_config.return_dict_in_generate)
+        self.scores = StepRecord(batch_size, returns_dict and bool(generation_config.output_scores))
+        self.logits = StepRecord(batch_size, returns_dict and bool(generation_config.output_logits))
+        self._has_states = returns_dict and bool(generation_config.output_hidden_states)
+        self._prompt_states: tuple[torch.Tensor, ...] | None = None
+        self._layers: list[StepRecord] = []  # the hidden states of the later tokens
+        self.tree_sizes: list[int] = []
+        self._accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
+
+    def add_prompt(self, hidden_states: Any) -> None:
+        """Records the states of the prompt, which belong to the first token."""
+        if self._has_states:
+            self._prompt_states = tuple(hidden_states)
+            self._layers = [StepRecord(len(self._accepted_lengths), True) for _ in self._prompt_states]
+
+    def add_cycle(self, tree: DraftTree, path: AcceptedPath, hidden_states: Any) -> None:
+        """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
+        if self._has_states:
+            for record, states in zip(self._layers, hidden_states, strict=True):
+                record.add(pick(states, path.nodes), path.accepted_lengths)
+        self.tree_sizes.append(tree.tokens.shape[1] - 1)
+        for row, length in zip(self._accepted_lengths, path.accepted_lengths, strict=True):
+            row.extend([length] if length else [])
+
+    def hidden_states(self, num_steps: int) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """Returns for each of the first steps the states of all layers, `(B, 1, H)` after the first step."""
+        if self._prompt_states is None:
+            return None
+        layers = [record.until(num_steps - 1) or () for record in self._layers]
+        later = (tuple(layer[step][:, None] for layer in layers) for step in range(num_steps - 1))
+        return self._prompt_states, *later
+
+    def accepted_lengths(self, num_removed: Sequence[int]) -> list[list[int]]:
+        """Returns the tokens that the cycles committed in each row, without the last `num_removed[b]` tokens."""
+        return [_without_last(*row) for row in zip(self._accepted_lengths, num_removed, strict=True)]
+
+
+def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
+    ends = list(itertools.accumulate(accepted_lengths))
+    total = (ends[-1] if ends else 0) - num_tokens
+    pairs = zip(accepted_lengths, ends, strict=True)
+    return [length - max(end - total, 0) for length, end in pairs if end - length < total]

@@ -1,0 +1,286 @@
+"""The choice of the target's tokens along a draft tree, with processors and criteria as in plain decoding."""
+
+from collections.abc import Iterator, Sequence, Set
+from enum import Enum, auto
+
+import torch
+from transformers import generation
+from transformers.generation import LogitsProcessorList
+
+from .sequences import CommittedSequences, WalkedTokens
+from .token_draws import NO_TOKEN, TokenDraws, sample_by_exponentials
+from .tree.draft_tree import DraftTree
+from .tree.walk import ChildFinder, Walk, longest_path, pick, walk_tree
+from .verification.cycle_shapes import CycleShapes
+
+
+# Greedy decoding's processors that read the scores only. They are applied to all nodes of a tree at once.
+_GREEDY_PROCESSORS: Set[type] = {
+    generation.InfNanRemoveLogitsProcessor,
+    generation.LogitNormalization,
+    generation.SuppressTokensLogitsProcessor,
+}
+# Processors that read the scores of each row only. Rows of different lengths need one call.
+_PREFIX_FREE_PROCESSORS: Set[type] = _GREEDY_PROCESSORS | {
+    generation.EpsilonLogitsWarper,
+    generation.EtaLogitsWarper,
+    generation.MinPLogitsWarper,
+    generation.TemperatureLogitsWarper,
+    generation.TopKLogitsWarper,
+    generation.TopPLogitsWarper,
+    generation.TypicalLogitsWarper,
+}
+# Processors that read the scores and tokens of each row only, and keep no state between calls. The rows of a batch are
+# then processed one length after the other.
+_ROW_WISE_PROCESSORS: Set[type] = _PREFIX_FREE_PROCESSORS | {
+    generation.ExponentialDecayLengthPenalty,
+    generation.ForcedBOSTokenLogitsProcessor,
+    generation.ForcedEOSTokenLogitsProcessor,
+    generation.MinLengthLogitsProcessor,
+    generation.MinNewTokensLengthLogitsProcessor,
+    generation.NoBadWordsLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+    generation.RepetitionPenaltyLogitsProcessor,
+    generation.SequenceBiasLogitsProcessor,
+    generation.SuppressTokensAtBeginLogitsProcessor,
+}
+# Beside those of lengths and end-of-sequence tokens.
+_ROW_WISE_CRITERIA: Set[type] = {generation.MaxTimeCriteria, generation.StopStringCriteria}
+
+# Where sampled tokens are drawn at all nodes of a tree at once, so that the host waits for the path and not for each
+# of its tokens. On a CPU there is no wait to save, and each node costs time: 4 ms for one with top-p, 62 ms for 63.
+_AT_ONCE_DEVICES = ("cuda", "xpu")
+_MAX_BYTES = 256 << 20  # of the float32 scores of all nodes; processors make several tensors of their size
+
+
+class RowPolicy(Enum):
+    """Which rows of a batch take tokens together."""
+
+    INDEPENDENT = auto()  # each row takes as many tokens as its drafts allow
+    TOGETHER = auto()  # all open rows take the same steps
+    TOGETHER_TO_FIRST_END = auto()  # and the steps of a cycle end when a row does
+
+
+class TokenChooser:
+    """
+    Chooses the target's next tokens along a draft tree, exactly as plain decoding does.
+
+    Args:
+        sequences: The committed text.
+        logits_processor: As prepared by `generate()`, with the warpers of sampling.
+        do_sample: Whether tokens are drawn.
+        shapes: The shapes of the walk.
+        rows_advance_together: Whether the target's cache needs all rows to take the same steps (chains).
+    """
+
+    def __init__(
+        self,
+        sequences: CommittedSequences,
+        logits_processor: LogitsProcessorList,
+        do_sample: bool,
+        shapes: CycleShapes,
+        rows_advance_together: bool = False,
+    ):
+        self.sequences = sequences
+        self.logits_processor = logits_processor
+        self.shapes = shapes
+        kinds = {type(processor) for processor in logits_processor}
+        self.rows = _row_policy(sequences, kinds, do_sample, rows_advance_together)
+        self._reads_prefix = not kinds <= _PREFIX_FREE_PROCESSORS
+        walks_at_once = kinds <= _GREEDY_PROCESSORS
+        if do_sample:
+            # A token may be drawn before its parent is committed if nothing runs between two draws. `EtaLogitsWarper`
+            # raises an error for NaN, also at nodes that the walk does not visit.
+            runs_between = sequences.streamer is not None or len(sequences.custom_criteria) > 0
+            is_possible = not (self._reads_prefix or runs_between or generation.EtaLogitsWarper in kinds)
+            walks_at_once = is_possible and sequences.device.type in _AT_ONCE_DEVICES
+        self._walks_at_once = walks_at_once and self.rows is RowPolicy.INDEPENDENT
+        batch_size = len(sequences.lengths)
+        reserve = self._walks_at_once or (batch_size > 1 and self.rows is RowPolicy.INDEPENDENT)
+        self._draws = TokenDraws(batch_size, reserve) if do_sample else None
+        self._vocab_size = 0  # width of the target's logits
+
+    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None = None) -> torch.Tensor | None:
+        """
+        Returns the Gumbel noise `(B, num_draws, K)` of each row's next draws, for the tokens `token_ids` `(K,)` or for
+        all. `None` in greedy decoding, and if the noise is unknown.
+        """
+        if self._draws is None:
+            return None
+        return self._draws.peek(num_draws, self._vocab_size, self._steps(self.sequences.open_rows), token_ids)
+
+    def return_unused_draws(self) -> None:
+        """Leaves the random generator as plain decoding leaves it, after the last token or an error."""
+        if self._draws is not None:
+            self._draws.return_unused()
+
+    def walk(self, tree: DraftTree, logits: torch.Tensor) -> Iterator[WalkedTokens]:
+        """
+        Walks `tree` by the target's `logits` `(B, N + 1, V)`. Yields the tokens: all of them at once, or one step
+        after the other. Each part must be committed before the next one is chosen.
+        """
+        draws, exponentials = self._draws, None
+        if draws is not None and self._walks_at_once and 4 * logits.numel() <= _MAX_BYTES:
+            exponentials = draws.take(longest_path(tree), logits.shape[2], self._steps(self.sequences.open_rows))
+        if draws is None and self._walks_at_once:
+            yield self._walk_greedily(tree, logits)
+        elif draws is not None and exponentials is not None:
+            yield from self._walk_sampled(tree, logits, draws, exponentials)
+        else:
+            yield from self._walk_stepwise(tree, logits)
+        if draws is not None:
+            draws.forget(self._steps(self.sequences.open_rows))
+            self._vocab_size = logits.shape[2]
+
+    def _walk_greedily(self, tree: DraftTree, logits: torch.Tensor) -> WalkedTokens:
+        """Walks by the best tokens: one walk on the device."""
+        scores = self._process_nodes(tree, logits)
+        # After the prefill the tree is a root alone. Compiling the walk for it does not pay.
+        is_root = tree.max_depth == 0
+        walk = (_walk_greedily if is_root else self.shapes.stage(_walk_greedily, tree.tokens.shape[1]))(tree, scores)
+        return self._walked(walk, logits, scores)
+
+    def _walk_sampled(
+        self, tree: DraftTree, logits: torch.Tensor, draws: TokenDraws, exponentials: torch.Tensor
+    ) -> Iterator[WalkedTokens]:
+        """The same by tokens that are drawn at all nodes, with the variates `(B, L, V)` of the draws at each depth."""
+        scores = self._process_nodes(tree, logits).float()
+        walked = self._walked(walk_tree(tree, draw_at_nodes(tree, scores, exponentials)), logits, scores)
+        before = self.sequences.lengths
+        yield walked
+        draws.advance_generator(max(self.sequences.lengths) - self.sequences.prompt_length)
+        # What is not committed need not come from a distribution.
+        for tokens, first, last in zip(walked.host_tokens, before, self.sequences.lengths, strict=True):
+            _check_drawn(tokens[: last - first])
+
+    def _process_nodes(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the processed scores `(B, N + 1, V)` of all nodes, for processors that read no tokens."""
+        if len(self.logits_processor) > 0:
+            flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
+            # They get a row of input ids for each node, and do not read it.
+            return self.logits_processor(tree.tokens.reshape(-1, 1).to(flat.device), flat).view_as(logits)
+        # Plain decoding chooses among values rounded to float32.
+        return logits.float() if logits.dtype == torch.float64 else logits
+
+    def _walked(self, walk: Walk, logits: torch.Tensor, scores: torch.Tensor) -> WalkedTokens:
+        """Brings a walk to the host: the one time in a cycle that the host waits."""
+        host = walk.packed.tolist()
+        counts, tokens = [row[0] for row in host], [row[1:] for row in host]
+
+        def along(values: torch.Tensor, is_recorded: bool) -> torch.Tensor | None:
+            if not is_recorded:
+                return None
+            return pick(values, walk.nodes[:, : max(counts)]).to(dtype=torch.float32, device=walk.nodes.device)
+
+        records = self.sequences.records
+        recorded = along(logits, records.logits.enabled), along(scores, records.scores.enabled)
+        return WalkedTokens(walk.nodes, walk.tokens, tokens, counts, *recorded)
+
+    def _walk_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> Iterator[WalkedTokens]:
+        """
+        Chooses one token after the other, as plain decoding: processors get the true prefix of each node once, and
+        criteria and the streamer run after each token.
+        """
+        sequences = self.sequences
+        node = tree.parents[:, :1]
+        children = ChildFinder(tree)
+        node_logits = logits.flatten(0, 1)
+        first_nodes = torch.arange(0, len(node_logits), logits.shape[1], device=node.device)
+        walking = sequences.open_rows
+        while any(walking):
+            # 1. The target's next token after the node that each row has reached.
+            index = (node.squeeze(1) + first_nodes).to(logits.device)
+            step_logits = node_logits.index_select(0, index).to(dtype=torch.float32, device=node.device)
+            scores = self._process(step_logits, walking)
+            if self._draws is not None:
+                tokens = self._draws.draw(scores, self._steps(walking))
+            else:
+                tokens = scores.argmax(dim=-1, keepdim=True)
+            # 2. The child that carries it: the draft is accepted. Without one, it is the bonus token.
+            child, found = children.find(node, tokens)
+            host = torch.cat((tokens, found), dim=1).tolist()
+            host_tokens, has_child = [row[:1] for row in host], [bool(row[1]) for row in host]
+            for row in host_tokens:
+                _check_drawn(row)
+            # 3. It is committed before the next one is chosen, because criteria and streamers may draw numbers, too.
+            counts = [int(is_walking) for is_walking in walking]
+            yield WalkedTokens(node, tokens, host_tokens, counts, step_logits[:, None], scores[:, None])
+            # 4. Rows walk on where they found a child.
+            walking = self._walks_on(walking, has_child)
+            node = child
+
+    def _walks_on(self, walking: list[bool], has_child: list[bool]) -> list[bool]:
+        """Returns which of the rows that were `walking` take another token in this cycle."""
+        is_open, lengths = self.sequences.open_rows, self.sequences.lengths
+        open_rows = [row for row, row_is_open in enumerate(is_open) if row_is_open]
+        ends_together = not all(has_child[row] for row in open_rows)
+        if self.rows is RowPolicy.TOGETHER_TO_FIRST_END:
+            ends_together = ends_together or is_open != walking
+        if self.rows is not RowPolicy.INDEPENDENT and ends_together:
+            return [False] * len(walking)
+        slowest = min((lengths[row] for row in open_rows), default=0)
+        max_lead = float("inf") if self._draws is None else self._draws.max_lead
+        return [
+            walking[row] and has_child[row] and is_open[row] and lengths[row] - slowest < max_lead
+            for row in range(len(walking))
+        ]
+
+    def _steps(self, takes_token: Sequence[bool]) -> list[int | None]:
+        """Returns the number of generated tokens of each row, `None` for rows that take no token."""
+        generated = [length - self.sequences.prompt_length for length in self.sequences.lengths]
+        return [step if takes else None for step, takes in zip(generated, takes_token, strict=True)]
+
+    def _process(self, logits: torch.Tensor, walking: list[bool]) -> torch.Tensor:
+        """
+        Returns the processed scores `(B, V)` of each walking row's next token. Processors that read the prefix take
+        rows of one length: there is one call for each length, whose results for the other rows are not used.
+        """
+        lengths, process = self.sequences.lengths, self.logits_processor
+        walking_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
+        if len(walking_lengths) == 1 or not self._reads_prefix:
+            # A processor may change its input in place.
+            scores = logits.clone() if self.sequences.records.logits.enabled else logits
+            return process(self.sequences.prefix(walking_lengths[0]), scores)
+        processed = torch.zeros_like(logits)
+        for length in walking_lengths:
+            rows = [row for row, row_length in enumerate(lengths) if row_length == length]
+            processed[rows] = process(self.sequences.prefix(length), logits.clone())[rows]
+        return processed
+
+
+def _row_policy(
+    sequences: CommittedSequences, processors: Set[type], do_sample: bool, rows_advance_together: bool
+) -> RowPolicy:
+    if len(sequences.lengths) == 1:
+        return RowPolicy.INDEPENDENT
+    if rows_advance_together:
+        return RowPolicy.TOGETHER_TO_FIRST_END
+    # A row's scores or end may depend on other rows or on earlier calls.
+    criteria = {type(criterion) for criterion in sequences.custom_criteria}
+    is_row_wise = processors <= _ROW_WISE_PROCESSORS and criteria <= _ROW_WISE_CRITERIA
+    # If all rows continue until a criterion ends the last one, faster rows would pass this end, and draw numbers that
+    # plain decoding does not draw.
+    passes_end = do_sample and not sequences.pads_finished_rows and len(sequences.custom_criteria) > 0
+    return RowPolicy.INDEPENDENT if is_row_wise and not passes_end else RowPolicy.TOGETHER
+
+
+def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> Walk:
+    return walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
+
+
+def draw_at_nodes(tree: DraftTree, scores: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
+    """
+    Returns the token `(B, N + 1)` that is drawn after each node by its processed scores `(B, N + 1, V)`, float32, and
+    the exponential variates `(B, L, V)` at each depth; `NO_TOKEN` if the scores are no distribution.
+    """
+    batch_size, num_depths, _ = exponentials.shape
+    first_draws = torch.arange(0, batch_size * num_depths, num_depths, device=tree.depths.device)
+    index = (tree.depths + first_draws[:, None]).flatten().to(scores.device)
+    of_nodes = exponentials.to(scores.device).flatten(0, 1).index_select(0, index).view_as(scores)
+    return sample_by_exponentials(scores.softmax(dim=-1), of_nodes).squeeze(-1).to(tree.tokens.device)
+
+
+def _check_drawn(tokens: list[int]) -> None:
+    """Raises the error of `torch.multinomial` if a token was drawn without positive probabilities."""
+    if NO_TOKEN in tokens:
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

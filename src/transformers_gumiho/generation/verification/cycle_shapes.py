@@ -1,0 +1,213 @@
+"""
+What is compiled. `cache_implementation="static"` selects cycles of fixed shapes, whose stages are compiled once. A
+captured graph reads and writes tensors at fixed addresses, so compiled generations use the same memory. Of a target
+that the user compiled, passes over drafts run uncompiled copies of the modules that the drafter reads.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from types import FunctionType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticCache
+
+from ...internals import (
+    CACHE_NAME,
+    has_own_forward,
+    is_compiled,
+    mark_static_address,
+    uncompiled,
+    uncompiled_copy,
+    would_compile,
+)
+from ...model.target_shape import TargetLayers
+from ...model.wrappers import unwrap_model
+from .kept import forget
+from .target_states import find_decoder, find_layers
+
+
+# Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.
+CAPACITY_STEP = 64
+# Kinds of generations (by rows and capacity) whose tensors are kept for a target; the oldest go first.
+MAX_KEPT = 2
+
+# By the target's embedding, which the copies of a compiled target share.
+_kept: WeakKeyDictionary[nn.Module, dict[tuple[int, int], "StaticMemory"]] = WeakKeyDictionary()
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+StageCompiler = Callable[[Function], Function]
+
+
+def no_compile(function: Function) -> Function:
+    """Returns the function itself: a [`StageCompiler`] that does not compile."""
+    return function
+
+
+@dataclass(frozen=True)
+class CycleShapes:
+    """
+    The shapes of the stages of a cycle, and the `compiler` of a stage. With fixed shapes, `capacity` is the minimum
+    number of slots in the target's cache; it is `None` if the shapes grow with the text.
+    """
+
+    capacity: int | None = None
+    compiler: StageCompiler = no_compile
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether all cycles have the same shapes."""
+        return self.capacity is not None
+
+    @property
+    def are_compiled(self) -> bool:
+        """Whether stages are compiled."""
+        return self.compiler is not no_compile
+
+    def stage(self, function: Function, num_nodes: int) -> Function:
+        """Compiles a stage for passes over `num_nodes` nodes, separately for each number."""
+        return self.compiler(_specialized_copy(function, num_nodes)) if self.are_compiled else function
+
+    def slots_for(self, num_slots: int) -> int:
+        """Returns the capacity of a cache with fixed shapes that must hold `num_slots`."""
+        if self.capacity is None or self.capacity >= num_slots:
+            return self.capacity or num_slots
+        # Powers of two and three steps between them.
+        step = max(CAPACITY_STEP, 1 << max(num_slots.bit_length() - 3, 0))
+        return -(-num_slots // step) * step
+
+
+def cycle_shapes(
+    target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], num_nodes: int
+) -> CycleShapes:
+    """
+    Returns the shapes for trees of `num_nodes`, root included. They are fixed with a static cache, and compiled if
+    plain `generate()` would compile the target.
+    """
+    if generation_config.cache_implementation != "static":
+        return CycleShapes()
+    cache: StaticCache = model_kwargs[CACHE_NAME]
+    # `generate()` makes it as long as the longest text so far, so that shapes seldom change.
+    capacity = CycleShapes(0).slots_for(cache.get_max_length() + num_nodes)
+    if not would_compile(target, model_kwargs, generation_config):
+        return CycleShapes(capacity)
+    config = generation_config.compile_config or CompileConfig()
+    # `to_dict` copies a backend that is an object, and `torch.compile` caches by the object.
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    if options.get("dynamic") is None:
+        # Otherwise a second length of text would recompile every stage for all lengths, and make all of them slower.
+        options["dynamic"] = False
+    return CycleShapes(capacity, functools.partial(_compiled, options=_Options(options)))
+
+
+@functools.cache
+def _specialized_copy(function: Function, num_nodes: int) -> Function:
+    """
+    Returns a copy of a function with its own code object for each number of nodes, because PyTorch counts
+    recompilations per code object and stops after a few.
+    """
+    plain: Any = function
+    code = plain.__code__.replace(co_name=f"{plain.__name__}_of_{num_nodes}")
+    copy: Any = FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+    return copy
+
+
+class _Options(dict):
+    """Options of `torch.compile` as a key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items())))
+
+
+@functools.cache  # one object for all generations, because it holds the compiled code
+def _compiled(function: Function, options: _Options) -> Function:
+    compiled: Any = torch.compile(function, **options)
+    return compiled
+
+
+class StaticMemory:
+    """
+    The tensors of one generation at a time. The next generation with as many rows and slots gets the same ones, if it
+    asks for the same shapes in the same order.
+    """
+
+    def __init__(self, batch_size: int, capacity: int):
+        self._kind = batch_size, capacity
+        self._tensors: list[torch.Tensor] = []
+        self._num_used = 0
+
+    @classmethod
+    def take(cls, target: PreTrainedModel, batch_size: int, capacity: int) -> "StaticMemory":
+        """Returns the memory of an earlier generation of this kind that no other one uses now, or a new one."""
+        kept = _kept.get(target.get_input_embeddings(), {}).pop((batch_size, capacity), None)
+        return cls(batch_size, capacity) if kept is None else kept
+
+    @torch.inference_mode(False)  # or the next generation could not write to them outside of inference mode
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a tensor of zeros."""
+        place, self._num_used = self._num_used, self._num_used + 1
+        if place < len(self._tensors):
+            kept = self._tensors[place]
+            if (kept.shape, kept.dtype, kept.device) == (torch.Size(shape), dtype, device):
+                return kept.zero_()
+            del self._tensors[place:]
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        mark_static_address(tensor)
+        self._tensors.append(tensor)
+        return tensor
+
+    @torch.inference_mode(False)
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor."""
+        return self.zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+
+    def give_back(self, target: PreTrainedModel) -> None:
+        """Hands the tensors to the target's next generation of this kind."""
+        del self._tensors[self._num_used :]
+        self._num_used = 0
+        kept = _kept.setdefault(target.get_input_embeddings(), {})
+        kept[self._kind] = self
+        while len(kept) > MAX_KEPT:
+            kept.pop(next(iter(kept)), None)
+
+
+def free_memory(target: nn.Module) -> None:
+    """
+    Frees the memory that calls keep for a target.
+
+    With `cache_implementation="static"` on an accelerator, captured graphs read caches at fixed addresses. The caches
+    of up to two kinds of calls (by rows and length) stay until the target is deleted: as much as two static caches.
+    A draft vocabulary's part of the output head and the tables of transitions stay, too. The next call makes anew what
+    it needs, and graphs are captured again.
+
+    Args:
+        target: The target, or a wrapper of it, as for [`attach`].
+    """
+    inner = unwrap_model(target)
+    _kept.pop(inner.get_input_embeddings(), None)
+    forget(inner)
+
+
+def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> Any:
+    """
+    Returns the target, or for one with compiled modules a copy that shares its weights, in which the modules that the
+    drafter reads (those of `layers`), and those around them, are not compiled: a graph ignores hooks that are
+    registered later, and a compiling thread fails where hooks come and go. All other modules stay compiled.
+    """
+    if not any(map(is_compiled, target.modules())):
+        return target
+    read = {} if layers is None else find_layers(target, layers)
+    return _copied(target, {find_decoder(target), *read.values()})
+
+
+def _copied(module: nn.Module, read: set[nn.Module]) -> nn.Module:
+    """Copies the module and its submodules that are `read`, or hold one that is."""
+    module = uncompiled(module)
+    around = {child for child in module.children() if not read.isdisjoint(child.modules())}
+    if has_own_forward(module):
+        around = set()  # accelerate's, which runs the submodules that it was made for
+    return uncompiled_copy(module, {child: _copied(child, read) for child in around})

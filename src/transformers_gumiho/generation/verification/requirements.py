@@ -1,0 +1,309 @@
+"""Checks of a call before any model runs. Each error names the cause and a fix."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerationMode
+from transformers.utils import logging
+
+from ...internals import attention_implementation, is_pipeline_stage
+from ...model.modeling_gumiho import GumihoModel
+from ...model.target_shape import state_width
+from .attention_kind import MASKED_IMPLEMENTATIONS
+from .chains import BLOCK_INDEX_KIND, can_roll_back
+from .continuation import check_multi_token_decode
+from .placement import input_device
+from .prompt import prompt_positions
+from .target_states import find_layers
+from .traits import TargetTraits, Unsupported
+from .tree_cache import is_convertible
+
+
+logger = logging.get_logger(__name__)
+
+# Settings that replace the loop or the rule by which drafts are accepted.
+_CONFLICTING_SETTINGS = (
+    "dola_layers", "assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight",
+)  # fmt: skip
+# Prompt lookup counts as assisted generation.
+_DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+# The ways out.
+_WITHOUT_DRAFTER = "generate without `assistant_model`."
+_LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
+_LOAD_WITH_SDPA = "Load it with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
+
+
+def unsupported_reason(check: Callable[..., None], *args: Any) -> str | None:
+    """Returns why one of these checks refuses a call; `None` where the call can be drafted."""
+    try:
+        check(*args)
+    except Unsupported as reason:
+        return str(reason)
+    return None
+
+
+def check_request(
+    target: PreTrainedModel, drafter: GumihoModel, generation_config: GenerationConfig, mode_kwargs: dict[str, Any]
+) -> None:
+    """
+    Raises [`Unsupported`] where the target, the drafter or the way of generating does not allow drafting.
+    `mode_kwargs` are the arguments of `generate()` that choose how it decodes, such as `tokenizer`.
+    """
+    for name in _CONFLICTING_SETTINGS:
+        if (value := getattr(generation_config, name, None)) not in (None, False):
+            raise Unsupported(f"`{name}={value!r}` is another way of decoding. Leave it unset, or {_WITHOUT_DRAFTER}")
+    if (mode := generation_config.get_generation_mode()) not in _DRAFTED_MODES:
+        raise Unsupported(
+            f"A Gumiho assistant works with greedy decoding and sampling, but these settings ask for `{mode.value}`. "
+            f"Set `num_beams=1` and leave `penalty_alpha` and constraints unset, or {_WITHOUT_DRAFTER}"
+        )
+    if generation_config.use_cache is False:
+        raise Unsupported("A draft tree is verified against the key-value cache. Set `use_cache=True`.")
+    if generation_config.output_attentions:
+        raise Unsupported(
+            "`output_attentions=True` is not available with a Gumiho assistant, as the target attends to a draft tree "
+            f"at once. To get attentions, {_WITHOUT_DRAFTER}"
+        )
+    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
+        raise Unsupported(
+            f"`cache_implementation={generation_config.cache_implementation!r}` is not available with a Gumiho "
+            f"assistant, which keeps a cache of its own. Leave it unset, or set it to 'static' for fixed shapes and "
+            f"compilation."
+        )
+    if mode_kwargs.get("synced_gpus"):
+        raise Unsupported(
+            f"`synced_gpus` (ZeRO-3 or FSDP over several processes) is not available with a Gumiho assistant. Gather "
+            f"the parameters first, or {_WITHOUT_DRAFTER}"
+        )
+    if is_pipeline_stage(target):
+        raise Unsupported(
+            f"{type(target).__name__} is split into pipeline stages, so no process has all the states that a Gumiho "
+            f"assistant reads. Load it with `tp_plan` or `device_map` instead, or {_WITHOUT_DRAFTER}"
+        )
+    _check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
+    traits = check_target(target)
+    if generation_config.cache_implementation == "static" and traits.is_chain:
+        raise Unsupported(
+            f"`cache_implementation='static'` is not available here: {traits.name} {traits.tree_obstacle}, and chains "
+            f"are verified against the target's own growing cache. Leave `cache_implementation` unset."
+        )
+    check_pair(target, drafter)
+    if not drafter.config.has_embedding:
+        try:
+            drafter.share_embedding(target)
+        except ValueError as error:
+            raise Unsupported(f"This drafter was saved without a token embedding. {error}") from error
+
+
+# For each tokenizer of an assistant the equal ones of targets.
+_same_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, WeakSet[PreTrainedTokenizerBase]] = WeakKeyDictionary()
+
+
+def _check_tokenizers(
+    tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    # A pipeline passes the same tokenizer twice where the two configs differ in the ids of special tokens alone.
+    if assistant_tokenizer is None or assistant_tokenizer is tokenizer:
+        return
+    known = _same_tokenizers.setdefault(assistant_tokenizer, WeakSet())
+    if tokenizer is not None and tokenizer not in known and tokenizer.get_vocab() == assistant_tokenizer.get_vocab():
+        known.add(tokenizer)
+    if tokenizer not in known:
+        raise Unsupported(
+            "A Gumiho assistant reads the target's tokens, and `assistant_tokenizer` is not known to be the target's "
+            "tokenizer. Leave it out, or pass the target's as `tokenizer` and as `assistant_tokenizer`."
+        )
+
+
+def check_target(target: PreTrainedModel) -> TargetTraits:
+    """Returns the traits of a target. Raises [`Unsupported`] where it can verify neither draft trees nor chains."""
+    name = type(target).__name__
+    if target.config.is_encoder_decoder:
+        raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
+    # For the time of a call, PEFT replaces this method of the target by that of the model around it.
+    around = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    adapter = getattr(around, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise Unsupported(
+            f"{type(adapter).__name__} puts virtual tokens before the prompt, which a Gumiho assistant does not know. "
+            f"Call `generate()` within `disable_adapter()`, use an adapter of weights such as LoRA, or "
+            f"{_WITHOUT_DRAFTER}"
+        )
+    traits = TargetTraits.of(target)
+    attention = traits.attention
+    # Chains need no masks for trees, but a function of the user's may cut windows in another way.
+    if attention.refusal and not (traits.is_chain and attention.registered is None):
+        raise Unsupported(
+            f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
+            f"{_LOAD_WITH_SDPA}"
+        )
+    if traits.cache_class is None:
+        raise Unsupported(
+            f"{name} has no reusable key-value cache (`{traits.cache_argument}`), which speculative decoding needs. "
+            f"Give its `forward` a parameter of that name, or {_WITHOUT_DRAFTER}"
+        )
+    if target.get_output_embeddings() is None:
+        raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
+    return traits
+
+
+def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
+    """Raises [`Unsupported`] where the drafter cannot draft for the target."""
+    implementation = attention_implementation(drafter.config.get_text_config())
+    if implementation not in MASKED_IMPLEMENTATIONS:
+        raise Unsupported(
+            f"The drafter's attention {implementation!r} takes no tree mask ({' and '.join(MASKED_IMPLEMENTATIONS)} "
+            f"do). {_LOAD_WITH_SDPA}"
+        )
+    config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
+    for what, ours, theirs in (
+        ("vocabulary", draft.vocab_size, config.vocab_size),
+        ("hidden size", drafter.config.target_hidden_size or draft.hidden_size, state_width(config)),
+    ):
+        if ours != theirs:
+            raise Unsupported(
+                f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
+                f"Use a drafter that was trained for this target."
+            )
+    if (layers := drafter.config.layers_read(target.config)) is None:
+        return
+    find_layers(target, layers)
+    if drafter.config.is_eagle3:
+        logger.warning_once(
+            f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the outputs of the "
+            f"layers {list(layers.ids)} of {type(target).__name__}. If it was trained with others, pass them as "
+            f"`target_layer_ids=[...]` to `from_pretrained`."
+        )
+
+
+def check_inputs(
+    target: PreTrainedModel,
+    traits: TargetTraits,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    max_new_tokens: int,
+) -> None:
+    """
+    Raises [`Unsupported`] where drafts cannot be verified for the inputs of a call. The target does not run, except
+    for a trial of a few tokens in the first call of a chain's class and config.
+
+    Args:
+        target: A decoder-only model.
+        traits: Its traits.
+        input_ids (`(B, T)`): The prompt.
+        generation_config: As prepared by `generate()`.
+        model_kwargs: As prepared by `generate()`, the cache among them.
+        max_new_tokens: Most tokens that may follow.
+    """
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
+    if mask is not None and mask.ndim == 2 and not bool(mask.all()):
+        _check_padding(traits, model_kwargs)
+    _check_positions(traits.name, traits.config, prompt_positions(input_ids, model_kwargs), max_new_tokens)
+    if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
+        if cache is not None:
+            _check_cache(traits, cache)
+        _check_text_is_kept(target, traits, cache, input_ids.shape[1], max_new_tokens)
+    if traits.is_chain:
+        check_multi_token_decode(target, traits, mask, len(input_ids))
+
+
+def _check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:
+    """Refuses a padded batch of a target that reads padding differently in a pass over several tokens."""
+    reason = None
+    # GIT widens a padding mask by the tokens of an image, also in a text that has none.
+    if traits.config.model_type == "git" and model_kwargs.get("pixel_values") is None:
+        reason = "of texts without images"
+    # MiniMax M3 chooses blocks of slots by the positions of tokens, which are not the slots of a padded row: it may
+    # choose padding alone.
+    elif BLOCK_INDEX_KIND in traits.windows:
+        reason = "because it chooses blocks of its cache as if no row had padding"
+    if reason is not None:
+        raise Unsupported(
+            f"{traits.name} cannot verify drafts in a padded batch {reason}. Generate row by row, or "
+            f"{_WITHOUT_DRAFTER}"
+        )
+
+
+def _check_positions(name: str, config: PreTrainedConfig, position_ids: torch.Tensor, max_new_tokens: int) -> None:
+    """Refuses a call where the longest position of a pass, which is a tree's, changes what a token sees."""
+    start = int(position_ids.max()) + 1
+    stop = start + max_new_tokens
+    reach = f"and this generation may go from {start} to {stop}. {_LOWER_MAX_NEW_TOKENS}"
+    # Doge attends to the tokens of the best scores. Equal tokens have equal scores in its first layer, so the choice
+    # among them is chance.
+    kept = getattr(config, "keep_window_size", None)
+    if kept is not None and stop - 1 > kept:  # plain decoding does not run the last token
+        raise Unsupported(
+            f"{name} attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by "
+            f"chance, {reach}"
+        )
+    # Some rotary embeddings change with the largest position.
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    # Models with two kinds of attention nest one set of parameters per kind.
+    nested = [value for value in parameters.values() if isinstance(value, dict) and "rope_type" in value]
+    for rope in nested or [parameters]:
+        rope_type = rope.get("rope_type")
+        if rope_type not in ("dynamic", "longrope"):
+            continue
+        limit: int = config.max_position_embeddings
+        if rope_type == "longrope":
+            limit = rope.get("original_max_position_embeddings", limit)
+        if stop > limit and (rope_type == "dynamic" or start <= limit):
+            raise Unsupported(f"{name} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, {reach}")
+
+
+def _check_text_is_kept(
+    target: PreTrainedModel, traits: TargetTraits, cache: Any, length: int, max_new_tokens: int
+) -> None:
+    """Refuses a call where plain decoding continues without the text before, which has `length` tokens so far."""
+    # Phi's models drop a cache of at most this many tokens once the text is longer. Phi-3 then reads the text again;
+    # Phi-4-multimodal reads the newest token alone.
+    limit = getattr(target.config, "original_max_position_embeddings", None)
+    if limit is None:
+        return
+    num_held = 0 if cache is None else cache.get_seq_length()
+    is_crossed = length <= limit < length + max_new_tokens - 1 or 0 < num_held <= limit < length
+    if is_crossed and _reads_newest_alone(target, traits.cache_argument, limit):
+        raise Unsupported(
+            f"{traits.name} drops its cache where a text grows beyond {limit} tokens "
+            f"(`original_max_position_embeddings`), and reads the newest token alone. This generation may go from "
+            f"{length} to {length + max_new_tokens}. Lower `max_new_tokens`, pass no cache of an earlier turn, or "
+            f"{_WITHOUT_DRAFTER}"
+        )
+
+
+def _reads_newest_alone(target: PreTrainedModel, cache_argument: str, limit: int) -> bool:
+    """Returns whether the target gets neither a cache nor the text before, one token beyond the limit."""
+    device = input_device(target)
+    cache, entry = DynamicCache(), torch.zeros(1, 1, 1, 1, device=device)
+    cache.update(entry, entry, 0)
+    ids = torch.zeros(1, limit + 1, dtype=torch.long, device=device)
+    inputs = target.prepare_inputs_for_generation(
+        ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{cache_argument: cache}
+    )
+    return inputs.get(cache_argument) is not cache and inputs["input_ids"].shape[1] == 1
+
+
+def _check_cache(traits: TargetTraits, cache: Any) -> None:
+    """Refuses a cache of the caller's that drafts cannot be verified against."""
+    layers = getattr(cache, "layers", [])
+    is_offloaded = getattr(cache, "offloading", False)
+    kind = traits.cache_class or DynamicCache
+    is_usable = isinstance(cache, kind) and not is_offloaded if traits.is_chain else is_convertible(cache)
+    if not is_usable:
+        made = "DynamicCache(config=target.config)" if kind is DynamicCache else f"{kind.__name__}(...)"
+        raise Unsupported(
+            f"A Gumiho assistant needs an ordinary `{kind.__name__}` on the target's device, got "
+            f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}"
+            f"{' and offloading' if is_offloaded else ''}. Pass `{traits.cache_argument}={made}`, or none; for fixed "
+            f"shapes set `cache_implementation='static'` instead of passing a cache."
+        )
+    if unknown := sorted({type(layer).__name__ for layer in layers if not can_roll_back(layer)}):
+        raise Unsupported(
+            f"{traits.name} keeps {', '.join(unknown)} in its cache, for which no rollback of drafts is known. "
+            f"Pass another cache, or {_WITHOUT_DRAFTER}"
+        )

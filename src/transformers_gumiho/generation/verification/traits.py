@@ -1,0 +1,142 @@
+"""The properties of a target that decide how it verifies drafts."""
+
+import inspect
+from dataclasses import dataclass, replace
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ...commands import UserValueError
+from ...internals import cache_argument, forward_parameters, is_stateful, keeps_dynamic_cache
+from .attention_kind import AttentionKind, attention_kind
+from .target_states import find_decoder
+from .trial import follows_tree_masks
+
+
+class Unsupported(UserValueError):
+    """A call of `generate()` that cannot be drafted. With an attached drafter, such a call decodes plainly instead."""
+
+
+# Kinds of attention whose mask can hold a tree.
+TREE_ATTENTION = {"full_attention", "sliding_attention"}
+# With them come losses of a mixture of experts.
+_UNUSED_OUTPUTS = ("output_router_logits",)
+
+
+@dataclass(frozen=True)
+class TargetTraits:
+    """
+    The properties of a target in one call of `generate()`. Its attention and its adapters may change between calls.
+
+    Attributes:
+        name: Name of its class.
+        config: Config of its text decoder.
+        attention: The attention of its layers.
+        windows: For each kind of attention layer, as in `layer_types`, the number of tokens that a token attends to;
+            `None` for all.
+        cache_argument: Name of the argument of `forward` that takes the cache.
+        cache_class: Class of its cache: `DynamicCache` or a subclass. Targets that keep only states have a class of
+            their own, or `list`. `None` for a target without a cache.
+        unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
+            them, and they may be computed from a mask of padding, which passes over trees have not.
+        tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
+            `None` if it can.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    attention: AttentionKind
+    windows: dict[str, int | None]
+    cache_argument: str
+    cache_class: type | None
+    unused_outputs: dict[str, bool]
+    tree_obstacle: str | None
+
+    @classmethod
+    def of(cls, target: PreTrainedModel) -> "TargetTraits":
+        """Returns the traits of a decoder-only target."""
+        config = target.config.get_text_config(decoder=True)
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+        attention = attention_kind(target, config, has_windows=any(windows.values()))
+        traits = cls(
+            name=type(target).__name__,
+            config=config,
+            attention=attention,
+            windows=windows,
+            cache_argument=cache_argument(target),
+            cache_class=_cache_class(target),
+            unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in forward_parameters(target)},
+            tree_obstacle=_tree_obstacle(target, config, set(windows)) or attention.tree_obstacle,
+        )
+        if attention.registered is None or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):
+            return traits
+        obstacle = f"has the attention {attention.name!r}, which a user registered and which follows no tree mask"
+        return replace(traits, tree_obstacle=obstacle)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it verifies chains, with ordinary causal passes and its own cache."""
+        return self.tree_obstacle is not None
+
+    def make_cache(self) -> Any:
+        """Returns an empty cache, as `generate()` or the target makes it; `None` if the first pass makes it."""
+        own: Any = self.cache_class
+        if own is None or own is DynamicCache:
+            return DynamicCache(config=self.config)
+        return own() if _is_derived(own) else None
+
+
+def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_kinds: set[str]) -> str | None:
+    unsupported = sorted(attention_kinds - TREE_ATTENTION)
+    if is_stateful(target) or unsupported:
+        kinds = f"layers of type {', '.join(unsupported)}" if unsupported else "a recurrent state"
+        return f"has {kinds}, whose state cannot hold the branches of a draft tree"
+    if not keeps_dynamic_cache(target):
+        return "keeps a cache of its own class, whose entries cannot be taken over"
+    takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+    if not takes_positions or getattr(config, "alibi", False):
+        return (
+            "counts the positions of its tokens itself (its `forward` has no `position_ids`, or it uses ALiBi), so "
+            "the branches of a draft tree cannot share positions"
+        )
+    if getattr(config, "cross_attention_layers", None):
+        return "has layers that attend to an image instead of the text, which take no draft tree"
+    if "local" in getattr(config, "attention_layers", ()):
+        return "cuts its local attention windows by cache slot, not by the attention mask"
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
+        return "has loops of layers that read what the last loop wrote out of the cache themselves"
+    return None
+
+
+def _cache_class(target: PreTrainedModel) -> type | None:
+    name = cache_argument(target)
+    parameter = forward_parameters(target).get(name)
+    # XLM has an older argument of this name, which is a dictionary.
+    if parameter is None or dict in _annotated(parameter):
+        return None
+    if keeps_dynamic_cache(target):
+        return DynamicCache
+    parameter = inspect.signature(find_decoder(target).forward).parameters.get(name)
+    kinds = () if parameter is None else _annotated(parameter)
+    return next((kind for kind in kinds if _is_derived(kind) or _holds_states(kind)), None)
+
+
+def _annotated(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    """Returns the types that the annotation of a parameter allows."""
+    is_union = get_origin(parameter.annotation) in (Union, UnionType)
+    kinds = get_args(parameter.annotation) if is_union else (parameter.annotation,)
+    return tuple(get_origin(kind) or kind for kind in kinds)
+
+
+def _is_derived(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, DynamicCache)
+
+
+def _holds_states(kind: Any) -> bool:
+    # An annotation that is a string or missing says nothing.
+    says_nothing = not isinstance(kind, type) or kind in (Any, inspect.Parameter.empty)
+    return not says_nothing and not issubclass(kind, (Cache, type(None)))

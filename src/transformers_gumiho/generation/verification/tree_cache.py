@@ -1,0 +1,347 @@
+"""A key-value cache for draft trees: rows advance by different lengths, and accepted entries are kept in place."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ...internals import mark_static_address
+from ..tree.draft_tree import tree_attention_mask
+from ..tree.uploads import upload
+from ..tree.walk import AcceptedPath
+from .cycle_shapes import StaticMemory
+
+
+# Slots added to outgrown buffers, or a quarter of those in use where that is more.
+GROWTH = 512
+# A copy of the cache needs this share of it twice at a time, or this many bytes where that is more.
+MOVED_SHARE = 1 / 16
+MOVED_BYTES = 2**26
+
+# Layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put it
+# where a layer reads the keys and values of another one; earlier ones leave such layers out.
+CONVERTIBLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
+)
+
+
+def is_convertible(cache: Any) -> bool:
+    """Whether [`TreeCache.from_dynamic`] can take over the entries of `cache`."""
+    return (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(type(layer) in CONVERTIBLE_LAYERS for layer in cache.layers)
+    )
+
+
+class TreeCacheLayer(DynamicLayer):
+    """Keys and values `(B, heads, capacity, head_dim)` of one layer. Slots before `first_slot` are empty."""
+
+    first_slot = 0
+
+
+class TreeCache(Cache):
+    """
+    A cache that holds every position of the context, each row at its own length, and then the entries of the newest
+    pass until a path of them is kept. Passes see the slots up to the newest entry of the longest row. Outgrown
+    buffers are replaced by larger ones.
+
+    After [`fix_shapes`] passes see all slots and read no number from the host, so that they can be compiled once. The
+    cache then never grows.
+
+    Args:
+        batch_size (`int`): Number of rows, `B`.
+        capacity (`int`): Slots to allocate per row.
+        memory (`StaticMemory`, *optional*): Allocates the buffers, where a captured graph reads them.
+
+    Attributes:
+        lengths: Committed slots of each row.
+        num_pending: Uncommitted entries after the committed ones. The next pass writes after them.
+        context_mask (`(B, T)`, bool, *optional*): False at committed slots that no pass sees (padding). All slots
+            after them are seen.
+    """
+
+    def __init__(self, batch_size: int, capacity: int, memory: StaticMemory | None = None):
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.memory = memory
+        self.lengths = [0] * batch_size
+        self.num_pending = 0
+        self.context_mask: torch.Tensor | None = None
+        self._device_lengths: torch.Tensor | None = None  # `lengths` as `(B, 1)`, with fixed shapes
+        # Buffers `(n, B, heads, capacity, head_dim)`, each with its `n` layers and names ("keys" or "values").
+        # Layers of one shape share a buffer, so that one step rearranges them all.
+        self._groups: list[tuple[torch.Tensor, list[tuple[Any, str]]]] = []
+        # Indices that each layer asks for, until the number of slots changes.
+        self._known: dict[Any, torch.Tensor] = {}
+
+    @classmethod
+    def from_dynamic(
+        cls,
+        cache: DynamicCache,
+        capacity: int,
+        context_mask: torch.Tensor | None = None,
+        memory: StaticMemory | None = None,
+    ) -> "TreeCache":
+        """
+        Moves the entries of a cache that [`is_convertible`] accepts here, a few layers at a time; [`restore`] moves
+        them back, also if an error ends the move. A sliding layer has dropped the entries before its window: their
+        slots stay empty. `context_mask` is that of [`hide`]; the other arguments are those of the class.
+        """
+        length = cache.get_seq_length()
+        # Layers that read the keys and values of another one have none of their own.
+        pairs = [(TreeCacheLayer(), old) for old in cache.layers]
+        filled = [(new, old) for new, old in pairs if old.keys is not None]
+        tree_cache = cls(filled[0][1].keys.shape[0], max(capacity, length), memory)
+        tree_cache.layers = [new for new, _ in pairs]
+        num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in filled)
+        num_bytes = num_bytes * tree_cache.capacity // max(length, 1)  # outgrown buffers are copied with free slots
+        at_once = max(int(len(filled) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
+        tree_cache.commit([length] * len(tree_cache.lengths))
+        try:
+            for first in range(0, len(filled), at_once):
+                moved = filled[first : first + at_once]
+                tree_cache.allocate([(new, old.keys, old.values) for new, old in moved])
+                for new, old in moved:
+                    new.first_slot = length - old.keys.shape[2]
+                    new.keys[:, :, new.first_slot : length] = old.keys
+                    new.values[:, :, new.first_slot : length] = old.values
+                    old.keys = old.values = None
+        except BaseException:
+            # Above all out of memory, as the cache exists twice in part.
+            tree_cache.restore(cache)
+            raise
+        tree_cache.hide(context_mask)
+        return tree_cache
+
+    def hide(self, context_mask: torch.Tensor | None) -> None:
+        """Hides the entries where `context_mask` `(B, T)` is zero (padding) from all passes that follow."""
+        self.context_mask = context_mask.bool() if context_mask is not None else None
+
+    def fix_shapes(self, device: torch.device) -> None:
+        """Fixes the shapes of all later passes. `device` is where they read how many slots are committed."""
+        self.context_mask = _extended(self.context_mask, self.capacity)
+        lengths = upload(self.lengths, device)[:, None]
+        self._device_lengths = lengths if self.memory is None else self.memory.copy(lengths)
+        # A captured graph reads and writes these where they are; without the mark, each replay would copy them.
+        for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
+            if tensor is not None:
+                mark_static_address(tensor)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Writes new entries `(B, heads, n, head_dim)` after the committed and pending ones of each row. Returns the keys
+        and values that the pass sees.
+        """
+        while len(self.layers) <= layer_idx:
+            self.layers.append(TreeCacheLayer())
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized:
+            self.allocate([(layer, key_states, value_states)])
+        write = self._write if self._device_lengths is None else self._write_in_fixed_shapes
+        return write(layer, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Returns the slots of the longest row, pending ones included; a tensor `()` where shapes are fixed."""
+        longest: Any = max(self.lengths) if self._device_lengths is None else self._device_lengths.max()
+        return longest + self.num_pending
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        is_fixed = self._device_lengths is not None
+        return self.capacity if is_fixed else self.get_seq_length() + query_length, 0
+
+    def starts(self, device: torch.device) -> int | torch.Tensor:
+        """Returns the committed slots, `(B, 1)` on `device`; a number where the host knows that all rows agree."""
+        if self._device_lengths is not None:
+            return self._device_lengths.to(device)
+        return self.lengths[0] if self._is_uniform else self._starts_of_rows(device)
+
+    def attention_mask(
+        self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
+    ) -> torch.Tensor:
+        """Returns the mask of the next pass; the arguments are those of [`tree_attention_mask`]."""
+        num_slots = self.capacity
+        if self._device_lengths is None:
+            num_slots = max(self.lengths) + visible.shape[2]
+            self.context_mask = _extended(self.context_mask, num_slots)
+        starts = self.starts(visible.device)
+        return tree_attention_mask(visible, depths, starts, num_slots, dtype, self.context_mask, window)
+
+    def needs_no_mask(self, num_new: int, window: int | None = None) -> bool:
+        """Returns whether the host knows that `num_new` new entries see all slots, as in a step of plain decoding."""
+        is_alone = self._device_lengths is None and num_new == 1 and self.num_pending == 0 and self._is_uniform
+        return is_alone and self.context_mask is None and (window is None or max(self.lengths) < window)
+
+    def keep_path(self, path: AcceptedPath) -> None:
+        """Moves the entries of the accepted nodes to the slots after the committed ones, and commits them."""
+        if self._device_lengths is not None:
+            # As many nodes every time; the entries after the accepted ones are dropped again.
+            self._move(path.nodes, self._device_lengths)
+        elif (longest := max(path.accepted_lengths)) > 1:
+            # The root is the first entry and stays where it is.
+            self._move(path.nodes[:, :longest], self.starts(path.nodes.device))
+        self.commit(path.accepted_lengths)
+
+    def commit(self, accepted_lengths: Sequence[int]) -> None:
+        """Commits the first `accepted_lengths[b]` of the newest entries of each row, and drops all others."""
+        self.count(accepted_lengths)
+        if self._device_lengths is not None:
+            self._device_lengths.copy_(upload(self.lengths, self._device_lengths.device)[:, None])
+
+    def commit_on_device(self, accepted_lengths: torch.Tensor) -> None:
+        """The same within a compiled stage, for lengths `(B,)` on the device. The host calls [`count`] after it."""
+        if self._device_lengths is not None:
+            self._device_lengths.add_(accepted_lengths[:, None])
+        self.num_pending = 0
+
+    def count(self, accepted_lengths: Sequence[int]) -> None:
+        """Counts committed entries on the host."""
+        self.lengths = [length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)]
+        self.num_pending = 0
+        self._known.clear()
+
+    def truncate(self, num_removed: Sequence[int]) -> None:
+        """Removes the newest `num_removed[b]` committed entries of each row."""
+        self.commit([-number for number in num_removed])
+
+    def restore(self, cache: DynamicCache) -> None:
+        """
+        Moves the committed entries back to the cache that they came from; shorter rows end in zeros. A sliding layer
+        that records the past also gets its entries before the window. This cache is empty afterwards.
+        """
+        length = max(self.lengths)
+        for group, _ in self._groups:
+            for row, end in enumerate(self.lengths):
+                group[:, row, :, end:length] = 0
+        restored = []
+        for old, new in zip(cache.layers, self.layers, strict=True):
+            if new.keys is None or old.keys is not None:
+                continue  # never moved here
+            start = new.first_slot
+            if isinstance(old, DynamicSlidingWindowLayer):
+                old.cumulative_length = length
+                if not old.record_past:
+                    start = max(length - old.sliding_window + 1, start)
+            old.keys, old.values = new.keys[:, :, start:length], new.values[:, :, start:length]
+            restored.append(old)
+        # All layers are whole from here on, also if there is no memory for copies.
+        self.layers.clear()
+        self._groups.clear()
+        for old in restored:
+            # A view keeps all of the buffer alive; where most of it is unused, a copy costs less. Static memory is for
+            # the next generation.
+            if self.memory is not None or self.capacity > 1.25 * old.keys.shape[2]:
+                old.keys, old.values = old.keys.clone(), old.values.clone()
+
+    @property
+    def _is_uniform(self) -> bool:
+        return len(self.lengths) == 1 or min(self.lengths) == max(self.lengths)
+
+    def _starts_of_rows(self, device: torch.device) -> torch.Tensor:
+        if device not in self._known:
+            self._known[device] = upload(self.lengths, device)[:, None]
+        return self._known[device]
+
+    def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        num_new = keys.shape[2]
+        stop = self.get_seq_length() + num_new
+        if stop > self.capacity:
+            self.reserve(stop)
+        for buffer, states in ((layer.keys, keys), (layer.values, values)):
+            if self._is_uniform:
+                buffer[:, :, stop - num_new : stop] = states
+            else:
+                index = self._index_of_new(states.shape[1], num_new, buffer.device)
+                buffer.view(-1, buffer.shape[3]).index_copy_(0, index, states.reshape(-1, states.shape[3]))
+        return layer.keys[:, :, :stop], layer.values[:, :, :stop]
+
+    def _write_in_fixed_shapes(
+        self, layer: Any, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        new = torch.arange(keys.shape[2], device=keys.device)
+        slots = self.starts(keys.device) + (self.num_pending + new)
+        for buffer, states in ((layer.keys, keys), (layer.values, values)):
+            if slots.shape[0] == 1:
+                buffer.index_copy_(2, slots[0], states)
+            else:
+                rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+                buffer.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
+        return layer.keys, layer.values
+
+    def _index_of_new(self, num_heads: int, num_new: int, device: torch.device) -> torch.Tensor:
+        """Returns `(B * num_heads * num_new,)`: the new entries in a layer's flattened buffer."""
+        key = device, num_heads, num_new, self.num_pending
+        if key not in self._known:
+            slots = self._starts_of_rows(device) + self.num_pending + torch.arange(num_new, device=device)
+            firsts = _first_slots((len(self.lengths), num_heads), self.capacity, device)
+            self._known[key] = (firsts + slots[:, None]).flatten()
+        return self._known[key]
+
+    def allocate(self, states: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
+        """Gives each layer buffers for keys and values like the given ones."""
+        members = defaultdict(list)
+        for layer, keys, values in states:
+            for name, like in (("keys", keys), ("values", values)):
+                members[like.shape[1], like.shape[3], like.dtype, like.device].append((layer, name))
+            layer.is_initialized = True
+        for (num_heads, head_dim, dtype, device), users in members.items():
+            # Zeros, not empty: attention multiplies masked values by zero, and NaN times zero is NaN.
+            make_zeros = torch.zeros if self.memory is None else self.memory.zeros
+            shape = (len(users), len(self.lengths), num_heads, self.capacity, head_dim)
+            self.add_group(make_zeros(shape, dtype=dtype, device=device), users)
+
+    def add_group(self, group: torch.Tensor, users: list[tuple[Any, str]]) -> None:
+        self._groups.append((group, users))
+        for view, (layer, name) in zip(group, users, strict=True):
+            setattr(layer, name, view)
+
+    def reserve(self, num_slots: int) -> None:
+        """Copies the buffers, a few layers at a time, to larger ones with at least `num_slots` slots."""
+        old_capacity, self.capacity = self.capacity, num_slots + max(GROWTH, num_slots // 4)
+        self._known.clear()
+        outgrown, self._groups = self._groups, []
+        num_moved = max(sum(group.nbytes for group, _ in outgrown) * MOVED_SHARE, MOVED_BYTES)
+        while outgrown:
+            group, users = outgrown.pop()
+            at_once = max(int(num_moved / group[0].nbytes), 1)
+            for first in range(0, len(users), at_once):
+                old = group[first : first + at_once]
+                grown = group.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
+                grown[:, :, :, :old_capacity] = old
+                self.add_group(grown, users[first : first + at_once])
+
+    def _move(self, nodes: torch.Tensor, starts: int | torch.Tensor) -> None:
+        """Moves entries `nodes` `(B, n)`, counted from the slots `starts` `(B, 1)`, to the first of these slots."""
+        known: dict[Any, Any] = {}  # groups that are alike share their indices
+        for group, _ in self._groups:
+            device, kind = group.device, (group.device, *group.shape[:3])
+            if kind not in known:
+                begins = starts if isinstance(starts, int) else starts.to(device)
+                kept = (begins + torch.arange(nodes.shape[1], device=device)).expand(nodes.shape)
+                firsts = _first_slots(group.shape[:3], self.capacity, device)
+                known[kind] = [(firsts + slots[:, None]).flatten() for slots in (begins + nodes.to(device), kept)]
+            source, target = known[kind]
+            # Rows of the flattened buffer: several times as fast as gathering and scattering single numbers.
+            entries = group.view(-1, group.shape[4])
+            entries.index_copy_(0, target, entries.index_select(0, source))
+
+
+def _first_slots(shape: Sequence[int], capacity: int, device: torch.device) -> torch.Tensor:
+    """Returns `(*shape, 1)`: the first slots in buffers `(*shape, capacity, ...)` whose first dimensions are flat."""
+    return torch.arange(math.prod(shape), device=device).view(*shape, 1) * capacity
+
+
+def _extended(context_mask: torch.Tensor | None, num_slots: int) -> torch.Tensor | None:
+    """Makes a mask cover at least `num_slots` slots, the new ones visible."""
+    if context_mask is None or context_mask.shape[1] >= num_slots:
+        return context_mask
+    return pad(context_mask, (0, num_slots - context_mask.shape[1]), value=True)

@@ -1,0 +1,219 @@
+"""Trials of a target with a few tokens: whether its passes over several tokens compute what single tokens do."""
+
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...internals import computing_in_float32, weights_version
+from .placement import input_device
+from .tree_cache import TreeCache
+
+
+NUM_PROMPT_TOKENS = 9
+NUM_TOKENS = 7
+NUM_PADDED = 2
+# In float32, where small random models measured up to 2e-5 by rounding, and 4e-3 or more with a wrong state.
+TOLERANCE = 3e-4
+
+Rows = Literal["one row", "a batch", "a padded batch"]
+# Two nodes under the root, and one under the second of them.
+_TREE_PATHS = ((0,), (0, 1), (0, 2), (0, 2, 3))
+
+
+class Verdict(NamedTuple):
+    """What a trial has measured: a relative error, and the largest one that counts as rounding."""
+
+    difference: float
+    tolerance: float
+    weights: Any  # those that were measured
+    attention: Any  # the attention function that a user has registered, if any: kept, so that its id stays its own
+
+    @property
+    def is_right(self) -> bool:
+        """Whether drafts can be verified."""
+        # Not the other way round: nothing is less than not-a-number.
+        return self.difference <= self.tolerance
+
+
+# Of each target by its embedding, which the copies of a compiled target share. The oldest go first.
+_measured: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Verdict]] = WeakKeyDictionary()
+MAX_MEASURED = 16
+_recording = threading.Lock()
+
+
+def tried(target: PreTrainedModel, traits: Any, what: str, measure: Callable[[], float]) -> Verdict:
+    """
+    Returns the verdict of a trial by name `what`, which runs once for a target with this config, attention and dtype
+    on this device. One that the target failed is repeated when its weights have changed. `traits` are its
+    [`TargetTraits`]; `measure` returns the relative error.
+    """
+    attention = traits.attention.registered
+    key = (
+        what,
+        type(target),
+        target.config.to_json_string(),
+        (traits.attention.name, id(attention)),
+        (target.dtype, input_device(target), target.use_kernels),
+    )
+    known = _measured.get(target.get_input_embeddings(), {}).get(key)
+    if known is not None and (known.is_right or known.weights == weights_version(target)):
+        return known
+    with _evaluating(target):
+        verdict = Verdict(*_measure(target, measure), weights_version(target), attention)
+    with _recording:
+        verdicts = _measured.setdefault(target.get_input_embeddings(), {})
+        while len(verdicts) >= MAX_MEASURED:
+            del verdicts[next(iter(verdicts))]
+        verdicts[key] = verdict
+    return verdict
+
+
+@contextmanager
+def _evaluating(target: PreTrainedModel) -> Iterator[None]:
+    """Returns a context in which the target is in eval mode, where it draws no random numbers."""
+    training = [module for module in target.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _measure(target: PreTrainedModel, measure: Callable[[], float]) -> tuple[float, float]:
+    """Returns the difference, and the tolerance for it."""
+    if target.dtype in (torch.float16, torch.bfloat16):
+        try:
+            # In 16 bits rounding would hide what is wrong.
+            with computing_in_float32():
+                return measure(), TOLERANCE
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, AssertionError):
+            # Kernels of other packages, and quantized weights, may take 16 bits alone.
+            return measure(), torch.finfo(target.dtype).eps ** 0.5
+    return measure(), TOLERANCE
+
+
+def follows_tree_masks(target: PreTrainedModel, traits: Any) -> bool:
+    """
+    Whether a target whose attention function a user has registered computes the nodes of a draft tree as single tokens
+    after their paths. Such a function may ignore the mask, or count distances by cache slots.
+    """
+    try:
+        return tried(target, traits, "a tree", lambda: _measure_tree(target, traits)).is_right
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        # Whatever the function raises for a mask that it does not take. As a chain the target is tried again.
+        return False
+
+
+def _measure_tree(target: PreTrainedModel, traits: Any) -> float:
+    """Returns the error of the logits of a pass over a tree, against passes of single tokens."""
+    tokens, mask = trial_tokens(target, "one row")
+    at_once = _run_tree(Trial(target, traits, tokens, mask))
+    singly = []
+    for path in _TREE_PATHS:
+        # The path's tokens are those of its nodes, one after the other.
+        nodes = [NUM_PROMPT_TOKENS + number for number in path]
+        text = torch.cat((tokens[:, :NUM_PROMPT_TOKENS], tokens[:, nodes]), dim=1)
+        singly.append(run_singly(Trial(target, traits, text, mask), num_skipped=len(path) - 1))
+    return largest_error(at_once.split(1, dim=1), singly)
+
+
+def _run_tree(trial: "Trial") -> torch.Tensor:
+    """Returns the logits `(1, n, V)` of the nodes of a tree after the prompt."""
+    num_nodes, device, traits = len(_TREE_PATHS), trial.tokens.device, trial.traits
+    tokens = trial.tokens[:, NUM_PROMPT_TOKENS : NUM_PROMPT_TOKENS + num_nodes]
+    depths = torch.tensor([[len(path) - 1 for path in _TREE_PATHS]], device=device)
+    ancestors = torch.tensor([[[node in path for node in range(num_nodes)] for path in _TREE_PATHS]], device=device)
+    cache = TreeCache.from_dynamic(trial.cache, NUM_PROMPT_TOKENS + num_nodes)
+    dtype = traits.attention.mask_dtype(trial.target.dtype)
+    masks = {kind: cache.attention_mask(ancestors, depths, dtype, window) for kind, window in traits.windows.items()}
+    mask = masks if len(masks) > 1 else next(iter(masks.values()))
+    logits: torch.Tensor = trial.run_with(tokens, cache, mask, NUM_PROMPT_TOKENS + depths).logits
+    return logits
+
+
+def trial_tokens(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the tokens `(B, T)` of a trial, and their mask."""
+    device = input_device(target)
+    length = NUM_PROMPT_TOKENS + NUM_TOKENS
+    num_ids = min(target.config.get_text_config(decoder=True).vocab_size, 97)
+    num_rows = 1 if rows == "one row" else 2
+    tokens = (torch.arange(num_rows * length, device=device) * 5 % (num_ids - 1) + 1).view(-1, length)
+    mask = torch.ones_like(tokens)
+    if rows == "a padded batch":
+        mask[0, :NUM_PADDED] = 0
+    return tokens, mask
+
+
+class Trial:
+    """Passes of a target over `tokens` `(B, T)` under `mask`, the first of which are in its cache."""
+
+    def __init__(self, target: PreTrainedModel, traits: Any, tokens: torch.Tensor, mask: torch.Tensor):
+        self.target, self.traits, self.tokens, self.mask = target, traits, tokens, mask
+        self.cache = traits.make_cache()
+        outputs = self._outputs(tokens[:, :NUM_PROMPT_TOKENS])
+        if self.cache is None:
+            self.cache = outputs[traits.cache_argument]
+
+    def run(self, tokens: torch.Tensor, end: int) -> torch.Tensor:
+        """Runs `tokens` `(B, n)`, the last of `end` tokens. Returns their logits `(B, n, V)`."""
+        logits: torch.Tensor = self._outputs(tokens, end).logits
+        return logits
+
+    def _outputs(self, tokens: torch.Tensor, end: int = NUM_PROMPT_TOKENS) -> Any:
+        num_tokens, mask = tokens.shape[1], self.mask[:, :end]
+        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -num_tokens:]
+        takes_positions = "position_ids" in inspect.signature(self.target.forward).parameters
+        return self.run_with(tokens, self.cache, mask, positions if takes_positions else None, num_tokens == end)
+
+    @torch.no_grad()
+    def run_with(
+        self, tokens: torch.Tensor, cache: Any, mask: Any, positions: torch.Tensor | None, is_first: bool = False
+    ) -> Any:
+        """Runs `tokens` `(B, n)` with a cache, a mask and positions. Returns the outputs, with logits for all."""
+        model_inputs = self.target.prepare_inputs_for_generation(
+            tokens,
+            **{self.traits.cache_argument: cache},
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            is_first_iteration=is_first,
+        )
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = tokens.shape[1]
+        return self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True)
+
+
+def run_singly(trial: Trial, num_skipped: int) -> torch.Tensor:
+    """Returns the logits `(B, n, V)` of the tokens after the prompt, one pass for each, without the first ones."""
+    ends = range(NUM_PROMPT_TOKENS + 1, trial.tokens.shape[1] + 1)
+    logits = [trial.run(trial.tokens[:, end - 1 : end], end) for end in ends]
+    return torch.cat(logits[num_skipped:], dim=1)
+
+
+def largest_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Returns the largest root mean square of an error, relative to that of the expected values."""
+    errors = [_relative_error(*pair) for pair in zip(found, expected, strict=True)]
+    return float("nan") if any(map(math.isnan, errors)) else max(errors)
+
+
+def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
+    if values.shape != expected.shape:
+        return float("inf")
+    values, expected = values.cpu().double(), expected.cpu().double()  # not every device has float64
+    size = expected.square().mean()
+    error = (values - expected).square().mean()
+    return (error / size).sqrt().item() if size > 0 else error.sqrt().item()

@@ -1,0 +1,75 @@
+"""What a tokenizer makes of texts and conversations that go on, with arguments of its chat template."""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..commands import UserValueError, as_user_errors
+from ..files import read_text
+
+
+def encode_open_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Returns the token ids of a text, without those that the tokenizer adds to every end (`</s>`, `[SEP]`)."""
+    ids = list(tokenizer(text)["input_ids"])
+    return ids[: len(ids) - count_closing_tokens(tokenizer)]
+
+
+def count_closing_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns how many tokens the tokenizer adds to the end of every text."""
+    is_added = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    return next((index for index, added in enumerate(reversed(is_added)) if not added), 0)
+
+
+def with_template_kwargs(
+    tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
+) -> PreTrainedTokenizerBase:
+    """Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others."""
+    if not kwargs or not tokenizer.chat_template:
+        return tokenizer
+    lines = [f"{{%- set {name} = {name} if {name} is defined else {value!r} -%}}" for name, value in kwargs.items()]
+    tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
+    is_one = isinstance(template, str)
+    templates = {name: "".join(lines) + text for name, text in ({"": template} if is_one else template).items()}
+    tokenizer.chat_template = templates[""] if is_one else templates
+    return tokenizer
+
+
+def parse_template_kwargs(text: str | None) -> dict[str, Any]:
+    """Returns the arguments of `--chat_template_kwargs`; raises `ValueError` for anything but a JSON object."""
+    try:
+        kwargs = json.loads(text or "{}")
+    except ValueError:
+        kwargs = None
+    if not isinstance(kwargs, dict):
+        raise UserValueError(f"--chat_template_kwargs must be a JSON object, got {text!r}.")
+    return kwargs
+
+
+def load_tokenizer(target: str, chat_template: Path | None, kwargs: str | None) -> PreTrainedTokenizerBase:
+    """Returns a target's tokenizer, with the chat template of a file if one is given, and its arguments."""
+    values = parse_template_kwargs(kwargs)
+    with as_user_errors():
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    if chat_template is not None:
+        tokenizer.chat_template = read_text(chat_template)
+    return with_template_kwargs(tokenizer, values)
+
+
+def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    """
+    Returns the token ids of a conversation up to the turn after the last answer. Without a chat template, turns and
+    answers are joined.
+    """
+    if not tokenizer.chat_template:
+        text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
+        return encode_open_text(tokenizer, text)
+    messages = []
+    for turn, answer in zip(turns, [*answers, None], strict=False):
+        messages.append({"role": "user", "content": turn})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])

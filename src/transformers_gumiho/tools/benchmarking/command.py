@@ -1,0 +1,96 @@
+"""`gumiho benchmark`: compares all ways of decoding a target, and writes the results."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from ...commands import REQUIRED, as_user_errors, option
+from ...generation.verification.placement import input_device
+from ..measuring.prompts import read_prompts
+from ..pairs import DraftingArguments, load_pair, prompts_field
+from .journal import Journal, measuring_conditions
+from .modes import choose_modes, decoding_modes
+from .report import markdown
+from .runner import run_benchmark
+from .summary import Sample, SummaryRow, summarize
+
+
+@dataclass(kw_only=True)
+class BenchmarkArguments(DraftingArguments):
+    """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They name a pair, or both models."""
+
+    prompts: str = prompts_field(REQUIRED)
+    output_dir: str = option("Folder for samples, summary, table and pictures.", "benchmark")
+    column: str | None = option("Column that holds the prompts (default: `turns`, `prompt` or `text`).")
+    num_prompts: int | None = option("Number of prompts (default: all).")
+    prompts_per_category: int | None = option("Number of prompts of each category (default: all).")
+    modes: list[str] = option("Modes to run besides plain, e.g. `gumiho` (default: all).", [])
+    draft_model: str | None = option("Small language model for transformers' assisted generation.")
+    temperatures: list[float] = option("Sampling temperatures; 0 is greedy.", [0.0])
+    batch_sizes: list[int] = option("Batch sizes.", [1])
+    tree_sizes: list[int] = option("Also benchmark trees with these numbers of draft tokens.", [])
+    compiled: bool = option("Also benchmark compiled models, with and without the drafter.", False)
+    max_new_tokens: int = option("Maximum number of tokens per prompt.", 128)
+    seed: int = option("Seed for sampling.", 0)
+    resume: bool = option("Continue an earlier run with the same settings; more prompts are allowed.", False)
+
+
+def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
+    """
+    Benchmarks a drafter against plain, prompt-lookup and assisted decoding, in turns, and writes `samples.jsonl`,
+    `summary.json`, `summary.md` and pictures into `args.output_dir`. An interrupted run writes what it has, and
+    `args.resume` continues it.
+
+    Returns:
+        The rows of the summary.
+
+    Raises:
+        KeyboardInterrupt: The run was interrupted.
+        ValueError: The options do not name both models, `args.modes` names an unknown mode, or `args.resume` finds a
+            run with other settings.
+    """
+    # Imported here, because it needs matplotlib.
+    from .plots import plot_summary
+
+    folder = Path(args.output_dir)
+    questions = read_prompts(
+        args.prompts, column=args.column, num_prompts=args.num_prompts, per_category=args.prompts_per_category
+    )
+    with as_user_errors():
+        folder.mkdir(parents=True, exist_ok=True)
+    target, tokenizer, drafter = load_pair(args)
+    draft_model = None
+    if args.draft_model is not None:
+        with as_user_errors():
+            draft_model = AutoModelForCausalLM.from_pretrained(
+                args.draft_model, dtype=target.dtype, device_map=input_device(target)
+            )
+    modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled)
+    if args.modes:
+        modes = choose_modes(modes, args.modes)
+    conditions = measuring_conditions(target, drafter)
+    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
+    journal_settings = conditions | {"modes": [mode.name for mode in modes]} | options
+    journal = Journal(folder / "samples.jsonl", journal_settings, args.resume)
+    samples: list[Sample] = []
+    stopped = False
+    try:
+        for sample in run_benchmark(
+            target, tokenizer, questions, modes, temperatures=args.temperatures, batch_sizes=args.batch_sizes,
+            max_new_tokens=args.max_new_tokens, seed=args.seed, journal=journal,
+        ):  # fmt: skip
+            samples.append(sample)
+    except KeyboardInterrupt:
+        stopped = True
+    if not samples:
+        raise KeyboardInterrupt("Stopped before anything was measured.")
+    rows = summarize(samples)
+    summary = {"environment": conditions, "arguments": asdict(args), "rows": list(map(asdict, rows))}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
+    plot_summary(rows, folder)
+    if stopped:
+        raise KeyboardInterrupt(f"Stopped. What was measured is in {folder}, and --resume continues.")
+    return rows

@@ -1,0 +1,74 @@
+"""The ways of decoding that a benchmark compares."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...commands import UserValueError
+from ...internals import compile_on_every_device
+from ...model.modeling_gumiho import GumihoModel
+from ..measuring.modes import PLAIN, DecodingMode
+
+
+COMPILED = ", compiled"
+PLAIN_COMPILED = PLAIN.name + COMPILED
+PROMPT_LOOKUP = "prompt lookup"
+ASSISTED = "assisted generation"
+# The setting of transformers' documentation.
+PROMPT_LOOKUP_TOKENS = 10
+
+
+def decoding_modes(
+    drafter: GumihoModel,
+    draft_model: PreTrainedModel | None = None,
+    tree_sizes: Sequence[int] = (),
+    compiled: bool = False,
+) -> list[DecodingMode]:
+    """
+    Returns all ways of decoding, plain first.
+
+    Args:
+        drafter: The Gumiho drafter, with the settings to compare.
+        draft_model: A small causal language model for transformers' own assisted generation, if any.
+        tree_sizes: Numbers of drafted tokens of further trees.
+        compiled: Also decode with compiled models and static caches, with the drafter and without.
+    """
+    config, gumiho = drafter.config, {"assistant_model": drafter}
+    # A measured `break_even` belongs to the tuned tree.
+    other: dict[str, Any] = {"break_even": None}
+    lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+    modes = [PLAIN, DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1)]
+    if draft_model is not None:
+        modes.append(DecodingMode(ASSISTED, {"assistant_model": draft_model}, max_batch_size=1))
+    modes.append(DecodingMode("gumiho", gumiho))
+    if drafter.generation_config.prompt_lookup_num_tokens:
+        modes.append(DecodingMode("gumiho without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None}))
+    else:
+        modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
+    modes.append(DecodingMode("gumiho without FTA", gumiho, other | {"full_tree_attention": False}))
+    for length in (3, 5, 7):
+        if length <= config.max_draft_depth:
+            chain = other | {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length}
+            modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
+    for name, depth in (("serial head only", config.num_serial_tokens), ("one serial token", 1)):
+        modes.append(DecodingMode(name, gumiho, other | {"tree_depth": depth}))
+    if compiled:
+        static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
+        modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
+    for size in tree_sizes:
+        modes.append(DecodingMode(f"tree of {size}", gumiho, other | {"num_assistant_tokens": size}))
+    return modes
+
+
+def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[DecodingMode]:
+    """
+    Returns plain decoding and the modes of these names, in the order of `modes`.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    if unknown := [name for name in names if name not in {mode.name for mode in modes}]:
+        known = ", ".join(f"'{mode.name}'" for mode in modes)
+        raise UserValueError(f"There is no mode {unknown[0]!r}. Choose from {known}.")
+    return [mode for mode in modes if mode.name == PLAIN.name or mode.name in names]

@@ -1,0 +1,223 @@
+"""Times decoding: the prompt apart, and the stages of cycles."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteriaList
+
+from ...generation.drafting.candidate_generator import DraftOrigin
+from ...generation.observers import GenerationObserver, Stage, observing
+from ...generation.verification.placement import accelerators_of, input_device
+from ...internals import num_compiled_graphs
+from ...model.modeling_gumiho import GumihoModel
+from .machine import peak_memory
+
+
+@dataclass(frozen=True)
+class DecodingTime:
+    """
+    What decoding a batch took.
+
+    Attributes:
+        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, this includes a
+            draft for each pass but the last, which may have none.
+        num_tokens: New tokens of the longest row, without the first one, which comes from the prompt's pass.
+        num_passes: Passes of the target: cycles, or steps of plain decoding.
+        texts: Token ids of each row, prompt included.
+        total_seconds: Time of the call, prompt included.
+        accepted_lengths: For each row, the tokens that each cycle committed, if there are cycles.
+        stages: The stages of cycles, where they were timed; see [`StageTimer.stages`].
+        peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
+        num_compiled: Number of graphs that were compiled.
+        last_step: Time of the last cycle, if it drafted nothing because one token was missing.
+    """
+
+    seconds: float
+    num_tokens: int
+    num_passes: int
+    texts: list[list[int]] = field(default_factory=list)
+    total_seconds: float = 0.0
+    accepted_lengths: list[list[int]] | None = None
+    stages: dict[str, float] | None = None
+    peak_bytes: int | None = None
+    num_compiled: int = 0
+    last_step: float = 0.0
+
+    def of_drafted_cycles(self) -> "DecodingTime":
+        """Returns the same without the last cycle, if it was a step of plain decoding and not the only one."""
+        if not self.last_step or self.num_passes == 1:
+            return self
+        return replace(
+            self,
+            seconds=self.seconds - self.last_step,
+            num_tokens=self.num_tokens - 1,
+            num_passes=self.num_passes - 1,
+            last_step=0.0,
+        )
+
+    @property
+    def pass_seconds(self) -> float:
+        """Mean time of a pass. For a cycle, this includes drafting."""
+        return self.seconds / self.num_passes
+
+
+def time_decoding(
+    target: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    stages: bool = False,
+    **generate_kwargs: Any,
+) -> DecodingTime:
+    """
+    Decodes a batch, plainly or with an `assistant_model`, and times it.
+
+    Args:
+        target: The target.
+        inputs: `input_ids` and `attention_mask`, `(B, T)` each.
+        settings: Decoding settings of a Gumiho drafter, which has its own again afterwards.
+        stages: Also time the stages of cycles; see [`stage_timer`].
+        **generate_kwargs: For `generate()`.
+    """
+    assistant = generate_kwargs.get("assistant_model")
+    drafter = assistant if isinstance(assistant, GumihoModel) else None
+    devices = accelerators_of(target, *([] if drafter is None else [drafter]))
+    begins: list[float] = []
+
+    # Not a hook on the target: the prompt may take several passes, and a hook would change a compiled pass.
+    def note_first_token(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not begins:
+            begins.append(timer.now())
+        return keep_going
+
+    keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
+    if drafter is None:
+        generate_kwargs["stopping_criteria"] = StoppingCriteriaList([note_first_token])
+    num_graphs = num_compiled_graphs()
+    with (
+        nullcontext() if drafter is None else temporary_settings(drafter, settings or {}),
+        peak_memory(input_device(target)) as peak,
+        stage_timer(*devices, stages=stages and drafter is not None) as timer,
+    ):
+        output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
+    num_tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
+    return DecodingTime(
+        seconds=timer.end - (timer.prompt_end if drafter is not None else begins[0]),
+        num_tokens=num_tokens,
+        num_passes=num_tokens if drafter is None else timer.num_cycles,
+        texts=output.sequences.tolist(),
+        total_seconds=timer.total,
+        accepted_lengths=getattr(output, "accepted_lengths", None),
+        stages=timer.stages() if stages and drafter is not None else None,
+        peak_bytes=peak.num_bytes,
+        num_compiled=num_compiled_graphs() - num_graphs,
+        last_step=timer.last_step,
+    )
+
+
+def synchronize(*devices: torch.device) -> None:
+    """Waits until the devices have finished their work."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Gives the drafter these decoding settings within a `with` block."""
+    config = drafter.generation_config
+    before = {name: getattr(config, name, None) for name in settings}
+    config.update(**settings)
+    try:
+        yield
+    finally:
+        config.update(**before)
+
+
+class StageTimer(GenerationObserver):
+    """
+    The times of a generation, in seconds.
+
+    Attributes:
+        num_cycles: Number of passes over trees.
+        start: The clock's time at its beginning.
+        prompt_end: The clock's time when the target had read the prompt.
+        end: The clock's time at its end.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], with_stages: bool):
+        self.num_cycles = 0
+        self._devices, self._with_stages = devices, with_stages
+        self._seconds = defaultdict[Stage, float](float)
+        self._begins: list[float] = []  # of the stages that have not ended
+        self._end_of_drafts: float | None = None  # when nothing more was drafted, as one token was missing
+        self.start = self.prompt_end = self.end = self._first_cycle = self.now()
+
+    def on_stage_begin(self, stage: Stage) -> None:
+        if stage == "verify":
+            self.num_cycles += 1
+        if not self._with_stages:
+            return
+        begin = self.now()
+        if stage == "verify" and self.num_cycles == 1:
+            self._first_cycle = begin
+            self._seconds.clear()
+        self._begins.append(begin)
+
+    def on_stage_end(self, stage: Stage) -> None:
+        if stage == "prompt":
+            self.prompt_end = self.now()
+        if self._with_stages:
+            self._seconds[stage] += self.now() - self._begins.pop()
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        if origin.source == "end":
+            self._end_of_drafts = self.now()
+
+    def now(self) -> float:
+        """The clock's time when the devices have finished their work."""
+        synchronize(*self._devices)
+        return time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        """The time of the generation."""
+        return self.end - self.start
+
+    @property
+    def last_step(self) -> float:
+        """The time of the last cycle, if it drafted nothing because one token was missing."""
+        return 0.0 if self._end_of_drafts is None else self.end - self._end_of_drafts
+
+    def stages(self) -> dict[str, float]:
+        """
+        Returns the time before the first cycle ("prompt"), of the target's passes over trees ("verify"), of the
+        drafter's passes and the output head over its features ("draft"), of all else ("rest"), and "num_cycles". If
+        the drafting of a cycle is one compiled function, "draft" includes growing the trees.
+        """
+        prompt = self._first_cycle - self.start if self.num_cycles else self.total
+        # If drafting is compiled, it is one function, whose passes are not observed.
+        verify, draft = self._seconds["verify"], self._seconds["drafter_pass"] or self._seconds["draft"]
+        times = {"prompt": prompt, "verify": verify, "draft": draft, "rest": self.total - prompt - verify - draft}
+        return times | {"num_cycles": self.num_cycles}
+
+
+@contextmanager
+def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageTimer]:
+    """
+    Times the generation with a drafter that this thread runs in the `with` block.
+
+    Args:
+        *devices: Devices of the target and the drafter.
+        stages: Also time `verify` and `draft`. This waits for the devices at both ends of each stage, so the
+            generation takes longer. Use it for the shares of the stages.
+    """
+    timer = StageTimer(devices, stages)
+    with observing(timer):
+        yield timer
+    timer.end = timer.now()

@@ -1,0 +1,100 @@
+"""Loading the models that a command's options name."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
+from ...generation.verification.placement import drafter_device
+from ...generation.verification.requirements import check_pair
+from ...model.decoding_settings import DraftingSettings, override_settings
+from ...model.modeling_gumiho import GumihoModel
+from ...model.open_text import load_tokenizer
+from .arguments import DraftingArguments, PairArguments, TargetArguments
+
+
+def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
+    """
+    Loads the target, its tokenizer and the drafter that options name. The drafter goes next to the target, in the
+    target's precision, with the settings that the options give. Progress is written to standard error.
+
+    Raises:
+        ImportError: A library that the pair needs is not installed.
+        OSError: A model is missing and cannot be downloaded.
+        ValueError: The options do not name both models, the precision or device is unknown, or the drafter does not
+            fit the target.
+    """
+    args = args.resolved()
+    _check_folder(str(args.assistant))
+    target, tokenizer = load_target(args)
+    with as_user_errors():
+        drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
+    check_pair(target, drafter)
+    drafter.share_embedding(target)
+    if isinstance(args, DraftingArguments):
+        use_options(drafter, args)
+    return target, tokenizer, drafter
+
+
+def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
+    """
+    Gives a drafter the settings that options name. If these change the tree, `break_even` is removed, because it was
+    measured with another tree. It was measured without prompt lookup, which does not change it.
+
+    Raises:
+        ValueError: A setting is out of range.
+    """
+    config, before = drafter.generation_config, _settings(drafter)
+    names = [name for name in DraftingArguments.__annotations__ if getattr(args, name) is not None]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(before, name)}
+    if (lookup := given.pop("prompt_lookup_num_tokens", None)) is not None:
+        config.update(prompt_lookup_num_tokens=lookup)
+    override_settings(config, **given)
+    _settings(drafter)
+
+
+def _settings(drafter: GumihoModel) -> DraftingSettings:
+    return DraftingSettings.from_generation_config(
+        drafter.generation_config, drafter.config, None, device_type=drafter.device.type
+    )
+
+
+def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    Loads the target that options name, and its tokenizer, on the machine's accelerator if there is one.
+
+    Raises:
+        ImportError: A library that the pair needs is not installed.
+        OSError: The target is missing and cannot be downloaded.
+        ValueError: The options do not name a target, the precision or device is unknown, or the target is a drafter.
+    """
+    args = TargetArguments.resolved(args)
+    name, dtype, device_map = str(args.target), args.dtype, args.device_map
+    _check_folder(name)
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
+    if device_map is not None and device_map.startswith("cuda") and not torch.cuda.is_available():
+        raise UserValueError(f"There is no device {device_map!r} here. Leave the device map out, or give 'cpu'.")
+    place: Any = device_map
+    if place is None:
+        place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    tokenizer = load_tokenizer(name, args.chat_template, args.chat_template_kwargs)
+    with as_user_errors():
+        target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
+    if isinstance(target, GumihoModel):
+        raise UserValueError(
+            f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
+        )
+    return target, tokenizer
+
+
+def _check_folder(name: str) -> None:
+    """Raises `FileNotFoundError` for a missing folder. Names on the Hub pass: they have at most one slash."""
+    is_folder = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
+    if is_folder and not Path(name).is_dir():
+        raise UserFileNotFoundError(
+            f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
+            f"'amd/Gumiho-llama3-8b'."
+        )

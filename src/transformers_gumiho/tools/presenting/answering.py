@@ -1,0 +1,211 @@
+"""Answering one prompt while it is read, and comparing two answers."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from ...generation.verification.placement import input_device
+from ...model.modeling_gumiho import GumihoModel
+from .cycles import Cycle, watch_cycles
+
+
+# Tokens before a piece that its text may depend on: some tokenizers drop a space where a text begins.
+_CONTEXT = 8
+# What a decoder writes for bytes that are not a complete character.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass
+class Answer:
+    """
+    An answer as it is written. One thread writes it, and others may read it.
+
+    Attributes:
+        tokens: The new tokens.
+        pieces: Their text in pieces of complete characters, each with whether it holds accepted drafts alone.
+        cycles: The verification cycles that made all tokens but the first, which is chosen after the prompt.
+        seconds: From the prompt to the newest token.
+        progress: Its state.
+        problem: Why it failed.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    cycles: list[Cycle] = field(default_factory=list)
+    seconds: float = 0.0
+    progress: Literal["queued", "generating", "done", "stopped", "failed"] = "queued"
+    problem: str | None = None
+
+    @property
+    def tau(self) -> float | None:
+        """The mean acceptance length: tokens per cycle, bonus tokens included. `None` without a cycle."""
+        cycles = list(self.cycles)
+        return sum(len(cycle.committed) for cycle in cycles) / len(cycles) if cycles else None
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return len(self.tokens) / max(self.seconds, 1e-9)
+
+    def tokens_before(self, index: int) -> list[int]:
+        """Returns the tokens before the cycle of this index."""
+        return self.tokens[: 1 + sum(len(cycle.committed) for cycle in self.cycles[:index])]
+
+
+class AnswerStreamer(BaseStreamer):
+    """
+    Writes an answer as its tokens come. A character that needs a token of the target's own is no accepted draft.
+
+    Args:
+        answer: The answer to write.
+        tokenizer: The target's tokenizer.
+        has_cycles: Whether tokens come in cycles, so that `end_cycle` is called after those of each. Otherwise, all
+            are the target's own.
+        on_piece: Called with each piece of the text, and whether it holds accepted drafts alone.
+        on_step: Called after each cycle, and after each token that is in none.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        tokenizer: PreTrainedTokenizerBase,
+        has_cycles: bool,
+        on_piece: Callable[[str, bool], None] = lambda text, is_draft: None,
+        on_step: Callable[[], None] = lambda: None,
+    ):
+        self._answer, self._tokenizer, self._has_cycles = answer, tokenizer, has_cycles
+        self._on_piece, self._on_step = on_piece, on_step
+        self._waiting: list[int] = []  # for the end of their cycle
+        self._context: list[int] | None = None  # of the piece to come; none before the prompt
+        self._piece: list[tuple[int, bool]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt `(1, T)` in the first call, and a new token `(1,)` in every other call."""
+        if self._context is None:
+            self._context = value[0, -_CONTEXT:].tolist()
+            return
+        self._answer.tokens.append(int(value))
+        if self._has_cycles and len(self._answer.tokens) > 1:
+            self._waiting.append(int(value))
+        else:  # the first token is chosen after the prompt
+            self._write([(int(value), False)])
+            self._on_step()
+
+    def end_cycle(self, cycle: Cycle) -> None:
+        """Takes the cycle whose tokens have come."""
+        self._answer.cycles.append(cycle)
+        self._write((token, index < len(cycle.accepted)) for index, token in enumerate(self._waiting))
+        self._waiting.clear()
+        self._on_step()
+
+    def end(self) -> None:
+        """Hands on the end of a text that ends within a character or, interrupted, within a cycle."""
+        self._write((token, False) for token in self._waiting)
+        self._hand_on(is_last=True)
+
+    def _write(self, tokens: Iterable[tuple[int, bool]]) -> None:
+        for token in tokens:
+            self._piece.append(token)
+            self._hand_on()
+
+    def _hand_on(self, is_last: bool = False) -> None:
+        context, piece = self._context or [], [token for token, _ in self._piece]
+        text = self._decode(context + piece)
+        if text.endswith(_INCOMPLETE) and not is_last:
+            return
+        # A prompt may end within a character, which is then written completely.
+        text = text[len(self._decode(context).rstrip(_INCOMPLETE)) :]
+        if text:
+            self._answer.pieces.append((text, all(is_draft for _, is_draft in self._piece)))
+            self._on_piece(*self._answer.pieces[-1])
+        self._context, self._piece = (context + piece)[-_CONTEXT:], []
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def stream_answer(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: GumihoModel | None,
+    prompt: Sequence[int],
+    answer: Answer,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    on_piece: Callable[[str, bool], None] = lambda text, is_draft: None,
+    on_step: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Answer:
+    """
+    Writes an answer to a prompt, and returns it. Ctrl-C, or another `KeyboardInterrupt` in `on_step`, ends it.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        drafter: The drafter; `None` decodes plainly.
+        prompt: Token ids.
+        answer: The answer to write.
+        max_new_tokens: The most to generate.
+        temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
+        on_piece: Is called with each piece of the text, and whether it holds accepted drafts alone.
+        on_step: Is called after each cycle; in plain decoding, after each token.
+        clock: Returns seconds.
+    """
+    start = clock()
+
+    def note_step() -> None:
+        answer.seconds = clock() - start
+        on_step()
+
+    streamer = AnswerStreamer(answer, tokenizer, drafter is not None, on_piece, note_step)
+    # What a greedy target's configuration says of sampling would only be warned about.
+    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else greedy
+    input_ids = torch.tensor([list(prompt)], device=input_device(target))
+    answer.progress, is_stopped = "generating", False
+    with watch_cycles(streamer.end_cycle):
+        try:
+            target.generate(
+                input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, streamer=streamer,
+                max_new_tokens=max_new_tokens, **sampling,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            streamer.end()
+            is_stopped = True
+    answer.seconds = clock() - start
+    answer.progress = "stopped" if is_stopped else "done"  # last: who reads it may then read all else
+    return answer
+
+
+def first_difference(answer: Answer, plain: Answer) -> int | None:
+    """
+    Returns the index of the first token in which two answers differ, `None` for none. What is still to come of an
+    answer is no difference.
+    """
+    are_done = (
+        answer.progress == plain.progress == "done"
+    )  # before the tokens are read, which may be written meanwhile
+    ours, theirs = list(answer.tokens), list(plain.tokens)
+    pairs = enumerate(zip_longest(ours, theirs) if are_done else zip(ours, theirs, strict=False))
+    return next((index for index, (our, their) in pairs if our != their), None)
+
+
+@torch.inference_mode()
+def logit_gap(target: PreTrainedModel, prompt: Sequence[int], answer: Answer, plain: Answer) -> float | None:
+    """
+    Returns how far apart the target's logits are for the two tokens in which answers to a prompt first differ, `None`
+    where there are no two.
+    """
+    place = first_difference(answer, plain)
+    if place is None or place >= min(len(answer.tokens), len(plain.tokens)):
+        return None
+    text = torch.tensor([[*prompt, *plain.tokens[:place]]], device=input_device(target))
+    logits = target(text, use_cache=False).logits[0, -1].float()
+    return abs(float(logits[answer.tokens[place]] - logits[plain.tokens[place]]))

@@ -1,0 +1,189 @@
+"""`gumiho generate`, `gumiho show` and `gumiho demo`."""
+
+import io
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
+
+from ...commands import UserValueError, as_user_errors
+from ...model.modeling_gumiho import GumihoModel
+from ...model.open_text import encode_turn
+from ..measuring.prompts import read_prompts
+from ..pairs import load_pair
+from .answering import Answer, logit_gap, stream_answer
+from .arguments import DemoArguments, GenerateArguments, ShowArguments
+from .cycles import Cycle, label_cycle
+from .terminal import colored_writer, describe_answer, describe_comparison, draw_in_terminal, wants_colors
+from .tree_svg import tree_svg
+
+
+if TYPE_CHECKING:
+    import gradio
+
+# Of each way of decoding before the two are compared: what only first calls do counts for neither.
+_WARM_UP_TOKENS = 8
+# No cycle commits more: the longest run of drafts from the context, and the bonus token.
+_MAX_COMMITTED = 65
+
+
+def generate(args: GenerateArguments) -> list[Answer]:
+    """
+    Generates text for a prompt, or for every line that you type, and highlights accepted draft tokens. Below it stand
+    the acceptance length tau and the speed. If the tokenizer has a chat template, the lines are a conversation;
+    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation. Prompts of options end with an
+    interrupted answer. `--compare` also generates without
+    the drafter, from the same random numbers.
+
+    Returns:
+        The answers with the drafter.
+    """
+    conversations: list[Iterable[str]] = [_typed_lines() if args.prompt is None else [args.prompt]]
+    if args.prompt is None and args.prompts is not None:
+        conversations = [question.turns for question in read_prompts(args.prompts)]
+    models = load_pair(args)
+    tokenizer = models[1]
+    answers: list[Answer] = []
+    for lines in conversations:
+        turns: list[str] = []
+        texts: list[str] = []
+        for line in lines:
+            turns.append(line)
+            answers.append(_answer(args, models, _encode(tokenizer, turns, texts), seed=args.seed + len(answers)))
+            texts.append(tokenizer.decode(answers[-1].tokens, skip_special_tokens=True))
+            if args.has_prompts and answers[-1].progress == "stopped":
+                return answers
+            if args.prompts is None and not tokenizer.chat_template:
+                turns, texts = [], []
+    return answers
+
+
+def show(args: ShowArguments) -> Cycle:
+    """
+    Draws the draft tree of one verification cycle of a greedy text: each node with its probability, the accepted path
+    and the bonus token.
+
+    Returns:
+        The cycle.
+
+    Raises:
+        ValueError: The text ends before this cycle, or `args.output` is no .svg file.
+    """
+    if args.output is not None and Path(args.output).suffix != ".svg":
+        raise UserValueError(f"A tree can be drawn into an .svg file, got --output {args.output}.")
+    if args.step < 1:
+        raise UserValueError(f"Cycles are counted from 1, got --step {args.step}.")
+    target, tokenizer, drafter = load_pair(args)
+    prompt = _encode(tokenizer, [args.prompt], [])
+    answer, step = Answer(), args.step
+
+    def stop() -> None:
+        if len(answer.cycles) == step:
+            raise KeyboardInterrupt
+
+    # There is room for one more cycle, as paths near the end of a text are shorter.
+    most = (step + 1) * max(_MAX_COMMITTED, drafter.config.max_draft_depth + 1)
+    stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
+    if answer.progress == "stopped" and len(answer.cycles) < step:
+        raise KeyboardInterrupt
+    if not answer.cycles:
+        raise UserValueError("The text ends before anything is drafted. Give another --prompt.")
+    if (num_cycles := len(answer.cycles)) < step:
+        raise UserValueError(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
+    cycle = answer.cycles[-1]
+    labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
+    colors = wants_colors(args.color, sys.stdout)
+    sys.stdout.write(draw_in_terminal(cycle, labels, colors=colors) + "\n")
+    if args.output is not None:
+        with as_user_errors():
+            Path(args.output).write_text(tree_svg(cycle, labels, is_alone=True) + "\n", encoding="utf-8")
+        sys.stdout.write(f"\ndrawn into {args.output}\n")
+    return cycle
+
+
+def demo(args: DemoArguments) -> None:
+    """
+    Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
+    drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
+
+    Raises:
+        ImportError: Gradio is not installed.
+        KeyboardInterrupt: Ctrl-C ended it.
+        OSError: The pair cannot be downloaded, or the port is taken.
+        ValueError: The options do not name a pair, or a limit is below 1.
+    """
+    page = make_page(args)
+    with as_user_errors():  # the port may be taken
+        page.launch(server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True)
+    try:
+        while True:  # Gradio's own loop would swallow Ctrl-C
+            time.sleep(1)
+    finally:
+        page.close()
+
+
+def make_page(args: DemoArguments) -> "gradio.Blocks":
+    """Returns the page of [`demo`], for a Space or a program of yours; its `launch()` opens it."""
+    # Only the page needs Gradio; whoever lacks it should not wait for the models first.
+    from .web.page import Page
+
+    logging.disable_progress_bar()
+    return Page(*load_pair(args), args)
+
+
+def _answer(
+    args: GenerateArguments,
+    models: tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel],
+    prompt: list[int],
+    seed: int,
+) -> Answer:
+    """Writes the answer to a prompt, and to compare that of plain decoding below it."""
+    target, tokenizer, drafter = models
+    colors = wants_colors(args.color, sys.stdout)
+
+    def answer_with(assistant: GumihoModel | None, stream: TextIO, max_new_tokens: int) -> Answer:
+        torch.manual_seed(seed)
+        return stream_answer(
+            target, tokenizer, assistant, prompt, Answer(), max_new_tokens=max_new_tokens,
+            temperature=args.temperature, on_piece=colored_writer(stream, colors),
+        )  # fmt: skip
+
+    if args.compare:
+        for assistant in (drafter, None):
+            answer_with(assistant, io.StringIO(), min(_WARM_UP_TOKENS, args.max_new_tokens))
+    answer = answer_with(drafter, sys.stdout, args.max_new_tokens)
+    sys.stdout.write(f"\n\n{describe_answer(answer, colors)}\n")
+    if args.compare and answer.progress == "done":
+        sys.stdout.write("\n")
+        plain = answer_with(None, sys.stdout, args.max_new_tokens)
+        gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
+        sys.stdout.write(f"\n\n{describe_comparison(answer, plain, target.dtype, gap)}\n")
+        if args.has_prompts and plain.progress == "stopped":
+            raise KeyboardInterrupt
+    return answer
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
+    prompt = encode_turn(tokenizer, turns, texts)
+    if not prompt:
+        raise UserValueError("The prompt has no tokens. Give a longer --prompt.")
+    return prompt
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yields the lines that are typed, or that standard input has, until its end; empty ones are left out."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # gives `input` its editing keys, where there is one
+            import readline  # noqa: F401
+    with suppress(EOFError), as_user_errors():
+        while True:
+            line = input("> " if is_terminal else "")
+            if line.strip():
+                yield line
+    sys.stdout.write("\n")

@@ -1,0 +1,155 @@
+"""What happens in each verification cycle: the drafted tree, what the target took from it, and its tokens as text."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from ...commands import UserValueError
+from ...generation.drafting.candidate_generator import DraftOrigin
+from ...generation.observers import GenerationObserver, observing
+from ...generation.tree.draft_tree import DraftTree
+from ...generation.tree.walk import AcceptedPath, ChildFinder
+
+
+_CONTEXT = 16  # tokens of the text before the root that are shown, and that the tokens' texts may depend on
+_LONGEST = 28
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """
+    One verification cycle of a single sequence. Node 0 is the root, the newest token that was committed before.
+
+    Attributes:
+        tokens: The token id of each node.
+        parents: Each node's parent; the root is its own. Children of a node follow it, the best first.
+        scores: For each node, the summed log-probability (nats) of the tokens from the root down to it, by which the
+            tree's nodes were chosen, 0 for the root: the drafter's, and for prompt-lookup drafts an estimate.
+        accepted: The drafted nodes that the target agreed with, from depth 1 down.
+        bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
+        origin: Where its tokens come from.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    scores: tuple[float, ...]
+    accepted: tuple[int, ...]
+    bonus_token: int | None
+    origin: DraftOrigin = field(default_factory=lambda: DraftOrigin("drafter"))
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """The tokens that the cycle added to the text: accepted drafts, then the bonus token."""
+        drafts = tuple(self.tokens[node] for node in self.accepted)
+        return drafts if self.bonus_token is None else (*drafts, self.bonus_token)
+
+    @property
+    def last_accepted(self) -> int:
+        """The deepest accepted node; the root where none was accepted."""
+        return self.accepted[-1] if self.accepted else 0
+
+    @property
+    def expected_accepted(self) -> float:
+        """
+        The number of drafted tokens that are expected to be accepted: the sum of all path probabilities. For a chain
+        this is `sum_k prod_{i<=k} p_i`, as in Gumiho's paper (https://arxiv.org/abs/2503.10135).
+        """
+        return sum(self.path_probability(node) for node in range(1, len(self.tokens)))
+
+    @property
+    def summary(self) -> str:
+        """How many tokens were drafted, accepted and committed, in words."""
+        return (
+            f"{len(self.tokens) - 1} tokens drafted, {len(self.accepted)} accepted ({self.expected_accepted:.2f} were "
+            f"expected, the sum of the path probabilities), {len(self.committed)} committed"
+        )
+
+    def path_probability(self, node: int) -> float:
+        """The probability of all tokens from the root down to `node`."""
+        return math.exp(self.scores[node])
+
+    def token_probability(self, node: int) -> float:
+        """The probability of the token of `node` after the tokens above it."""
+        above = self.scores[self.parents[node]]
+        return math.exp(self.scores[node] - above) if math.isfinite(above) else 0.0
+
+    def children(self, node: int) -> list[int]:
+        """The children of `node`, the best first."""
+        return [child for child in range(1, len(self.parents)) if self.parents[child] == node]
+
+
+@contextmanager
+def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
+    """
+    Calls `on_cycle` after each verification cycle of this thread's generations within it, whose tokens a streamer has
+    then received. The choice of the first token, after the prompt, is no cycle.
+
+    Raises:
+        ValueError: In `generate()`, for a batch of several sequences.
+    """
+    with observing(_CycleWatcher(on_cycle)):
+        yield
+
+
+class _CycleWatcher(GenerationObserver):
+    def __init__(self, watch: Callable[[Cycle], None]):
+        self._watch, self._origin = watch, DraftOrigin("drafter")
+
+    def on_generation_begin(self, batch_size: int) -> None:
+        if batch_size != 1:
+            raise UserValueError(f"Cycles of one sequence can be watched, got a batch of {batch_size}.")
+
+    def on_tree(self, origin: DraftOrigin) -> None:
+        self._origin = origin
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        accepted = path.nodes[0, 1:].tolist()
+        # A text that ends within a drafted path ends with a draft, and there is no bonus token.
+        child, is_drafted = ChildFinder(tree).find(path.nodes[:, -1:], path.tokens[:, -1:])
+        if is_drafted:
+            accepted.append(int(child))
+        tokens, parents, scores = (tuple(values[0].tolist()) for values in (tree.tokens, tree.parents, tree.scores))
+        bonus_token = None if is_drafted else int(path.tokens[0, -1])
+        self._watch(Cycle(tokens, parents, scores, tuple(accepted), bonus_token, self._origin))
+
+
+@dataclass(frozen=True)
+class CycleLabels:
+    """The end of the text before the root, and the tokens' texts in quotes: of each node, and of the bonus token."""
+
+    context: str
+    nodes: tuple[str, ...]
+    bonus: str | None
+
+
+def label_cycle(tokenizer: PreTrainedTokenizerBase, committed: Sequence[int], cycle: Cycle) -> CycleLabels:
+    """Returns the texts of a cycle's tokens. `committed` is the text before the cycle, its last token the root."""
+    before = list(committed[-_CONTEXT:-1])
+    paths: list[list[int]] = []
+    for node, token in enumerate(cycle.tokens):
+        paths.append([*(before if node == 0 else paths[cycle.parents[node]]), token])
+    bonus = None if cycle.bonus_token is None else _label(tokenizer, paths[cycle.last_accepted], cycle.bonus_token)
+    return CycleLabels(
+        context=shorten(repr(tokenizer.decode(before)), 2 * _LONGEST, keeps_end=True),
+        nodes=tuple(_label(tokenizer, path[:-1], path[-1]) for path in paths),
+        bonus=bonus,
+    )
+
+
+def _label(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
+    """Returns the text that a token adds to the text before it; its name where that is not a complete character."""
+    start, longer = tokenizer.decode(before), tokenizer.decode([*before, token])
+    text = longer[len(start) :]
+    if not longer.startswith(start) or not text or "\N{REPLACEMENT CHARACTER}" in text:
+        return f"<{tokenizer.convert_ids_to_tokens(token)}>"
+    return shorten(repr(text), _LONGEST)
+
+
+def shorten(text: str, length: int, keeps_end: bool = False) -> str:
+    """Returns a text of at most `length` characters, cut at its end or its beginning."""
+    if len(text) <= length:
+        return text
+    return f"…{text[1 - length :]}" if keeps_end else f"{text[: length - 1]}…"

@@ -1,0 +1,134 @@
+"""The page: one question, and its answers with a drafter and without, side by side."""
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ....commands import UserError
+from ....model.decoding_settings import DraftingSettings
+from ....model.modeling_gumiho import GumihoModel
+from ..arguments import DemoArguments, GenerateArguments
+from .markup import shown
+from .race import Host, Race
+
+
+# Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
+_INTERVAL = 0.2
+_LONGEST_QUEUE = 64
+# The settings of a question, in the order of their components.
+_SETTINGS = (
+    "max_new_tokens", "temperature", "seed", "num_assistant_tokens", "branching_factor", "prompt_lookup_num_tokens",
+)  # fmt: skip
+_CHATS = ["Why is the sky blue?", "Write a short poem about a fox with nine tails.", "What is 17 times 23?"]
+_TEXTS = ["def __init__(self, ", "def read(self):", "import os\n\nclass "]
+_INTRODUCTION = """\
+# Gumiho beside plain decoding
+
+{} answers your question twice, at the same time: as plain `generate()` does, and with {}. What was drafted and the \
+target accepted is <span style="background:rgba(34,197,94,0.28)">green</span>. Both share the processor, a cycle or \
+token each in turn. Each clock runs only while its own answer is generated."""
+
+
+class Page(gr.Blocks):
+    """
+    The page of a pair. Nothing of a visit is kept here: a question and its answers belong to the visitor's session.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        drafter: The drafter.
+        args: The limits of questions, and how the pair was named.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, args: DemoArguments
+    ):
+        super().__init__(title="Gumiho beside plain decoding", analytics_enabled=False)
+        self.host = Host(target, tokenizer, drafter, args)
+        names = f"`{_name(target)}`", f"the drafter `{_name(drafter)}`"
+        if args.target is None and args.assistant is None:
+            names = f"The target of the pair `{args.pair}`", "the pair's drafter"
+        with self:
+            self._lay_out(_INTRODUCTION.format(*names))
+        self.queue(max_size=_LONGEST_QUEUE)
+
+    def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
+        """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
+        # A field may be empty.
+        given = {name: value for name, value in zip(_SETTINGS, settings, strict=True) if value is not None}
+        try:
+            race = Race(self.host, GenerateArguments(prompt=text, **given))
+        except UserError as error:
+            # What it says is shown as HTML.
+            raise gr.Error(escape(str(error)), print_exception=False) from error
+        try:
+            # Only once: the session keeps it for the button that stops it, and nothing else of the race.
+            yield race.wish_to_stop, *shown(race)
+            while not race.wait(_INTERVAL):
+                yield gr.skip(), *shown(race)
+            yield gr.skip(), *shown(race)
+        finally:
+            # Also where the visitor has gone.
+            race.wish_to_stop.set()
+
+    def close(self, verbose: bool = True) -> None:
+        """Closes the page and ends all answers: each ends in its next turn, which comes before this one."""
+        self.host.is_closed = True
+        self.host.begin_turn()
+        self.host.end_turn()
+        super().close(verbose)
+
+    def _lay_out(self, introduction: str) -> None:
+        session = gr.State(None)
+        gr.Markdown(introduction)
+        question = gr.Textbox(label="Your question", lines=2, elem_id="question")
+        with gr.Row():
+            ask = gr.Button("Ask", variant="primary", elem_id="ask")
+            stop = gr.Button("Stop", variant="stop", elem_id="stop")
+        gr.Examples(_CHATS if self.host.tokenizer.chat_template else _TEXTS, question)
+        with gr.Accordion("Length, sampling and draft tree", open=False), gr.Row():
+            settings = self._settings()
+        verdict = gr.HTML(elem_id="verdict")
+        answers = []
+        with gr.Row():
+            for name, heading in (("plain", "Plain decoding"), ("drafted", "With Gumiho")):
+                with gr.Column():
+                    gr.Markdown(f"### {heading}")
+                    answers.append(gr.HTML(container=True, padding=True, elem_id=name))
+        gr.Markdown("### The newest draft tree")
+        outputs = [session, *answers, verdict, gr.HTML(elem_id="tree")]
+        gr.on(
+            [ask.click, question.submit], self.ask, [question, *settings], outputs,
+            concurrency_limit=self.host.limits.max_visitors, show_progress="hidden",
+        )  # fmt: skip
+        stop.click(lambda wish_to_stop: wish_to_stop and wish_to_stop.set(), session, None, queue=False)
+
+    def _settings(self) -> list[gr.components.Component]:
+        """Returns the components of `_SETTINGS`. Gradio refuses what is out of their range, whoever sends it."""
+        most, drafter = self.host.limits.max_new_tokens, self.host.drafter
+        own = DraftingSettings.from_generation_config(
+            drafter.generation_config, drafter.config, None, device_type=drafter.device.type
+        )
+        nodes, width, lookup = own.num_assistant_tokens, own.branching_factor, own.prompt_lookup_num_tokens
+        tokens: dict[str, Any] = {"step": 1, "precision": 0}
+        return [
+            gr.Slider(
+                1, most, min(128, most), label="New tokens", info="Maximum.", elem_id="max_new_tokens", **tokens
+            ),
+            gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
+            gr.Number(
+                0, minimum=0, maximum=2**31 - 1, precision=0, label="Seed", info="Both answers are sampled with it."
+            ),
+            gr.Slider(1, 127, nodes, label="Nodes in the tree", info="Drafted per cycle.", **tokens),
+            gr.Slider(1, 32, width, label="Branching factor", info="1 is a chain.", **tokens),
+            gr.Slider(0, 64, lookup, label="Prompt-lookup drafts", info="Maximum; 0 for none.", **tokens),
+        ]
+
+
+def _name(model: PreTrainedModel) -> str:
+    """Returns a model's name without the folders around it, which visitors need not see."""
+    return Path(model.name_or_path).name or type(model).__name__

@@ -1,0 +1,166 @@
+"""One question answered twice at the same time, with the drafter and by plain decoding, for several visitors."""
+
+import copy
+import threading
+import time
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ....commands import UserValueError
+from ....generation.verification.placement import input_device
+from ....model.modeling_gumiho import GumihoModel
+from ....model.open_text import encode_turn
+from ...pairs import use_options
+from ..answering import Answer, stream_answer
+from ..arguments import DemoArguments, GenerateArguments
+
+
+logger = logging.get_logger(__name__)
+
+# More than nearly any text has; to count the tokens of a longer one would take long already.
+_CHARACTERS_PER_TOKEN = 16
+
+
+class Host:
+    """
+    The models that answer all questions, with settings that stay as they are. Answers have them in turn, a token or a
+    cycle each.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        drafter: The drafter.
+        limits: The limits of questions.
+
+    Attributes:
+        is_closed: Whether the page is closed, so that all answers are to stop.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, limits: DemoArguments
+    ):
+        self.target, self.tokenizer, self.drafter, self.limits = target, tokenizer, drafter, limits
+        self.is_closed = False
+        self._changed = threading.Condition()
+        self.num_begun = self.num_ended = 0  # turns, with those that are waited for
+
+    def begin_turn(self) -> None:
+        """Waits until all turns that were asked for before have ended."""
+        with self._changed:
+            self.num_begun += 1
+            ticket = self.num_begun
+            self._changed.wait_for(lambda: self.num_ended == ticket - 1)
+
+    def end_turn(self) -> None:
+        """Lets the next one begin."""
+        with self._changed:
+            self.num_ended += 1
+            self._changed.notify_all()
+
+    def hand_over(self) -> float:
+        """
+        Lets everybody who waits have a turn before the next one of the caller, whose random numbers continue as if
+        nobody else drew any. Returns the seconds that it took.
+        """
+        begin, device = time.perf_counter(), input_device(self.target)
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            self.end_turn()
+            self.begin_turn()
+        return time.perf_counter() - begin
+
+    def encode(self, question: GenerateArguments) -> list[int]:
+        """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
+        text, most = question.prompt or "", self.limits.max_question_tokens
+        longest = _CHARACTERS_PER_TOKEN * most
+        limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
+        if not text.strip():
+            raise UserValueError("The question is empty. Write one first.")
+        if len(text) > longest:
+            raise UserValueError(f"The question has {len(text)} characters; {limit}")
+        prompt = encode_turn(self.tokenizer, [text], [])
+        if len(prompt) > most:
+            raise UserValueError(f"The question has {len(prompt)} tokens; {limit}")
+        positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if positions is not None and len(prompt) + question.max_new_tokens > positions:
+            raise UserValueError(
+                f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the "
+                f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
+            )
+        return prompt
+
+
+class Race:
+    """
+    The two answers to a question, which it begins to write in threads of their own. They share the models, and nothing
+    else, with the answers to other questions.
+
+    Args:
+        host: The models.
+        question: What is asked.
+
+    Attributes:
+        prompt: The question's token ids.
+        wish_to_stop: Once it is set, both answers end at their next token or cycle.
+
+    Raises:
+        ValueError: The question is empty or too long, or a setting is out of range.
+    """
+
+    def __init__(self, host: Host, question: GenerateArguments):
+        self.host, self.question = host, question
+        self.plain, self.drafted = Answer(), Answer()
+        # The same weights, with settings of its own.
+        drafter = copy.copy(host.drafter)
+        drafter.generation_config = copy.deepcopy(host.drafter.generation_config)
+        use_options(drafter, question)
+        self.prompt = host.encode(question)
+        self.wish_to_stop = threading.Event()
+        pairs = (self.drafted, drafter), (self.plain, None)
+        self._threads = [threading.Thread(target=self._run, args=pair, daemon=True) for pair in pairs]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until both answers are over, for some `seconds`; returns whether they are."""
+        for thread in self._threads:
+            thread.join(seconds)
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return not {self.plain.progress, self.drafted.progress} & {"queued", "generating"}
+
+    def _run(self, answer: Answer, drafter: GumihoModel | None) -> None:
+        host, question, waited = self.host, self.question, 0.0
+
+        def take_turns() -> None:
+            nonlocal waited
+            waited += host.hand_over()
+            if self.wish_to_stop.is_set() or host.is_closed:
+                raise KeyboardInterrupt
+
+        host.begin_turn()
+        try:
+            torch.manual_seed(question.seed)
+            stream_answer(
+                host.target, host.tokenizer, drafter, self.prompt, answer, max_new_tokens=question.max_new_tokens,
+                temperature=question.temperature, on_step=take_turns, clock=lambda: time.perf_counter() - waited,
+            )  # fmt: skip
+        except Exception as error:  # whatever it is, a visitor waits for the answer
+            answer.problem = _explain(error)
+            answer.progress = "failed"
+        finally:
+            host.end_turn()
+
+
+def _explain(error: Exception) -> str:
+    """Returns what a visitor may read of an error; the log has all of it, which may be private."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+        return "Not enough memory for this answer. Choose fewer new tokens or a smaller tree, or try later."
+    if isinstance(error, ValueError):
+        return str(error)
+    logger.error("An answer failed.", exc_info=error)
+    return f"The answer failed ({type(error).__name__}). The server's log has the details."

@@ -1,0 +1,122 @@
+"""`gumiho attach`: a folder of a target that drafts wherever it is loaded by its name."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from transformers import AutoTokenizer
+
+from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, option
+from ..generation.attach import is_drafter
+
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# What `from_pretrained` does not read: weights in other formats, and the state of a training.
+_OTHER_FORMATS = ["*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "optimizer*"]
+_OTHER_FOLDERS = ["original/*", "onnx/*"]
+# An adapter, which is loaded from the folder of its base model.
+_ADAPTER = "adapter_config.json"
+# Of a tokenizer.
+_TEMPLATES = "additional_chat_templates"
+_CODE = "custom_generate"
+_GENERATE = '''"""Generates with an attached Gumiho drafter. Load this folder with `trust_remote_code=True`."""
+
+from transformers_gumiho.custom_generation import generate_attached
+
+
+def generate(*args, **kwargs):
+    """As `generate()` of the target, with drafts where they are possible."""
+    return generate_attached({drafter!r}, *args, {record}**kwargs)
+'''
+
+
+@dataclass
+class AttachArguments:
+    """The options of `gumiho attach`; [`write_served_target`] takes them, too."""
+
+    target: str = option("Target model: a folder or a name on the Hub. Both may be given by position.", REQUIRED)
+    drafter: str = option("Gumiho drafter: a folder or a name on the Hub.", REQUIRED)
+    output_dir: str = option("Folder to write. It must be new or empty.", REQUIRED)
+    record: str | None = option("Feature cache to record what is generated in, prompts included.")
+    copy_weights: bool = option("Copy the target's weights instead of linking them.", False)
+
+
+def write_served_target(args: AttachArguments) -> str:
+    """
+    Writes a folder of the target that drafts wherever it is loaded, for clients that take no assistant. It holds the
+    target's files and the code that attaches the drafter. Weights are linked; `args.copy_weights` copies them.
+
+    Returns:
+        A sentence about what was done.
+
+    Raises:
+        ValueError: The drafter is not a Gumiho drafter, the folder is not empty, or the target is an adapter, has no
+            weights, has a `custom_generate`, or has no tokenizer to record with.
+        OSError: The target or the drafter cannot be found.
+    """
+    if not is_drafter(args.drafter):
+        raise UserValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
+    folder = Path(args.output_dir)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
+    source = _find_target(args.target)
+    files = [path for path in sorted(source.iterdir()) if path.is_file()]
+    kept = [path for path in files if not any(path.match(pattern) for pattern in _OTHER_FORMATS)]
+    weights = [path for path in kept if any(path.match(pattern) for pattern in _WEIGHTS)]
+    _check_source(args.target, source, weights)
+    if args.record is not None:
+        with as_user_errors():
+            AutoTokenizer.from_pretrained(source)  # which a recording needs
+    with as_user_errors():
+        (folder / _CODE).mkdir(parents=True)
+    for path in kept:
+        if path in weights and not args.copy_weights:
+            (folder / path.name).symlink_to(path.resolve())
+        else:
+            shutil.copy(path, folder / path.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
+    drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
+    record = "" if args.record is None else f"record_in={os.path.abspath(args.record)!r}, "
+    (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
+    (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter, record=record), encoding="utf-8")
+    how, num_others = "copied" if args.copy_weights else "linked", len(files) - len(kept)
+    left_out = f" {_count(num_others)} in other formats left out." if num_others else ""
+    return (
+        f"{args.output_dir} drafts with {drafter}: {_count(len(weights))} of weights {how}.{left_out} Load it with "
+        f"trust_remote_code."
+    )
+
+
+def _check_source(target: str, source: Path, weights: list[Path]) -> None:
+    """Raises `ValueError` for a target's folder beside whose files no code would be read."""
+    if (source / _ADAPTER).exists():
+        base = json.loads((source / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise UserValueError(
+            f"{target!r} is an adapter, which is loaded from the folder of its base model {base!r}. Save a merged "
+            f"model with `model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
+        )
+    if (source / _CODE).exists():
+        raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
+    if not weights:
+        raise UserValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
+
+
+def _count(number: int) -> str:
+    return f"{number} file{'s' * (number != 1)}"
+
+
+def _find_target(name: str) -> Path:
+    """Returns the folder of a target. A name on the Hub is downloaded."""
+    if os.path.isdir(name):
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, ignore_patterns=[*_OTHER_FORMATS, *_OTHER_FOLDERS]))
+    except (OSError, ValueError) as error:
+        raise UserOSError(f"The target {name!r} is not a folder and cannot be downloaded: {error}") from error
+
+
+__all__ = ["AttachArguments", "write_served_target"]

@@ -1,0 +1,82 @@
+"""The trees that compete."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from ...model.configuration_gumiho import GumihoConfig
+from ...model.decoding_settings import DRAFT_TEMPERATURE
+
+
+# Drafted tokens and branching factors, from small trees for slow processors to large ones for GPUs.
+_SHAPES = ((4, 2), (8, 2), (12, 4), (24, 4), (63, 14))
+# Maximum number of drafted tokens in trees that have only serial tokens.
+_MAX_SHALLOW = 12
+# Depths of drafters without parallel heads: each level takes a pass.
+_SERIAL_DEPTHS = (3, 5, 8)
+# Favors probable nodes more than the default does.
+_SHARP_TEMPERATURE = 0.3
+# A smaller output head saves hardly any more time.
+_MIN_COUNTED = 2048
+# Sizes that compete for each further number of rows.
+_NUM_SIZES = 5
+
+
+@dataclass(frozen=True)
+class Tree:
+    """
+    The decoding settings that are tuned; see [`DraftingSettings`] for their meanings.
+
+    Attributes:
+        vocabulary: The tokens that may be drafted: all, the drafter's own list, or a counted list.
+    """
+
+    num_assistant_tokens: int
+    branching_factor: int
+    tree_depth: int
+    draft_temperature: float | tuple[float, ...] = DRAFT_TEMPERATURE
+    vocabulary: Literal["all", "own", "counted"] = "all"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """These settings as fields of a generation config, without the vocabulary."""
+        fields = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+        return {name: value for name, value in fields.items() if name != "vocabulary"}
+
+
+def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[Tree]:
+    """
+    Returns some fifteen trees, all with the vocabulary of the drafter's own tree, which is the first of them. For a
+    target that verifies chains only, returns one chain of each depth.
+    """
+    deepest, shallow = config.max_draft_depth, config.num_serial_tokens
+    if verifies_chains:
+        depths = sorted(range(1, deepest + 1), key=lambda depth: depth != own.tree_depth)
+        return [replace(own, num_assistant_tokens=d, branching_factor=1, tree_depth=d) for d in depths]
+    trees = [own, Tree(deepest, 1, deepest)]
+    if config.num_parallel_heads == 0:
+        for depth in sorted({min(depth, deepest) for depth in _SERIAL_DEPTHS}):
+            trees += [Tree(depth, 1, depth), *(Tree(size, width, min(depth, size)) for size, width in _SHAPES)]
+    else:
+        for size, width in _SHAPES:
+            trees += [Tree(size, width, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
+            # Without the parallel heads a cycle has one pass less.
+            trees += [Tree(size, width, min(shallow, size))] if size <= _MAX_SHALLOW else []
+    return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
+
+
+def list_sizes(winner: Tree) -> list[Tree]:
+    """Returns the winner and smaller trees of its shape, because each node costs more in a larger batch."""
+    largest = winner.num_assistant_tokens
+    sizes = {round(largest ** (step / (_NUM_SIZES - 1))) for step in range(_NUM_SIZES)}
+    return [replace(winner, num_assistant_tokens=size) for size in sorted(sizes)]
+
+
+def list_vocabularies(winner: Tree, vocab_size: int) -> list[Tree]:
+    """Returns the tree with each vocabulary to compare, beginning with its own."""
+    trees = [winner, replace(winner, vocabulary="all"), replace(winner, vocabulary="counted")]
+    return list(dict.fromkeys(trees[: 3 if num_counted(vocab_size) < vocab_size else 2]))
+
+
+def num_counted(vocab_size: int) -> int:
+    """Returns the number of tokens in a counted vocabulary: a quarter of all."""
+    return max(vocab_size // 4, _MIN_COUNTED)

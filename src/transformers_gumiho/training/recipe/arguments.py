@@ -1,0 +1,208 @@
+"""The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ... import commands
+from ...commands import REQUIRED, UserValueError, option
+from ...model.open_text import parse_template_kwargs
+from .. import GumihoTrainingArguments, Sampling
+from .recipes import RECIPES
+
+
+# An accelerator writes and reads texts of this length in the time in which a CPU does those.
+_MAX_NEW_TOKENS, _MAX_LENGTH = (2048, 4096) if torch.accelerator.is_available() else (512, 2048)
+STAGES = ["write", "features", "train", "tune", "evaluate"]
+
+
+@dataclass(kw_only=True)
+class WritingArguments:
+    """What a target answers, and how."""
+
+    target: str | None = option("Target model: a folder or a name on the Hub.")
+    data: str | None = option(
+        "Questions that the target answers: a file, a folder or a dataset on the Hub (`name:config:split`); `none` "
+        "lets it write its own."
+    )
+    data_split: str = option("Split of the dataset, if its name has none.", "train")
+    num_prompts: int = option("With `--data none`: prompts that the target writes.", 10_000)
+    num_rows: int | None = option("Number of rows of the data to read (default: all).")
+    target_dtype: str = option("Precision of the target, e.g. `bfloat16`.", "auto")
+    device_map: str | None = option("`device_map` for the target, e.g. `auto`; needs a single process.")
+    chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
+    chat_template_kwargs: str | None = option("""Template arguments as JSON, e.g. '{"enable_thinking": false}'.""")
+    openings: Path | None = option(
+        "With `--data none`: file with a user's first words in each line; \\n breaks lines."
+    )
+    writing_batch_size: int = option("Prompts or answers to write at a time.", 32)
+    max_prompt_tokens: int = option("Maximum tokens of a prompt that the target writes.", 256)
+    max_new_tokens: int = option("Maximum number of tokens of an answer.", _MAX_NEW_TOKENS)
+    max_length: int = option("Maximum number of tokens of a row.", _MAX_LENGTH)
+    sampled_share: float | None = option(
+        "Share of the answers that are sampled (default: all if the target's generation config samples, or else a "
+        "quarter); the others are greedy."
+    )
+    temperature: float | None = option("Temperature of sampled text (default: the target's, or 1).")
+    top_p: float | None = option("Nucleus sampling threshold (default: the target's, or 0.95).")
+    top_k: int | None = option("Most probable tokens to sample from (default: the target's, or all).")
+    endpoint: list[str] | None = option(
+        "Addresses of servers that run the target, e.g. http://localhost:8000. ENDPOINT_API_KEY holds their key."
+    )
+    endpoint_model: str | None = option("Name of the target on the server (default: --target).")
+    concurrency: int = option("Requests to the server at a time.", 32)
+
+    @property
+    def writes_prompts(self) -> bool:
+        """Whether the target writes the prompts, too."""
+        return self.data == "none"
+
+    def sampling(self, config: GenerationConfig) -> Sampling:
+        """Returns how answers are sampled: as the options say, or else as the target's generation config does."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in {**given, "share": self.sampled_share}.items() if value is not None}
+        return replace(Sampling.of_target(config), **given)
+
+    def check(self) -> None:
+        """Raises `ValueError` for options that are missing or contradict each other."""
+        if self.target is None or self.data is None:
+            raise UserValueError(
+                "Give the target with --target, and the data with --data FILE, --data DATASET or none."
+            )
+        parse_template_kwargs(self.chat_template_kwargs)  # is refused here rather than after the target is loaded
+        if not self.writes_prompts and self.openings:
+            raise UserValueError("--openings are for prompts of the target: use --data none.")
+
+
+@dataclass(kw_only=True)
+class DataArguments(WritingArguments):
+    """The options of `gumiho data`; [`data`] takes them, too."""
+
+    output_file: str = option("The new dataset, as JSONL.", REQUIRED)
+    seed: int = option("Seed for sampling.", 0)
+
+
+@dataclass(kw_only=True)
+class RecipeArguments(WritingArguments):
+    """The options of `gumiho train` besides those of `GumihoTrainingArguments`; [`train`] takes both."""
+
+    recipe: str = option(f"How to train: {' or '.join(RECIPES)}.", "recommended")
+    stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
+    restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
+    config: Path | None = option("File with defaults, in the form of the package's `training/recipe/defaults.yaml`.")
+    plan: bool = option("Print the plan (disk and memory) and stop.", False)
+    ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
+    regenerate: bool = option("Let the target answer; `false` uses the answers of the data.", True)
+    features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
+    cache_features: str = option(
+        "`true` runs the target once and keeps its states; `false` runs it in every step; `auto` keeps them where the "
+        "disk has room and the data is passed more than once.",
+        "auto",
+    )
+    features_batch_tokens: int = option("Tokens that the target reads at a time.", 2048)
+    tokens_per_step: int | None = option("Mean tokens of a step of all processes; sets the rows per step.")
+    features_dtype: str = option("Precision of the cached features.", "bfloat16")
+    packing: bool | None = option("Put several texts into a row (default: the recipe's).")
+    num_proc: int | None = option("Processes that prepare the data.")
+    num_eval_rows: float = option(
+        "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128
+    )
+    drafter: str | None = option("Continue training this drafter.")
+    num_parallel_heads: int | None = option("Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them.")
+    transition_rank: int | None = option("Rank of the parallel heads' transitions (default: the recipe's).")
+    target_layer_ids: list[int] | None = option(
+        "Layers of the target that the serial head reads (default: the last one)."
+    )
+    lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0)
+    calibrate: bool = option("Fit the draft temperature of each depth after training.", True)
+    num_acceptance_prompts: int = option("Held-out prompts to measure tau on; needs --cache_features false.", 0)
+    num_measured_prompts: int = option("Held-out prompts to tune and evaluate with.", 18)
+    measured_new_tokens: int = option("Tokens to generate for each of these prompts.", 64)
+
+    def check(self) -> None:
+        if self.recipe not in RECIPES:
+            raise UserValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
+        if unknown := set(self.stages) - set(STAGES):
+            raise UserValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
+        if self.cache_features not in ("auto", "true", "false"):
+            raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
+        if self.features is None:
+            super().check()
+        elif self.data is not None:
+            raise UserValueError("--features holds prepared data: leave --data out.")
+        if self.num_eval_rows < 0 or self.lora_rank < 0:
+            raise UserValueError("--num_eval_rows and --lora_rank must not be negative.")
+        if self.num_parallel_heads is not None and self.num_parallel_heads < 1:
+            raise UserValueError(f"--num_parallel_heads must be at least 1, got {self.num_parallel_heads}.")
+        if self.lora_rank and self.drafter is None:
+            raise UserValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
+        new_parts = (self.num_parallel_heads, self.transition_rank, self.target_layer_ids)
+        if self.lora_rank and any(part is not None for part in new_parts):
+            raise UserValueError(
+                "Adapters hold neither parallel heads, transitions nor a fusion of layers: train these without "
+                "--lora_rank, on the merged drafter."
+            )
+
+
+def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
+    """Raises `ValueError` for training arguments of a phase that contradict the other options."""
+    part = training_args.train_only
+    if args.num_acceptance_prompts and (args.features is not None or args.cache_features == "true"):
+        raise UserValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
+    if args.lora_rank and part:
+        raise UserValueError(
+            "--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out."
+        )
+    if training_args.linear_start and has_drafter:
+        raise UserValueError("--linear_start is for new drafters: leave --drafter or --linear_start out.")
+    if part in ("parallel", "transition") and not has_drafter:
+        raise UserValueError(
+            f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter."
+        )
+    if args.device_map is not None and training_args.world_size > 1:
+        raise UserValueError("--device_map splits the target of one process: start a single process.")
+
+
+def parse(kinds: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
+    """Returns an object of each kind. `defaults` replace those of options that `words` does not give."""
+    if unknown := set(defaults) - {item.name for kind in kinds for item in fields(kind)}:
+        raise UserValueError(f"There is no option {min(unknown)!r}, which --config gives. See `gumiho {name} --help`.")
+    output = "--output_dir DIR" if name == "train" else "--output_file FILE"
+    usage = f"--target NAME --data FILE|DATASET|none {output}"
+    groups = HELP if name == "train" else None
+    return commands.parse(kinds, name, words, summary, usage=usage, defaults=defaults, groups=groups)
+
+
+# What `gumiho train --help` shows, by heading. All else are options of `TrainingArguments`.
+HELP = {
+    "target and data": [
+        "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
+        "chat_template_kwargs",
+        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "config",
+        "plan", "ignore_plan", "num_proc",
+    ],
+    "answers of the target": [
+        "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
+        "sampled_share", "temperature", "top_p", "top_k", "endpoint", "endpoint_model", "concurrency",
+    ],
+    "drafter": ["drafter", "num_parallel_heads", "transition_rank", "target_layer_ids", "lora_rank", "train_only",
+        "linear_start", "draft_vocabulary_size",
+    ],
+    "training": [
+        "num_train_epochs", "learning_rate", "warmup_steps", "per_device_train_batch_size", "tokens_per_step",
+        "muon", "packing", "cache_features", "features_dtype", "features_batch_tokens",
+        "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
+    ],
+    "loss": [
+        "feature_weight", "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start", "parallel_decay",
+        "parallel_weight", "loss_chunk_size",
+    ],
+    "scores": [
+        "num_acceptance_prompts", "acceptance_max_new_tokens", "calibrate", "num_measured_prompts",
+        "measured_new_tokens",
+    ],
+}  # fmt: skip

@@ -1,0 +1,65 @@
+"""The defaults of `gumiho train` by device, from `defaults.yaml`, and files like it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from ...commands import UserValueError, as_user_errors
+from ...files import read_text
+
+
+DEFAULTS = Path(__file__).with_name("defaults.yaml")
+_PARTS = ("everywhere", "accelerator", "cpu")
+
+
+def device_defaults(words: Sequence[str]) -> dict[str, Any]:
+    """Returns the defaults of a command line: those of the device, with the values of the file that it names."""
+    device = "accelerator" if torch.accelerator.is_available() and "--use_cpu" not in words else "cpu"
+    words_of = _options(words)
+    found, own = _read(DEFAULTS, device), {}
+    if "config" in words_of:
+        own = _read(Path(words_of["config"]), device)
+    found, given = found | own, {*words_of, *own}
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        found.setdefault("bf16", "fp16" not in given)
+    if "per_device_train_batch_size" in given:
+        found.pop("tokens_per_step", None)
+    # A best checkpoint is one that was saved when it was evaluated.
+    for name, other in (("save_steps", "eval_steps"), ("eval_steps", "save_steps")):
+        if name in given and other not in given:
+            found[other] = float(words_of.get(name, found[name]))
+    if given & {"save_strategy", "eval_strategy"}:
+        for name in ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"):
+            found.pop(name)
+        if "eval_strategy" not in given:
+            found["eval_strategy"] = "no"
+    return found
+
+
+def _read(path: Path, device: str) -> dict[str, Any]:
+    """Returns the options that a file gives for this kind of device; raises `ValueError` for other parts."""
+    with as_user_errors():
+        text = read_text(path)
+    try:
+        found = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise UserValueError(f"{str(path)!r} is no YAML: {error}") from error
+    if not isinstance(found, dict) or (unknown := set(found) - set(_PARTS)):
+        wrong = "no parts" if not isinstance(found, dict) else f"the part {min(unknown)!r}"
+        raise UserValueError(
+            f"{str(path)!r} has {wrong}. Its parts are {', '.join(_PARTS)}, each with options below it."
+        )
+    return (found.get("everywhere") or {}) | (found.get(device) or {})
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """Returns the options in a command line, each with the word after it."""
+    found = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name.replace("-", "_")] = value if equals else following
+    return found

@@ -1,0 +1,343 @@
+"""The stages of `gumiho train`: what each does, and which of them are finished."""
+
+import gc
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import AutoConfig, PreTrainedModel
+
+from ...commands import UserValueError, as_user_errors
+from ...files import Record
+from ...model.configuration_gumiho import GumihoConfig
+from ...model.target_shape import TargetLayers
+from .. import (
+    CachedFeatures,
+    FeatureDataset,
+    GumihoTrainingArguments,
+    cache_size,
+    load_conversations,
+    prepare_dataset,
+    write_feature_cache,
+)
+from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
+from ..data.preparation import split_rows
+from ..feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_fields, row_lengths
+from .arguments import STAGES, RecipeArguments
+from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
+from .recipes import RECIPES
+from .records import cached_contents, rows_contents, target_contents, writing_contents
+from .training import Training, cached_data, drafter_fields, online_data, prepared, prompt_of, resolved, unsplit_models
+from .writing import load_rows, load_target, load_tokenizer, say, write_answers
+
+
+_SAMPLE = 256  # rows whose tokens the plan counts
+_PATIENCE = 1.0  # seconds between two looks at what the main process does
+
+
+# Takes the options, the drafter's folder, a file of prompts, and their number.
+Measures = Mapping[str, Callable[[RecipeArguments, Path, Path, int], str]]
+
+
+class Run:
+    """
+    One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
+
+    Args:
+        args: The options.
+        phases: Training arguments by the name of the phase.
+        folder: Receives the drafter.
+        measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
+    """
+
+    def __init__(
+        self, args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], folder: Path, measures: Measures
+    ):
+        self.args, self.phases, self.folder, self.work = args, phases, folder, folder / "work"
+        self.measures = measures
+        self.training_args = next(iter(phases.values()))
+        self.is_main = self.training_args.process_index == 0
+        self.answers, self.prompt_file = self.work / "answers.jsonl", self.work / "prompts.jsonl"
+        self._target: PreTrainedModel | None = None
+        self.fields = drafter_fields(args)
+        self.has_begun = (self.work / MADE_FROM).exists()
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The target, loaded when it is first needed."""
+        if self._target is None:
+            with unsplit_models(self.training_args):
+                self._target = load_target(self.args)
+        return self._target
+
+    def release_target(self) -> None:
+        """Lets the target go, so that a process never holds two."""
+        self._target = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @cached_property
+    def target_config(self) -> Any:
+        """The target's config."""
+        folders = self.args.features
+        with as_user_errors():
+            return AutoConfig.from_pretrained(Path(folders[0]) / TARGET_FOLDER if folders else self.args.target)
+
+    @cached_property
+    def drafter_config(self) -> GumihoConfig:
+        """The config of the drafter."""
+        if self.args.drafter is None:
+            return GumihoConfig.from_target(self.target_config, **self.fields)
+        with as_user_errors():
+            return GumihoConfig.from_pretrained(self.args.drafter, **resolved(self.fields, self.target_config))
+
+    @property
+    def layers(self) -> TargetLayers | None:
+        """The target's layers that the drafter reads, if not the last states alone."""
+        return self.drafter_config.layers_read(self.target_config)
+
+    @cached_property
+    def target_contents(self) -> dict[str, Any]:
+        """Fingerprints of the target and its tokenizer."""
+        with as_user_errors():
+            return target_contents(self.args, load_tokenizer(self.args))
+
+    @cached_property
+    def rows_contents(self) -> dict[str, Any]:
+        """What the training's rows are made from."""
+        rows = None if self.args.regenerate else self.rows
+        return self.target_contents | rows_contents(self.args, self.answers, rows, self.training_args.seed)
+
+    @cached_property
+    def cache_contents(self) -> dict[str, Any]:
+        """What a cache of the states is made from."""
+        return self.rows_contents | {"dtype": self.args.features_dtype, **layer_fields(self.layers)}
+
+    @cached_property
+    def rows(self) -> Any:
+        """The rows of the data that can be used; `None` where the target writes its own questions."""
+        args = self.args
+        if args.writes_prompts:
+            return None
+        rows, report = load_rows(args, load_tokenizer(args), self.target_config, answered=not args.regenerate)
+        if not args.regenerate:
+            say(report)
+        return rows
+
+    def forget(self, stage: str) -> None:
+        """Removes the results of a stage, or of a phase of the training, and of those after it."""
+        order = ["write", "features", "train", *self.phases, "tune", "evaluate"]
+        if stage not in order:
+            raise UserValueError(f"--restart must be one of {', '.join(order)}, got {stage!r}.")
+        if self.is_main:
+            for later in order[order.index(stage) :]:
+                shutil.rmtree(self.work / later, ignore_errors=True)
+            if stage == "write":
+                for path in self.work.glob("answers*"):
+                    path.unlink()
+            if stage in ("write", "features"):
+                shutil.rmtree(self.work / "held_out", ignore_errors=True)
+                (self.work / MADE_FROM).unlink(missing_ok=True)
+        PartialState().wait_for_everyone()
+        self.has_begun = (self.work / MADE_FROM).exists()
+
+    def plan(self) -> None:
+        """
+        Prints what the run will take, and decides whether states are kept. Raises `OSError` where the disk has no room
+        for it, and `ValueError` where a device has too little memory.
+        """
+        args, phases = self.args, list(self.phases.values())
+        num_rows, length = self._size_of_data()
+        self._limit_vocabulary()
+        measures = self.target_config, self.drafter_config, num_rows, length
+        needs = estimate(args, phases, *measures)
+        if args.cache_features == "auto" and args.features is None:
+            reason = caching_pays(args, phases, sum(need.disk for need in needs.values()), self.folder)
+            args.cache_features = "false" if reason else "true"
+            say(f"states: {f'the target runs in every step, as {reason}' if reason else 'kept on the disk'}")
+            needs = estimate(args, phases, *measures)
+        say(f"{describe(needs)}\n{num_rows:,} rows of data, {length:.0f} tokens each")
+        say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
+        if (expected := tau_to_expect(self.target_config)) is not None:
+            say(expected)
+        if not args.ignore_plan:
+            check_fits(needs, self.folder, self.training_args.device, args.device_map is not None)
+
+    def _limit_vocabulary(self) -> None:
+        """Gives a new drafter the recipe's share of the target's tokens, where the user gives no number."""
+        share = RECIPES[self.args.recipe].vocabulary_share if self.args.drafter is None else 1
+        for phase in self.phases.values():
+            if share < 1 and phase.draft_vocabulary_size is None:
+                phase.draft_vocabulary_size = int(self.target_config.get_text_config(decoder=True).vocab_size * share)
+
+    def _size_of_data(self) -> tuple[int, float]:
+        """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
+        args = self.args
+        if args.features is not None:
+            lengths = [length for folder in args.features for length in FeatureDataset(folder).manifest.lengths]
+            return len(lengths), sum(lengths) / len(lengths)
+        rows = self.rows
+        if rows is None:
+            return args.num_prompts, (args.max_prompt_tokens + args.max_new_tokens) * ANSWER_SHARE
+        sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
+        if args.regenerate:
+            tokens = sum(len(tokenizer(prompt_of(row) or "")["input_ids"]) for row in sample) / len(sample)
+            return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, args.max_length)
+        encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=args.max_length, packing=False)
+        lengths = row_lengths(encoded) or [0]
+        return len(rows), sum(lengths) / len(lengths)
+
+    def run(self) -> None:
+        """Runs the stages that are not finished."""
+        chosen = [stage for stage in STAGES if stage in self.args.stages]
+        if {"features", "train"} & set(chosen):
+            self._choose_source()
+        steps = {"write": self.write, "features": self.write_features, "train": self.train}
+        for number, stage in enumerate(chosen, 1):
+            say(f"[{number}/{len(chosen)}] {stage}")
+            steps.get(stage, partial(self.measure, stage))()
+            PartialState().wait_for_everyone()
+
+    def _choose_source(self) -> None:
+        """Takes the source of states that the run began with, or records it."""
+        record, args = Record(self.work / MADE_FROM), self.args
+        if args.cache_features == "auto":
+            args.cache_features = str(record.made_from.get("cache_features", "true"))
+        if "features" not in args.stages and not (self.work / "features").exists():
+            args.cache_features = "false"
+        made_from = {"cache_features": args.cache_features}
+        if args.features is None:
+            record.check(made_from, "Give this value again, or begin anew with --restart features.")
+        PartialState().wait_for_everyone()
+        if self.is_main:
+            record.write(made_from)
+
+    def write(self) -> None:
+        """Lets the target answer."""
+        args, seed = self.args, self.training_args.seed
+        if args.features is not None or not args.regenerate:
+            return
+        contents = {} if args.endpoint is not None else self.target_contents
+        contents = contents | writing_contents(args, load_tokenizer(args), self.rows, seed)
+        if not self.answers.exists():
+            shutil.rmtree(self.work / "write", ignore_errors=True)
+
+        def write() -> None:
+            target = None if args.endpoint is not None else self.target
+            write_answers(args, load_tokenizer(args), self.answers, seed, target)
+
+        self._once("write", contents, write, alone=False)
+
+    def write_features(self) -> None:
+        """Runs the target once over the answers, and keeps its states."""
+        args = self.args
+        if args.features is not None or args.cache_features == "false":
+            return
+        contents, (trained, held_out) = self.cache_contents, self._split()
+
+        def extract() -> None:
+            tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
+            for name, rows in (("held_out", held_out), ("features", trained)):
+                if not rows:
+                    continue
+                with self.training_args.main_process_first(desc="preparing the data"):
+                    dataset, report = prepared(args, tokenizer, self.target.config, rows)
+                size = cache_size(dataset, self.target.config, dtype, self.layers)
+                say(f"{name}: {report}\n{name}: {size / 1e9:.2f} GB in {self.work / name}")
+                write_feature_cache(
+                    dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
+                    target_layer_ids=self.layers, tokens_per_batch=args.features_batch_tokens,
+                )  # fmt: skip
+
+        self._once("features", contents, extract, alone=False)
+
+    def train(self) -> None:
+        """Trains the drafter."""
+        args, seed, folders = self.args, self.training_args.seed, list[str]()
+        if args.features is not None:
+            folders, contents = args.features, cached_contents(args.features, args.num_eval_rows)
+            data = cached_data(folders, args.num_eval_rows, seed)
+        elif args.cache_features == "true":
+            self.release_target()  # its memory is the training's
+            folders, contents = [str(self.work / "features")], self.cache_contents
+            held_out = self.work / "held_out"
+            data = cached_data(folders, 0, seed, held_out if (held_out / MANIFEST).exists() else None)
+        else:
+            contents = self.rows_contents
+            data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
+        self._limit_vocabulary()
+
+        def load() -> PreTrainedModel | CachedFeatures:
+            return CachedFeatures(folders[0]) if folders else self.target
+
+        Training(args, self.fields, data, load, contents, self.folder).run(self.phases)
+        self.release_target()
+
+    def measure(self, stage: str) -> None:
+        """Finds the fastest settings for this machine, or adds a comparison with plain decoding to the card."""
+        args = self.args
+        missing = "--target" if args.target is None else "--data" if args.features is not None else None
+        if args.lora_rank:
+            missing = "a drafter that is no adapter"
+        num_prompts = 0 if missing else self._write_prompts()
+        if missing or not num_prompts:
+            say(f"{stage}: left out, because it needs {missing or 'prompts, and no row is held out'}")
+            return
+        self.release_target()
+        contents = {
+            "drafter": checkpoint_fingerprint(self.folder),
+            "prompts": file_fingerprint(self.prompt_file),
+            "measured_new_tokens": args.measured_new_tokens,
+            "target_dtype": args.target_dtype,
+        }
+
+        def measure() -> None:
+            say(self.measures[stage](args, self.folder, self.prompt_file, num_prompts))
+
+        self._once(stage, contents, measure)
+        gc.collect()
+
+    def _once(self, stage: str, contents: dict[str, Any], work: Callable[[], None], alone: bool = True) -> None:
+        """
+        Does the work of a stage unless it is finished, `alone` in the main process. The others then wait as long as it
+        takes, which may be longer than a barrier waits.
+        """
+        record = Record(self.work / stage / MADE_FROM)
+        record.check(contents, f"Give these values again, or begin anew with --restart {stage}.")
+        if record.is_finished:
+            say(f"{stage}: finished before")
+            return
+        PartialState().wait_for_everyone()
+        if self.is_main:
+            record.write(contents)
+        if self.is_main or not alone:
+            work()
+        if not alone:
+            PartialState().wait_for_everyone()
+        if self.is_main:
+            record.write(contents, is_finished=True)
+        while not Record(record.path).is_finished:
+            time.sleep(_PATIENCE)
+
+    def _write_prompts(self) -> int:
+        """Writes prompts of the rows that are held out into a file, and returns their number."""
+        prompts = [text for text in map(prompt_of, self._split()[1] or []) if text is not None]
+        prompts = prompts[: self.args.num_measured_prompts]
+        if self.is_main:
+            lines = [json.dumps({"prompt": text}) + "\n" for text in prompts]
+            self.prompt_file.write_text("".join(lines), encoding="utf-8")
+        PartialState().wait_for_everyone()
+        return len(prompts)
+
+    def _split(self) -> tuple[Any, Any]:
+        """Returns the rows to train on and those to hold out, `None` where these are none."""
+        # A line of the answers for each row of the data, so the split is theirs.
+        rows = load_conversations(str(self.answers)) if self.args.regenerate else self.rows
+        return split_rows(rows, self.args.num_eval_rows, self.training_args.seed)

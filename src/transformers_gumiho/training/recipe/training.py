@@ -1,0 +1,308 @@
+"""The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, TrainerState, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ProgressCallback
+
+from ...commands import UserValueError, as_user_errors
+from ...files import MalformedRowError, Record
+from ...model.configuration_gumiho import GumihoConfig, resolve_layer_ids
+from ...model.loading import stored_dtype
+from ...model.modeling_gumiho import GumihoModel
+from ...model.open_text import encode_turn
+from .. import (
+    CachedFeatures,
+    FeatureDataset,
+    GumihoTrainer,
+    GumihoTrainingArguments,
+    last_complete_checkpoint,
+    prepare_dataset,
+)
+from ..data.conversations import read_row
+from ..data.preparation import held_out_numbers
+from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
+from .arguments import RecipeArguments
+from .progress import Bar, Progress
+from .recipes import RECIPES
+from .records import training_contents
+from .writing import row_length, say
+
+
+_TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
+_ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
+
+
+@dataclass
+class Training:
+    """
+    The trainings of a run. They leave the drafter, its tokenizer and its card in a folder.
+
+    Attributes:
+        args: The options.
+        fields: Those of the drafter's config that are not the defaults.
+        data: Arguments of the trainer, from [`cached_data`] or [`online_data`].
+        load_source: Gives the target or its cached features. It is called only if there is anything to train.
+        made_from: What the data was made from.
+        folder: The run's folder.
+    """
+
+    args: RecipeArguments
+    fields: dict[str, Any]
+    data: dict[str, Any]
+    load_source: Callable[[], PreTrainedModel | CachedFeatures]
+    made_from: dict[str, Any]
+    folder: Path
+
+    def run(self, phases: dict[str, GumihoTrainingArguments]) -> None:
+        """
+        Trains the phases, whose arguments are given by name, one after the other. A phase that was stopped continues
+        from its newest checkpoint, one that is finished is left as it is, and each begins with the best drafter of the
+        one before it.
+        """
+        args, work, start, trainer = self.args, self.folder / "work", self.args.drafter, None
+        whole, is_main = Record(work / "train" / MADE_FROM), PartialState().is_main_process
+        for number, (name, planned) in enumerate(phases.items(), 1):
+            training_args = self._fit_to_data(planned)
+            record = Record(Path(training_args.output_dir) / MADE_FROM)
+            contents = self.made_from | training_contents(args, training_args, self.fields, start)
+            is_longer = _is_longer(record, contents, training_args, name)
+            PartialState().wait_for_everyone()
+            if record.is_finished and not is_longer:
+                say(f"{name}: finished before")
+            else:
+                if is_main:
+                    whole.write({})
+                    record.write(contents | _length_of(training_args))
+                    for later in list(phases)[number:]:  # they began with what this one was before
+                        shutil.rmtree(work / later, ignore_errors=True)
+                trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start, is_longer)
+                if is_main:
+                    record.write(contents | _length_of(training_args), is_finished=True)
+            start = training_args.output_dir
+        how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows}
+        if trainer is None and whole.is_finished and whole.made_from == how:
+            return
+        # There is no trainer where the run was stopped after its last phase.
+        trainer = trainer or self._trainer(name, training_args, start, _state_in(training_args.output_dir))
+        if is_main:
+            for stage in ("tune", "evaluate"):  # of an earlier drafter
+                shutil.rmtree(work / stage, ignore_errors=True)
+        self._finish(trainer, training_args)
+        trainer.accelerator.wait_for_everyone()
+        if is_main:
+            whole.write(how, is_finished=True)
+
+    def _train(
+        self, phase: str, training_args: GumihoTrainingArguments, start: str | None, is_longer: bool
+    ) -> GumihoTrainer:
+        """Trains one phase, and keeps its best drafter and its log."""
+        set_seed(training_args.seed)
+        checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
+        state = _state_in(checkpoint) if checkpoint else None
+        if state is not None and not is_longer and state.global_step >= state.max_steps:
+            # It was stopped before its result was kept.
+            trainer = self._trainer(phase, training_args, state.best_model_checkpoint or checkpoint, state)
+        else:
+            trainer = self._trainer(phase, training_args, start)
+            if checkpoint:
+                say(f"{phase.split()[0]}: continues from {checkpoint}")
+            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model()  # the training's result is kept, whatever becomes of what follows
+        trainer.save_state()
+        trainer.accelerator.wait_for_everyone()
+        return trainer
+
+    def _trainer(
+        self, phase: str, training_args: GumihoTrainingArguments, start: str | None, state: TrainerState | None = None
+    ) -> GumihoTrainer:
+        """Returns the trainer of a phase that begins with the drafter `start`, or has ended in it with a `state`."""
+        source = self.load_source()
+        with unsplit_models(training_args):
+            drafter = _make_drafter(self.args, start, self.fields, source, is_trained=state is not None)
+        lengths = row_lengths(self.data["train_dataset"])
+        progress = Progress(phase, sum(lengths) / len(lengths) * training_args.rows_per_step if lengths else None)
+        trainer = GumihoTrainer(drafter, training_args, target=source, callbacks=[progress], **self.data)
+        trainer.remove_callback(PrinterCallback)
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(Bar)
+        progress.trainer = trainer
+        trainer.state = state or trainer.state
+        return trainer
+
+    def _fit_to_data(self, planned: GumihoTrainingArguments) -> GumihoTrainingArguments:
+        """Returns a phase's arguments with as many rows in a batch as `--tokens_per_step` asks for."""
+        changes: dict[str, Any] = {}
+        if self.data["eval_dataset"] is None:
+            changes = {"eval_strategy": "no", "load_best_model_at_end": False}
+        lengths = row_lengths(self.data["train_dataset"])
+        if self.args.tokens_per_step is not None and lengths:
+            rows = self.args.tokens_per_step * len(lengths) / sum(lengths)
+            changes["per_device_train_batch_size"] = max(round(rows / planned.world_size), 1)
+        # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
+        return replace(planned, **changes)
+
+    def _finish(self, trainer: GumihoTrainer, training_args: Any) -> None:
+        """
+        Calibrates and evaluates the drafter, and saves it with a card: in the target's precision, or in its own where
+        it was only added to.
+        """
+        args = self.args
+        if trainer.eval_dataset is not None:
+            if args.calibrate and not args.lora_rank and (temperatures := trainer.calibrate()):
+                say(f"draft temperatures: {temperatures}")
+            trainer.save_metrics("eval", trainer.evaluate())
+        if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            # Trained in float32, used next to the target.
+            name = str(trainer.target_features.config.dtype).removeprefix("torch.")
+            is_added_to = args.drafter is not None and training_args.train_only in ("parallel", "transition")
+            trainer.model.to(stored_dtype(args.drafter, {}) if is_added_to else getattr(torch, name, torch.float32))
+        trainer.save_model(str(self.folder))
+        training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
+        describe = trainer.push_to_hub if training_args.push_to_hub else trainer.create_model_card
+        describe(finetuned_from=args.target, dataset=None if args.writes_prompts else args.data)
+
+
+def _state_in(folder: str) -> TrainerState:
+    return TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
+
+
+def _length_of(training_args: GumihoTrainingArguments) -> dict[str, float]:
+    return {"max_steps": training_args.max_steps, "num_train_epochs": training_args.num_train_epochs}
+
+
+def _is_longer(record: Record, contents: dict[str, Any], training_args: GumihoTrainingArguments, name: str) -> bool:
+    """Returns whether a phase is to be longer than it was; raises `ValueError` where anything else has changed."""
+    now = _length_of(training_args)
+    before = {key: value for key, value in record.made_from.items() if key in now}
+    counts_steps = before.get("max_steps", -1) > 0
+    if any(now[key] < value for key, value in before.items()) or counts_steps != (now["max_steps"] > 0):
+        contents = contents | now
+    record.check(
+        contents, f"Give these values again, begin anew with --restart {name}, or choose another --output_dir."
+    )
+    is_longer = bool(before) and before != now
+    if is_longer:
+        say(f"{name}: trains on, with the schedule of the longer run ({before}, now {now})")
+    return is_longer
+
+
+def cached_data(folders: list[str], num_eval_rows: float, seed: int, held_out: Path | None = None) -> dict[str, Any]:
+    """
+    Returns the trainer's arguments for training on feature caches. The rows to evaluate on are `held_out`, a cache, or
+    else `num_eval_rows` random ones.
+    """
+    caches = [FeatureDataset(folder) for folder in folders]
+    if len({str(cache.made_from.get("data")) for cache in caches}) < len(caches):
+        raise UserValueError("--features names caches of the same texts. Give each of them once.")
+    rows: Any = torch.utils.data.ConcatDataset(caches)
+    chosen = [] if held_out is not None else held_out_numbers(len(rows), num_eval_rows, seed)
+    eval_rows: Any = torch.utils.data.Subset(rows, chosen) if chosen else None
+    return {
+        "eval_dataset": eval_rows if held_out is None else FeatureDataset(held_out),
+        "train_dataset": torch.utils.data.Subset(rows, sorted({*range(len(rows))} - {*chosen})),
+        "processing_class": AutoTokenizer.from_pretrained(Path(folders[0]) / TARGET_FOLDER),
+    }
+
+
+def online_data(
+    args: RecipeArguments, target_config: Any, tokenizer: Any, rows: Any, held_out: Any, training_args: Any
+) -> dict[str, Any]:
+    """Returns the trainer's arguments for running the target in every step, on rows of conversations."""
+    with training_args.main_process_first(desc="preparing the data"):
+        train_rows, report = prepared(args, tokenizer, target_config, rows)
+        eval_rows = prepared(args, tokenizer, target_config, held_out)[0] if held_out is not None else None
+    say(f"training data: {report}")
+    texts = [text for text in map(prompt_of, held_out or []) if text is not None]
+    prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
+    return {
+        "train_dataset": train_rows,
+        "eval_dataset": eval_rows,
+        "acceptance_prompts": [torch.tensor(ids, device="cpu") for ids in prompts if 0 < len(ids) <= args.max_length],
+        "processing_class": tokenizer,
+    }
+
+
+def prepared(args: RecipeArguments, tokenizer: Any, target_config: Any, rows: Any) -> tuple[Any, Any]:
+    """Returns rows of token ids, and what became of the data."""
+    max_length = row_length(args, target_config)
+    return prepare_dataset(
+        rows, tokenizer, target_config, max_length=max_length, packing=bool(args.packing), num_proc=args.num_proc
+    )
+
+
+def prompt_of(row: Mapping[str, Any]) -> str | None:
+    """Returns what a user says first in a row, or how its text begins."""
+    try:
+        example = read_row(row, has_template=True, answered=False)
+    except MalformedRowError:
+        return None
+    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
+    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
+
+
+def _make_drafter(
+    args: RecipeArguments,
+    start: str | None,
+    fields: dict[str, Any],
+    source: PreTrainedModel | CachedFeatures,
+    is_trained: bool = False,
+) -> torch.nn.Module:
+    """Returns the drafter to train, or that is trained, in float32: mixed precision is the trainer's affair."""
+    adapter, start = (start, args.drafter) if is_trained and args.lora_rank else (None, start)
+    fields = resolved(fields, source.config)
+    if start is not None:
+        with as_user_errors():
+            drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
+    elif isinstance(source, CachedFeatures):
+        drafter = source.make_drafter(**fields).float()
+    else:
+        drafter = GumihoModel.from_target(source, **fields).float()
+    if not args.lora_rank:
+        return drafter
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if adapter is not None:
+        return PeftModel.from_pretrained(drafter, adapter, is_trainable=True)
+    config = LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=_ADAPTED)
+    return get_peft_model(drafter, config)
+
+
+def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
+    """Returns the fields of the drafter's config that the options and the recipe decide."""
+    names = ("num_parallel_heads", "transition_rank", "target_layer_ids")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.drafter is None:
+        return RECIPES[args.recipe].config | given
+    with as_user_errors():
+        own = GumihoConfig.from_pretrained(args.drafter)
+    if args.num_parallel_heads is None or own.num_parallel_heads:
+        return given
+    # An EAGLE head gets its first parallel heads: they begin where a Gumiho drafter's do.
+    new = {"num_serial_tokens": min(own.num_serial_tokens, GumihoConfig.num_serial_tokens)}
+    return RECIPES[args.recipe].config | new | given
+
+
+def resolved(fields: dict[str, Any], target_config: Any) -> dict[str, Any]:
+    """Returns fields of a drafter's config, with `target_layer_ids` counted from 0."""
+    if (layers := fields.get("target_layer_ids")) is None:
+        return fields
+    return fields | {"target_layer_ids": resolve_layer_ids(target_config, layers)}
+
+
+@contextmanager
+def unsplit_models(args: GumihoTrainingArguments) -> Iterator[None]:
+    """Keeps DeepSpeed's ZeRO-3 from splitting models as they are made: the trainer splits the drafter alone."""
+    unset_hf_deepspeed_config()
+    yield
+    if args.deepspeed_plugin is not None:
+        args.deepspeed_plugin.set_deepspeed_weakref()

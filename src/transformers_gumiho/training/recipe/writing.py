@@ -1,0 +1,105 @@
+"""The writing stage: the target answers questions, its own or those of a data set."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ...commands import as_user_errors
+from ...files import load_conversations, read_text
+from ...model import open_text
+from .. import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_dataset, synthesize_dataset
+from ..data.preparation import usable_rows
+from ..writing.row_file import Engine, processes
+from .arguments import WritingArguments
+
+
+def load_tokenizer(args: WritingArguments) -> PreTrainedTokenizerBase:
+    """Returns the target's tokenizer, with the chat template that the options name, and its arguments."""
+    return open_text.load_tokenizer(str(args.target), args.chat_template, args.chat_template_kwargs)
+
+
+def load_target(args: WritingArguments) -> PreTrainedModel:
+    """Returns the target, on the accelerator of this process if there is one."""
+    state = processes()
+    num_devices = torch.accelerator.device_count() if state.device.type != "cpu" else 1
+    if num_devices > state.num_processes and args.device_map is None:
+        say(
+            f"{num_devices} devices are visible, and {state.num_processes} used: see `accelerate launch` in the guide."
+        )
+    # With its index: transformers loads in threads, in which the current device is the first one.
+    with as_user_errors():
+        return AutoModelForCausalLM.from_pretrained(
+            args.target, dtype=args.target_dtype, device_map=args.device_map or state.device
+        ).eval()
+
+
+def row_length(args: WritingArguments, config: PreTrainedConfig) -> int:
+    """Returns the most tokens of a row: the target has positions for them."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(args.max_length, positions or args.max_length)
+
+
+def load_rows(
+    args: WritingArguments, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, answered: bool
+) -> tuple[Dataset, str]:
+    """Returns the rows of the data that can be answered, or that are `answered` and can be learned, and a report."""
+    rows = load_conversations(str(args.data), args.data_split)
+    rows = rows if args.num_rows is None else rows.select(range(min(args.num_rows, len(rows))))
+    limit = None if answered else args.max_new_tokens
+    return usable_rows(rows, tokenizer, row_length(args, config), answered=answered, max_new_tokens=limit)
+
+
+def write_answers(
+    args: WritingArguments, tokenizer: PreTrainedTokenizerBase, path: str | Path, seed: int, target: Any = None
+) -> None:
+    """
+    Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `target`, it is loaded
+    if no server runs it.
+    """
+    with as_user_errors():
+        config = AutoConfig.from_pretrained(args.target)
+    try:
+        sampling = args.sampling(GenerationConfig.from_pretrained(str(args.target)))
+    except OSError:  # the target has none
+        sampling = args.sampling(GenerationConfig())
+    settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)
+    if not args.writes_prompts:
+        rows, report = load_rows(args, tokenizer, config, answered=False)
+        say(report)
+    if args.endpoint is None:
+        engine: Engine = LocalEngine(target or load_target(args), args.writing_batch_size)
+    else:
+        model, key = str(args.endpoint_model or args.target), os.environ.get("ENDPOINT_API_KEY")
+        engine = ServerEngine(args.endpoint, model, tokenizer, concurrency=args.concurrency, api_key=key)
+    if args.writes_prompts:
+        lines = read_text(args.openings).splitlines() if args.openings is not None else []
+        rows = synthesize_dataset(
+            args.num_prompts,
+            engine,
+            tokenizer,
+            str(path).removesuffix(".jsonl") + ".prompts.jsonl",
+            openings=[line.strip().replace("\\n", "\n") for line in lines if line.strip()],
+            max_prompt_tokens=args.max_prompt_tokens,
+            sampling=Sampling(args.temperature or 1.0, args.top_p or 0.95),
+            seed=seed,
+        )
+    regenerate_dataset(rows, engine, tokenizer, path, settings)
+
+
+def say(text: str) -> None:
+    """Prints a line in the first process."""
+    if processes().is_main_process:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
