@@ -27,7 +27,7 @@ from transformers.generation import GenerationMixin
 from transformers.integrations import sdpa_attention as _sdpa
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -79,30 +79,18 @@ _KINDS_OF_MASKS = {
 # Private names that subclasses in this package override, by the class that defines them.
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "transformers.PreTrainedModel": (
-        "_can_record_outputs",
-        "_init_weights",
-        "_keys_to_ignore_on_load_unexpected",
-        "_no_split_modules",
-        "_skip_keys_device_placement",
-        "_supports_attention_backend",
-        "_supports_flash_attn",
-        "_supports_flex_attn",
-        "_supports_sdpa",
-        "_upload_modified_files",
-        "should_save_on_this_rank",
+        "_can_record_outputs", "_init_weights", "_keys_to_ignore_on_load_unexpected", "_no_split_modules",
+        "_skip_keys_device_placement", "_supports_attention_backend", "_supports_flash_attn", "_supports_flex_attn",
+        "_supports_sdpa", "_upload_modified_files", "should_save_on_this_rank",
     ),
     "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP),
     # The loss is averaged over the drafted positions of all batches of a step; and a diverged drafter must not
     # overwrite a good checkpoint.
     # Lengths of cached rows are known without reading the rows.
     "transformers.Trainer": (
-        "_get_eval_sampler",
-        "_get_num_items_in_batch",
-        "_get_train_sampler",
-        "_prepare_inputs",
-        "_save_checkpoint",
+        "_get_eval_sampler", "_get_num_items_in_batch", "_get_train_sampler", "_prepare_inputs", "_save_checkpoint",
     ),
-}
+}  # fmt: skip
 
 
 def generation_step(name: str) -> Callable[..., Any]:
@@ -120,10 +108,7 @@ _ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parame
 
 
 def named_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """
-    Returns the arguments of a call of a target's `generate()` by their names. Those of `*args` have the names that
-    transformers gives them.
-    """
+    """Returns the arguments of a call of a target's `generate()` by the names that it or transformers gives them."""
     parameters = inspect.signature(generate).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return dict(zip(names or _ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
@@ -131,12 +116,8 @@ def named_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
     """
-    Returns the generation config of a call without an assistant, and the arguments that choose the decoding method.
-    `generate()` prepares both itself, too late to choose an assistant.
-
-    Args:
-        target: The target.
-        given: The arguments of the call by their names.
+    Returns the generation config of a call without an assistant, with these arguments by name, and the arguments that
+    choose the decoding method. `generate()` prepares both itself, too late to choose an assistant.
     """
     settings = {name: value for name, value in given.items() if name not in _ARGUMENTS_OF_GENERATE}
     settings.pop("trust_remote_code", None)
@@ -172,10 +153,7 @@ def repository_of_call(target: PreTrainedModel) -> str | None:
 def run_prompt(
     target: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Any:
-    """
-    Runs the prefill of plain `generate()`, with its chunking, and returns the model's output. Decoding is exact only
-    if this pass is transformers' own.
-    """
+    """Runs transformers' own prefill, with its chunking; only so decoding is exact. Returns the model's output."""
     return target._prefill(input_ids, generation_config, model_kwargs)
 
 
@@ -189,10 +167,7 @@ def is_callers_cache(cache: Any) -> bool:
 
 
 def pad_token_id(generation_config: GenerationConfig) -> int | None:
-    """
-    Returns the token that `generate()` pads with. The call determines it from several settings, and stores it only as
-    a tensor on the prepared config.
-    """
+    """Returns the token that `generate()` pads with, which it stores only as a tensor on the prepared config."""
     token = generation_config._pad_token_tensor
     return None if token is None else int(token)
 
@@ -232,10 +207,7 @@ def weights_version(target: PreTrainedModel) -> list[tuple[int, int | None]]:
 
 
 def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
-    """
-    Returns the parameters of the target's `forward` by name. If it has `**kwargs`, also those of the `forward` that it
-    overrides.
-    """
+    """Returns the parameters of a target's `forward` by name; with `**kwargs`, also those of one that it overrides."""
     found: dict[str, inspect.Parameter] = {}
     overridden = (vars(kind)["forward"] for kind in type(target).__mro__ if "forward" in vars(kind))
     for forward in (target.forward, *overridden):
@@ -247,10 +219,7 @@ def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
 
 
 def cache_argument(target: PreTrainedModel) -> str:
-    """
-    Returns the name of the cache in the target's arguments and outputs. Before transformers 5.24 it depended on the
-    name of the class.
-    """
+    """Returns the name of the cache in the target's arguments and outputs, which depended on its class before 5.24."""
     names = forward_parameters(target)
     if CACHE_NAME == "cache":
         return CACHE_NAME if CACHE_NAME in names or "state" not in names else "state"
@@ -265,21 +234,13 @@ def attention_implementation(config: PreTrainedConfig) -> str:
 
 
 def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
-    """
-    Copies the attention implementation of `other` to `config`. `PreTrainedModel` sets it in the model's own config,
-    and in nested configs only if a submodel has them.
-    """
+    """Copies the attention implementation of `other` to `config`, a nested one without a submodel of its own."""
     config._attn_implementation = other._attn_implementation
 
 
 def supports_sdpa(target: PreTrainedModel) -> bool:
     """Whether the target's layers can use `sdpa` attention."""
     return bool(target._supports_sdpa)
-
-
-def replace_attention_function(implementation: str, function: Callable[..., Any]) -> None:
-    """Replaces the attention function of this implementation."""
-    AttentionInterface.register(implementation, function)
 
 
 def registered_attention(implementation: str) -> Callable[..., Any] | None:
@@ -297,10 +258,8 @@ def attention_file(kind: type) -> Any:
 
 
 def attention_of_layers(kind: type, implementation: str) -> Callable[..., Any] | None:
-    """
-    Returns the function that layers of a class look up for this implementation; `None` for `eager` where nobody has
-    registered one. An entry of the object that they ask goes before a registered function.
-    """
+    """Returns the function that layers of a class look up by this name; `None` for `eager` if none is registered."""
+    # An entry of the object that they ask goes before a registered function.
     function: Callable[..., Any] | None = attention_file(kind).ALL_ATTENTION_FUNCTIONS.get(implementation)
     return function
 
@@ -331,11 +290,6 @@ def experts_function(implementation: str) -> Callable[..., Any]:
     return function
 
 
-def replace_experts_function(implementation: str, function: Callable[..., Any]) -> None:
-    """Replaces the function that experts with this implementation run."""
-    ExpertsInterface.register(implementation, function)
-
-
 def attention_reads_groups(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether transformers' `sdpa` function passes grouped keys and values to PyTorch without repeating them."""
     return bool(use_gqa_in_sdpa(mask, key, value))
@@ -347,26 +301,17 @@ def packs_single_queries() -> bool:
 
 
 def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """
-    Whether PyTorch's fused attention on CPUs reads grouped keys and values: since 2.9, if all heads have the same
-    width. Otherwise its plain implementation copies them.
-    """
+    """Whether PyTorch's fused attention on CPUs reads grouped keys and values, if all heads have the same width."""
     return _CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
 
 
 def runs_as_defined(module: nn.Module) -> bool:
-    """
-    Whether calling the module runs only the `forward` of its class: without hooks, and without a `forward` set on the
-    object, as accelerate does to offload or split a model.
-    """
+    """Whether calling the module runs only the `forward` of its class: without hooks, and none set on the object."""
     return not (num_hooks(module) or "forward" in vars(module) or has_placement_hook(module))
 
 
 def without_layer(module: nn.Module, layer: nn.Module) -> nn.Module:
-    """
-    Returns a copy of the module that shares its layers, except for one that becomes the identity. The module does not
-    change, because it may be running in another thread.
-    """
+    """Returns a copy of the module that shares its layers, except for one that becomes the identity."""
     copied = copy.copy(module)
     copied._modules = {name: nn.Identity() if own is layer else own for name, own in module._modules.items()}
     return copied
@@ -486,8 +431,5 @@ def _widen(value: Any) -> Any:
 
 
 def drive_one_device(args: Any) -> None:
-    """
-    Limits a `Trainer` with these `TrainingArguments` to one device in this process. Otherwise it would wrap the model
-    in `DataParallel` if there are several.
-    """
+    """Limits a `Trainer` to one device in this process, instead of wrapping the model in `DataParallel`."""
     args._n_gpu = min(args.n_gpu, 1)

@@ -159,7 +159,7 @@ def test_questions_that_cannot_be_answered_are_refused(
         begin(make_host(pair), text, **settings)
 
 
-def fail_with(error: Exception) -> Callable[..., None]:
+def fail_with(error: BaseException) -> Callable[..., None]:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
@@ -228,6 +228,19 @@ def test_gradio_is_asked_for_before_models_are_loaded(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit, match=r"^gumiho demo: .*gradio.*pip install 'transformers-gumiho\[demo\]'"):
         gumiho("demo", "--target", "no/such/folder", "--assistant", "no/such/one")
+
+
+def test_ctrl_c_ends_the_page_with_the_status_of_a_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
+    pages: list[Any] = []
+    monkeypatch.setattr(gradio.Blocks, "launch", lambda page, **_: pages.append(page))
+    monkeypatch.setattr(command.time, "sleep", fail_with(KeyboardInterrupt()))
+    with pytest.raises(SystemExit, match="130"):
+        gumiho("demo", "--pair", "demo")
+    assert capsys.readouterr().err.endswith("gumiho demo: Interrupted.\n")
+    assert pages[0].host.is_closed
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

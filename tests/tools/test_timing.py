@@ -1,5 +1,6 @@
 """Timing decoding: the prompt is left out, and everything after it counts."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def test_the_time_of_a_cycle_is_that_of_cycles_that_draft(monkeypatch: pytest.Mo
         now[0] += 0.03
         return draft(self, committed)
 
+    @functools.wraps(forward)  # its parameters say what can be verified
     def timed_forward(*args: Any, **kwargs: Any) -> Any:
         now[0] += 0.02
         return forward(*args, **kwargs)

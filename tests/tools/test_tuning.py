@@ -24,16 +24,7 @@ from transformers_gumiho.measuring.modes import DecodingMode, Runner
 from transformers_gumiho.measuring.timing import DecodingTime
 from transformers_gumiho.model.decoding_settings import DraftingSettings
 from transformers_gumiho.pairs.known import Pair
-from transformers_gumiho.tuning import (
-    Standing,
-    Tree,
-    TuningArguments,
-    TuningResult,
-    command,
-    describe,
-    finding,
-    tune,
-)
+from transformers_gumiho.tuning import Standing, Tree, TuningArguments, TuningResult, command, describe, finding, tune
 from transformers_gumiho.tuning import trees as trees_module
 from transformers_gumiho.tuning.contest import compare
 from transformers_gumiho.tuning.finding import find_settings
@@ -263,16 +254,22 @@ class Listening(Runner):
         return self.compared[-1]
 
 
-def listen(monkeypatch: pytest.MonkeyPatch, target: PreTrainedModel, drafter: GumihoModel, length: int) -> Listening:
-    """Returns what measured two trees, three vocabularies and two numbers of rows, with texts of this length."""
+def listen(
+    monkeypatch: pytest.MonkeyPatch,
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    tree: Tree,
+    length: int,
+    **options: Any,
+) -> Listening:
+    """Returns what measured a tree, with texts of this length."""
     monkeypatch.setattr(finding, "ROUNDS", (2,))
     monkeypatch.setattr(finding, "FINAL_TURNS", 1)
     for module in (finding, trees_module):
         monkeypatch.setattr(module, "num_counted", lambda _: 3)
     runner = Listening(target, 0, length)
     prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (3, 6, 4, 7)]
-    trees = [Tree(5, 2, 4, 0.5, "own"), Tree(12, 4, 7, vocabulary="own")]
-    find_settings(runner, drafter, trees, prompts, TuningArguments(batch_sizes=[1, 3]))
+    find_settings(runner, drafter, [tree], prompts, TuningArguments(**options))
     return runner
 
 
@@ -280,9 +277,11 @@ def test_turns_decode_the_prompts_that_are_due(monkeypatch: pytest.MonkeyPatch) 
     target = make_target()
     drafter = make_drafter(target, draft_vocabulary=[1, 2, 5, 6])
     before = drafter.generation_config.to_dict()
-    compared = listen(monkeypatch, target, drafter, 9).compared
+    tree = Tree(2, 2, 2, 0.5, "own")
+    compared = listen(monkeypatch, target, drafter, tree, 9, batch_sizes=[1, 3]).compared
+    # The tree, with three vocabularies, in two sizes, and its final.
     assert [len(taken[0].texts) for taken in compared] == [1, 1, 1, 1, 3, 3, 1, 3, 1, 3]
-    assert [len(taken) - 1 for taken in compared] == [2, 2, 3, 3, *[len(compared[4]) - 1] * 2, 1, 1, 1, 1]
+    assert [len(taken) - 1 for taken in compared] == [1, 1, 3, 3, 2, 2, 1, 1, 1, 1]
     for plain, *drafted in compared[:6]:
         for text in plain.texts:
             asked = torch.tensor([text[:-9]])
@@ -300,9 +299,9 @@ def test_turns_decode_the_prompts_that_are_due(monkeypatch: pytest.MonkeyPatch) 
 def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ordinary decoding it pauses, and a contest of pauses would say nothing about trees."""
     target = make_target("llama", vocab_size=64)
-    drafter, origins = make_drafter(target, break_even=None, draft_vocabulary=list(range(32))), Origins()
+    drafter, origins = make_drafter(target, break_even=None), Origins()
     with observing(origins):
-        listen(monkeypatch, target, drafter, 20)
+        listen(monkeypatch, target, drafter, Tree(12, 4, 7), 40, batch_sizes=[1], tune_vocabulary=False)
         assert set(origins.sources) <= {"drafter", "end"}
         assert origins.sources.count("drafter") > 100
         target.generate(**make_prompts([5]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
@@ -349,7 +348,8 @@ def test_command_keeps_the_settings_with_the_drafter(
 ) -> None:
     # Each tree takes seconds.
     monkeypatch.setattr("transformers_gumiho.tuning.trees._SHAPES", ((6, 2),))
-    monkeypatch.setattr(finding, "ROUNDS", (1, 2))
+    monkeypatch.setattr("transformers_gumiho.tuning.trees._NUM_SIZES", 2)
+    monkeypatch.setattr(finding, "ROUNDS", (1,))
     monkeypatch.setattr(finding, "FINAL_TURNS", 1)
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     all_rows = [1, 4] if has_prompts else [1]

@@ -53,9 +53,7 @@ def test_the_fastest_lengths_are_found_by_tokens_and_seconds() -> None:
     assert best[16] == 0
     # Each number of requests is closest, by its ratio, to the one that was measured.
     assert schedule(found) == [[1, 2, best[1]], [3, 8, best[4]], [9, 16, best[16]]]
-
-
-def test_neighbors_of_one_length_are_one_range() -> None:
+    # Neighbors of one length are one range.
     speeds_of = {None: 1.0, 0: 0.9, 3: 1.5}
     assert schedule({1: speeds_of, 2: speeds_of, 8: speeds_of | {3: 0.8}}) == [[1, 4, 3], [5, 8, 0]]
 

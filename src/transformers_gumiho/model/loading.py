@@ -249,7 +249,9 @@ def register_released_names() -> None:
     register_checkpoint_conversion_mapping("gumiho", renamings, overwrite=True)
 
 
-def accept_checkpoint(drafter: Any, info: dict[str, Any], options: Mapping[str, Any], allow_mismatch: bool) -> None:
+def accept_checkpoint(
+    drafter: Any, info: dict[str, Any], source: Any, options: Mapping[str, Any], allow_mismatch: bool
+) -> None:
     """
     Accepts or refuses the checkpoint of a drafter that `from_pretrained` has loaded.
 
@@ -257,20 +259,20 @@ def accept_checkpoint(drafter: Any, info: dict[str, Any], options: Mapping[str, 
         drafter: The drafter, with its generation config.
         info: The loading info, from which the keys go that are accepted. `unexpected_keys` have no place in the model,
             `missing_keys` are not in the checkpoint.
-        options: The arguments of `from_pretrained`.
+        source, options: The arguments of `from_pretrained`.
         allow_mismatch: Whether tensors of the wrong shape are initialized.
 
     Raises:
         ValueError: The checkpoint lacks tensors, holds others or some of the wrong shape, or reads other layers than
             the config asks for; or its vocabulary does not fit the drafter.
     """
-    name = repr(str(drafter.name_or_path))
+    name = repr(str(source))
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    _accept_new_fusion(drafter, missing, unexpected, options)
-    _accept_new_heads(drafter, missing, options)
+    _accept_new_fusion(drafter.config, missing, unexpected, source, options)
+    _accept_new_heads(drafter, missing, source, options)
     _accept_transitions(drafter.config, missing, unexpected, name)
     _drop_extra_heads(drafter, unexpected, name)
-    _adopt_vocabulary(drafter, unexpected, options)
+    _adopt_vocabulary(drafter, unexpected, source, options)
     info |= {"missing_keys": missing, "unexpected_keys": unexpected}
     mismatched = [] if allow_mismatch else info["mismatched_keys"]
     shapes = [f"{key} is {tuple(found)}, expected {tuple(expected)}" for key, found, expected in mismatched]
@@ -285,38 +287,39 @@ def accept_checkpoint(drafter: Any, info: dict[str, Any], options: Mapping[str, 
     raise UserValueError(f"The checkpoint {name} {reason}\n" + "\n".join(problems))
 
 
-def _own_fields(drafter: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _own_fields(config: Any, source: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a checkpoint's own config, whatever it is loaded with; none where it has no config."""
-    if drafter.name_or_path:
-        places = {place: options[place] for place in PLACES if place in options}
+    if source is not None:
+        places = {place: options[place] for place in (*PLACES, "variant") if place in options}
         with suppress(OSError, ValueError):  # it has none, and was loaded with another one
-            fields: dict[str, Any] = type(drafter.config).get_config_dict(drafter.name_or_path, **places)[0]
+            fields: dict[str, Any] = type(config).get_config_dict(source, **places)[0]
             return fields
     return {}
 
 
-def _accept_new_heads(drafter: Any, missing: set[str], options: Mapping[str, Any]) -> None:
+def _accept_new_heads(drafter: Any, missing: set[str], source: Any, options: Mapping[str, Any]) -> None:
     """Accepts a checkpoint without parallel heads, such as an EAGLE head, for a config with them."""
     new = {key for key in missing if _HEAD_TENSOR.fullmatch(key)}
-    if not new or _own_fields(drafter, options).get("num_parallel_heads") != 0:
+    if not new or _own_fields(drafter.config, source, options).get("num_parallel_heads") != 0:
         return
     # Settings for the depths of its drafts do not fit.
     drafter.generation_config.update(tree_depth=None, draft_temperature=None, break_even=None)
     logger.warning(
-        f"The checkpoint {drafter.name_or_path!r} has no parallel heads. The {drafter.config.num_parallel_heads} that "
+        f"The checkpoint {str(source)!r} has no parallel heads. The {drafter.config.num_parallel_heads} that "
         f"its config asks for are new: they draft nothing of use until they are trained (`--train_only parallel`)."
     )
     missing -= new
 
 
-def _accept_new_fusion(drafter: Any, missing: set[str], unexpected: set[str], options: Mapping[str, Any]) -> None:
+def _accept_new_fusion(
+    config: Any, missing: set[str], unexpected: set[str], source: Any, options: Mapping[str, Any]
+) -> None:
     """Accepts a checkpoint that reads one state of the target for a config with several layers."""
-    config, name = drafter.config, repr(str(drafter.name_or_path))
-    layer_ids = config.target_layer_ids
+    name, layer_ids = repr(str(source)), config.target_layer_ids
     # An EAGLE-3 head fuses layers by `fc`, whichever they are.
     if config.is_eagle3 or (layer_ids is None and _FUSION_TENSOR not in unexpected):
         return
-    own_ids = _own_fields(drafter, options).get("target_layer_ids")
+    own_ids = _own_fields(config, source, options).get("target_layer_ids")
     if own_ids is not None and own_ids != layer_ids:
         raise UserValueError(
             f"The drafter {name} was trained to read the target's layers {own_ids}, and cannot be loaded with "
@@ -374,10 +377,9 @@ def _drop_extra_heads(drafter: Any, unexpected: set[str], name: str) -> None:
     unexpected.difference_update(*surplus)
 
 
-def _adopt_vocabulary(drafter: Any, unexpected: set[str], options: Mapping[str, Any]) -> None:
+def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: Mapping[str, Any]) -> None:
     """Makes the vocabulary that a checkpoint holds as a tensor the setting `draft_vocabulary`, unless that is set."""
-    config, source = drafter.config, drafter.name_or_path
-    vocab_size = config.get_text_config().vocab_size
+    config, vocab_size = drafter.config, drafter.config.get_text_config().vocab_size
     if config.is_eagle3:  # it belongs to the weights
         if config.draft_vocab_size is not None:
             entry_token_ids("d2t", drafter.d2t.cpu(), vocab_size, source)

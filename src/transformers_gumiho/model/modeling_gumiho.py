@@ -214,7 +214,7 @@ class GumihoModel(GumihoPreTrainedModel):
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         model.load_generation_config(kwargs)
-        accept_checkpoint(model, info, kwargs, allow_mismatch)
+        accept_checkpoint(model, info, pretrained_model_name_or_path, kwargs, allow_mismatch)
         return (model, info) if output_loading_info else model
 
     def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

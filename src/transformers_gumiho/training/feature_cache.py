@@ -85,7 +85,7 @@ class CacheManifest:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
-            raise _damaged(path, error) from error
+            raise damaged(path, error) from error
 
     def save(self, folder: Path) -> None:
         """Writes the manifest into `folder`."""
@@ -167,12 +167,13 @@ class CachedFeatures:
         try:
             self.config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError) as error:
-            raise _damaged(target / "config.json", error) from error
+            raise damaged(target / "config.json", error) from error
         self.config.name_or_path = manifest.target_name
         weights = load_checked(target / WEIGHTS)
         self.embedding = weights.pop("embed_tokens.weight")
         tensors = {name.removeprefix("lm_head."): tensor for name, tensor in weights.items()}
-        self._linear = nn.Linear(*reversed(tensors["weight"].shape), bias="bias" in tensors, device="meta")
+        num_outputs, num_inputs = tensors["weight"].shape
+        self._linear = nn.Linear(num_inputs, num_outputs, bias="bias" in tensors, device="meta")
         self._linear.load_state_dict(tensors, assign=True)
         self._linear.requires_grad_(False)
         self.head = scaled_head(self._linear, self.config)
@@ -187,8 +188,13 @@ class CachedFeatures:
 
     def states(self, inputs: dict[str, torch.Tensor]) -> TargetStates:
         """
-        Returns the cached states of a batch of rows, which holds them as `hidden_states` `(B, L, H)`, and those of
-        further layers as `layer_states` `(B, L, k * H)`; raises `ValueError` where it does not.
+        Returns the cached states of a batch of rows.
+
+        Args:
+            inputs: The batch; `hidden_states` `(B, L, H)` and, for further layers, `layer_states` `(B, L, k * H)`.
+
+        Raises:
+            ValueError: The rows hold no `hidden_states`.
         """
         if "hidden_states" not in inputs:
             raise UserValueError("The rows hold no `hidden_states`. Train on the `FeatureDataset` of the same cache.")
@@ -279,7 +285,7 @@ def load_checked(path: Path) -> dict[str, torch.Tensor]:
     file = _open(path)
     tensors = {name: file.get_tensor(name) for name in list(file.keys())}
     if _checksum(tensors) != (file.metadata() or {}).get("checksum"):
-        raise _damaged(path, "it has another checksum")
+        raise damaged(path, "it has another checksum")
     return tensors
 
 
@@ -297,10 +303,11 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
-def _damaged(path: Path, error: object) -> ValueError:
+def damaged(path: Path, error: object) -> ValueError:
+    """Returns the error of a damaged file of a cache."""
     return UserValueError(f"{str(path)!r} is damaged: {error}. Run what wrote it again, which writes this file anew.")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from ..internals import (
     SDPA_ATTENTION,
@@ -31,7 +31,6 @@ from ..internals import (
     eager_attention,
     packs_single_queries,
     registered_attention,
-    replace_attention_function,
     supports_sdpa,
 )
 
@@ -118,7 +117,7 @@ def _install(implementation: str, choose: Callable[..., AttentionFunction]) -> N
         return function(module, query, key, value, attention_mask, *args, **kwargs)
 
     _installed.append((attend, plain))
-    replace_attention_function(implementation, attend)
+    AttentionInterface.register(implementation, attend)
 
 
 def _kernel_that_takes_masks(plain: AttentionFunction, module: nn.Module, *args: Any) -> AttentionFunction:

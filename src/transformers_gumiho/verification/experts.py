@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers.integrations.moe import ExpertsInterface
 
-from ..internals import GROUPED_EXPERTS, experts_function, replace_experts_function
+from ..internals import GROUPED_EXPERTS, experts_function
 from .attention import current_pass, pass_state
 
 
@@ -22,7 +23,7 @@ from .attention import current_pass, pass_state
 def experts_of_decoding() -> Iterator[None]:
     """Returns a context for a pass over a single token in each row, on an accelerator."""
     if experts_function("grouped_mm") is GROUPED_EXPERTS:
-        replace_experts_function("grouped_mm", _dispatch)
+        ExpertsInterface.register("grouped_mm", _dispatch)
     with pass_state(has_single_tokens=True):
         yield
 

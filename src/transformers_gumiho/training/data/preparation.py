@@ -32,9 +32,10 @@ _INDIFFERENT = re.compile(r"[\s.,;:!?\"']+")
 @dataclass
 class PreparationReport:
     """
-    What became of a dataset: the numbers of the rows that are left out, by reason (`problems`); texts, of which each
-    window of a long raw text is one; their tokens, and those that the loss counts; texts cut at the maximum length,
-    and tokens lost by that; answers that began a row, and were left out (`num_dropped`); and rows after packing.
+    What became of a dataset: the numbers of the rows that are left out, by reason (`problems`); `num_texts` texts, of
+    which each window of a long raw text is one, with `num_tokens` tokens, of which the loss counts `num_loss_tokens`;
+    `num_truncated` texts that were cut at the maximum length, and the `num_tokens_cut` tokens of these; `num_dropped`
+    answers that began a row, and were left out; `num_rows` rows after packing.
     """
 
     problems: dict[str, list[int]] = field(default_factory=dict)

@@ -31,14 +31,8 @@ _LONGEST_PHRASE, _LOOP_TOKENS = 64, 128
 @dataclass(frozen=True)
 class WritingSettings:
     """
-    How a target answers.
-
-    Attributes:
-        max_length: Tokens of a conversation, at most.
-        max_new_tokens: Tokens of an answer, at most.
-        sampling: How answers are sampled, and which share of the rows is.
-        seed: For sampling.
-        num_prompt_tokens: Tokens of a raw text that the target continues.
+    How a target answers: with at most `max_new_tokens` tokens, or `max_length` together with what is before.
+    `sampling` says how they are chosen, by `seed`, in a share of rows. Of a raw text, it reads `num_prompt_tokens`.
     """
 
     max_length: int = 2048

@@ -39,22 +39,19 @@ class UserTurnNotFoundError(UserValueError):
 
 def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Returns what the chat template writes before and after a first user turn, or raises `UserTurnNotFoundError`."""
-    name = tokenizer.name_or_path
     way_out = "template with a user opening (`--chat_template FILE`), or questions (`--data FILE`)."
-    if not tokenizer.chat_template:
-        raise UserTurnNotFoundError(f"The tokenizer {name!r} has no chat template. Give a {way_out}")
-    try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
-    except jinja2.TemplateError as error:
-        message = f"The chat template of {name!r} refuses a user's turn: {error}. Give another {way_out}"
-        raise UserTurnNotFoundError(message) from error
-    opening, *rest = text.split(MARK)
-    if len(rest) != 1 or not opening.strip():
-        how = "writes nothing before it" if len(rest) == 1 else f"shows it {len(rest)} times"
-        raise UserTurnNotFoundError(
-            f"The chat template of {name!r} does not show where the user speaks: it {how}. Give a {way_out}"
-        )
-    return opening, rest[0].strip()
+    how = "has no chat template. Give a"
+    if tokenizer.chat_template:
+        try:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+            opening, *rest = text.split(MARK)
+            if len(rest) == 1 and opening.strip():
+                return opening, rest[0].strip()
+            shown = "writes nothing before it" if len(rest) == 1 else f"shows it {len(rest)} times"
+            how = f"does not show where the user speaks: its chat template {shown}. Give another"
+        except jinja2.TemplateError as error:
+            how = f"has a chat template that refuses a user's turn: {error}. Give another"
+    raise UserTurnNotFoundError(f"The tokenizer {tokenizer.name_or_path!r} {how} {way_out}")
 
 
 def synthesize_dataset(
