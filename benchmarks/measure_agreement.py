@@ -17,7 +17,8 @@ from demo_pair import parse
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.measuring.prompts import Question, encode_turn, pad_left, read_prompts
+from transformers_gumiho.measuring.prompts import Question, pad_left, read_prompts
+from transformers_gumiho.open_text import encode_turn
 from transformers_gumiho.pairs import TargetArguments, load_target, prompts_field
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser
 
-from transformers_gumiho.measuring.prompts import encode_turn
+from transformers_gumiho.open_text import encode_turn
 from transformers_gumiho.pairs import load_pair
 from transformers_gumiho.pairs.arguments import DraftingArguments
 from transformers_gumiho.pairs.loading import use_options

@@ -92,8 +92,9 @@ def run_attach_command(words: list[str]) -> None:
 def run_train_command(words: list[str]) -> None:
     """`gumiho train`."""
     from .recipe.command import run_train_command
+    from .recipe.measure import MEASURES
 
-    run_train_command(words)
+    run_train_command(words, MEASURES)
 
 
 def run_data_command(words: list[str]) -> None:

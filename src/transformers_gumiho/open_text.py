@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +57,19 @@ def load_tokenizer(target: str, chat_template: Path | None, kwargs: str | None) 
     if chat_template is not None:
         tokenizer.chat_template = read_text(chat_template)
     return with_template_kwargs(tokenizer, values)
+
+
+def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+    """
+    Returns the token ids of a conversation up to the turn after the last answer. Without a chat template, turns and
+    answers are joined.
+    """
+    if not tokenizer.chat_template:
+        text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
+        return encode_open_text(tokenizer, text)
+    messages = []
+    for turn, answer in zip(turns, [*answers, None], strict=False):
+        messages.append({"role": "user", "content": turn})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])

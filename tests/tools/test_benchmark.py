@@ -33,8 +33,8 @@ from transformers_gumiho.benchmarking.journal import Journal
 from transformers_gumiho.benchmarking.report import markdown
 from transformers_gumiho.benchmarking.summary import Comparison, bootstrap_interval
 from transformers_gumiho.measuring import prompts, timing
-from transformers_gumiho.measuring.prompts import encode_turn
 from transformers_gumiho.measuring.timing import temporary_settings
+from transformers_gumiho.open_text import encode_turn
 
 
 DEMO_PAIR = DEMO_TARGET.parent

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -103,9 +104,14 @@ def test_a_gpu_is_checked_in_one_table(
 
 
 def test_a_section_that_fails_or_comes_late_is_not_run() -> None:
-    failing = lambda: iter([1 // 0])  # noqa: E731
-    assert gpu_check.run(failing, is_late=False)[0][1].startswith("ZeroDivisionError: ")
-    assert gpu_check.run(failing, is_late=True) == [("not run", "no time left")]
+
+    def failing() -> Iterator[tuple[str, str]]:
+        yield "half", "done"
+        raise RuntimeError("out of memory\nand more")
+
+    assert gpu_check.run(failing, is_late=False) == [("not run", "RuntimeError: out of memory")]
+    assert gpu_check.run(lambda: iter([("a", "b")]), is_late=True) == [("not run", "no time left")]
+    assert gpu_check.run(lambda: iter([("a", "b")]), is_late=False) == [("a", "b")]
 
 
 def test_bound_is_that_of_the_weights_that_are_read() -> None:

@@ -425,6 +425,22 @@ def test_nothing_is_decoded_after_the_shown_cycle() -> None:
     assert len(passes) == 1 + 6, "the prompt's, and one for each cycle"
 
 
+def test_drafts_from_the_context_are_shown(target: PreTrainedModel, drafter: GumihoModel) -> None:
+    """The same cycle as `gumiho generate` has with this option."""
+    prompt = "x, y, z, w, " * 12 + "x, y,"
+    options = {"prompt_lookup_num_tokens": 10}
+    lengths = decode(target, drafter, prompt, max_new_tokens=64, **options).accepted_lengths[0]
+    cycles = [show(ShowArguments(**PAIR, prompt=prompt, color="never", **more)) for more in (options, {})]
+    assert len(cycles[0].committed) == lengths[0]
+    depths = []
+    for cycle in cycles:
+        depth = [0]
+        for parent in cycle.parents[1:]:
+            depth.append(depth[parent] + 1)
+        depths.append(max(depth))
+    assert depths[0] == 10 > depths[1], "deeper than the drafter drafts"
+
+
 def test_cycles_longer_than_the_drafters_paths_are_shown_completely(
     target: PreTrainedModel, drafter: GumihoModel, tmp_path: Path
 ) -> None:

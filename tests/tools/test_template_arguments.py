@@ -65,5 +65,5 @@ def test_the_page_and_the_last_stages_take_them(template: Path, monkeypatch: pyt
     monkeypatch.setattr(measure, "load_pair", load_pair)
     measure.tune_drafter(RecipeArguments(**options), Path("drafter"), Path("q.jsonl"), 1)
     with pytest.raises(KeyboardInterrupt):
-        measure.evaluate_drafter(RecipeArguments(**options), Path("drafter"), Path("q.jsonl"), Path("work"))
+        measure.evaluate_drafter(RecipeArguments(**options), Path("drafter"), Path("q.jsonl"), 1)
     assert [(each.chat_template, each.chat_template_kwargs) for each in given] == [(template, QUICK)] * 2

@@ -23,7 +23,7 @@ from training_data import (
 )
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from transformers_gumiho.measuring.prompts import encode_turn
+from transformers_gumiho.open_text import encode_turn
 from transformers_gumiho.training import (
     GumihoDataCollator,
     load_conversations,

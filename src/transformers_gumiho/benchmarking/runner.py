@@ -12,8 +12,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..measuring.modes import PLAIN, DecodingMode, Runner
-from ..measuring.prompts import Question, encode_turn
+from ..measuring.prompts import Question
 from ..measuring.timing import DecodingTime
+from ..open_text import encode_turn
 from ..user_errors import UserValueError
 from .journal import Journal
 from .summary import Sample

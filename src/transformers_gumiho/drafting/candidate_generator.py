@@ -131,7 +131,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             settings: Its settings for the batch.
             read_text: Takes an index for each row, and returns the row's tokens from it on.
             prompt_length: Tokens of the prompt in each row, padding included.
-            peek_noise, around_pass, prompt_chunk_size: As in [`GumihoDrafter`].
+            peek_noise: Returns the noise `(B, draws, K)` of the next draws, as for [`GumihoDrafter`].
+            around_pass, prompt_chunk_size: As for [`GumihoDrafter`].
         """
         # Only their device and dtype: the drafter must not keep the states of the prompt.
         last = session.prefill.states.last

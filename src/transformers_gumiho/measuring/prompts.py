@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..open_text import encode_open_text
 from ..text_files import load_conversations, parse_row, read_json_lines
 from ..user_errors import UserValueError
 
@@ -109,22 +107,6 @@ def _read_question(row: Mapping[str, Any], index: int, where: str, column: str |
     if not all(isinstance(turn, str) and turn for turn in turns):
         raise UserValueError(f"{where} has turns that are not text: {turns!r}.")
     return Question(str(row.get("question_id", index)), str(row.get("category", DEFAULT_CATEGORY)), turns)
-
-
-def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-    """
-    Returns the token ids of a conversation up to the turn after the last answer. Without a chat template, turns and
-    answers are joined.
-    """
-    if not tokenizer.chat_template:
-        text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
-        return encode_open_text(tokenizer, text)
-    messages = []
-    for turn, answer in zip(turns, [*answers, None], strict=False):
-        messages.append({"role": "user", "content": turn})
-        if answer is not None:
-            messages.append({"role": "assistant", "content": answer})
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def pad_left(

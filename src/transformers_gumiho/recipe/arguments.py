@@ -97,7 +97,7 @@ class RecipeArguments(WritingArguments):
     config: Path | None = option("File with defaults, in the form of the package's `recipe/defaults.yaml`.")
     plan: bool = option("Print the plan (disk and memory) and stop.", False)
     ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
-    regenerate: bool = option("Let the target answer; `false` trains on the data's answers.", True)
+    regenerate: bool = option("Let the target answer; `false` uses the answers of the data.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
     cache_features: str = option(
         "`true` runs the target once and keeps its states; `false` runs it in every step; `auto` keeps them where the "
@@ -114,7 +114,7 @@ class RecipeArguments(WritingArguments):
     )
     drafter: str | None = option("Continue training this drafter.")
     num_parallel_heads: int | None = option(
-        "Parallel heads (default: 5, or those of `--drafter`). With `--train_only parallel`, an EAGLE head gets them."
+        "Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them."
     )
     transition_rank: int | None = option("Rank of the parallel heads' transitions (default: the recipe's).")
     target_layer_ids: list[int] | None = option(

@@ -10,7 +10,7 @@ from ..training import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
 from .recipes import RECIPES
-from .stages import Run
+from .stages import Measures, Run
 from .writing import load_tokenizer, write_answers
 
 
@@ -28,7 +28,9 @@ def data(args: DataArguments) -> None:
     write_answers(args, load_tokenizer(args), args.output_file, args.seed)
 
 
-def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], output_dir: str) -> None:
+def train(
+    args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], output_dir: str, measures: Measures
+) -> None:
     """
     Makes a drafter for a target: the target writes its training data, its states are kept, the drafter is trained,
     tuned for this machine and compared with plain decoding. If you stop it, run it again with the same
@@ -38,6 +40,7 @@ def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], out
         args: The options.
         phases: Training arguments by the name of the phase: see [`phases_of`].
         output_dir: Receives the drafter with its tokenizer and card; everything else goes into `work/` within it.
+        measures: Does the stages `tune` and `evaluate`.
 
     Raises:
         ValueError: Options contradict each other, or a file was begun with others.
@@ -47,7 +50,7 @@ def train(args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], out
     for number, phase in enumerate(phases.values()):
         check_training(args, phase, has_drafter=args.drafter is not None or number > 0)
     (Path(output_dir) / "work").mkdir(parents=True, exist_ok=True)
-    run = Run(args, phases, Path(output_dir))
+    run = Run(args, phases, Path(output_dir), measures)
     if args.restart is not None and not args.plan:
         run.forget(args.restart)
     if args.plan or not run.has_begun:
@@ -62,13 +65,13 @@ def run_data_command(words: Sequence[str]) -> None:
     data(args)
 
 
-def run_train_command(words: Sequence[str]) -> None:
+def run_train_command(words: Sequence[str], measures: Measures) -> None:
     """`gumiho train`."""
     args, training_args = _parse(words, {})
     args.check()
     if args.packing is None:
         args.packing = RECIPES[args.recipe].packing
-    train(args, phases_of(words, args, training_args), training_args.output_dir)
+    train(args, phases_of(words, args, training_args), training_args.output_dir, measures)
     PartialState().destroy_process_group()  # of several processes, of which one would complain otherwise
 
 

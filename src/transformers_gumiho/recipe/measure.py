@@ -23,11 +23,11 @@ def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts
     return describe(tune(options))
 
 
-def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path) -> str:
+def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts: int) -> str:
     """Compares the drafter with plain decoding and prompt lookup, adds the table to its card, and returns it."""
     target, tokenizer, drafter = load_pair(PairArguments(**_pair(args, folder)))
     modes = choose_modes(decoding_modes(drafter), [PROMPT_LOOKUP, "gumiho"])
-    questions = read_prompts(str(prompts))
+    questions = read_prompts(str(prompts), num_prompts=num_prompts)
     try:
         samples = list(run_benchmark(target, tokenizer, questions, modes, max_new_tokens=args.measured_new_tokens))
     except KeyboardInterrupt:
@@ -44,3 +44,7 @@ def _pair(args: RecipeArguments, folder: Path) -> dict[str, Any]:
     """Returns the options of a pair: the run's target, and its drafter in a folder."""
     same = {name: getattr(args, name) for name in ("target", "device_map", "chat_template", "chat_template_kwargs")}
     return same | {"assistant": str(folder), "dtype": args.target_dtype}
+
+
+# What `gumiho train` does once the drafter is trained, by the name of the stage.
+MEASURES = {"tune": tune_drafter, "evaluate": evaluate_drafter}

@@ -4,7 +4,7 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from ..training.feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_f
 from ..training.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..user_errors import UserValueError, as_user_errors
 from .arguments import STAGES, RecipeArguments
-from .measure import evaluate_drafter, tune_drafter
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
 from .records import cached_contents, rows_contents, target_contents, writing_contents
@@ -51,6 +50,10 @@ _SAMPLE = 256  # rows whose tokens the plan counts
 _PATIENCE = 1.0  # seconds between two looks at what the main process does
 
 
+# Takes the options, the drafter's folder, a file of prompts, and their number.
+Measures = Mapping[str, Callable[[RecipeArguments, Path, Path, int], str]]
+
+
 class Run:
     """
     One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
@@ -59,10 +62,14 @@ class Run:
         args: The options.
         phases: Training arguments by the name of the phase.
         folder: Receives the drafter.
+        measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
     """
 
-    def __init__(self, args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], folder: Path):
+    def __init__(
+        self, args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], folder: Path, measures: Measures
+    ):
         self.args, self.phases, self.folder, self.work = args, phases, folder, folder / "work"
+        self.measures = measures
         self.training_args = next(iter(phases.values()))
         self.is_main = self.training_args.process_index == 0
         self.answers, self.prompt_file = self.work / "answers.jsonl", self.work / "prompts.jsonl"
@@ -301,10 +308,7 @@ class Run:
         }
 
         def measure() -> None:
-            if stage == "tune":
-                say(tune_drafter(args, self.folder, self.prompt_file, num_prompts))
-            else:
-                say(evaluate_drafter(args, self.folder, self.prompt_file))
+            say(self.measures[stage](args, self.folder, self.prompt_file, num_prompts))
 
         self._once(stage, contents, measure)
         gc.collect()

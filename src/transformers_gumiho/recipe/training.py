@@ -14,10 +14,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
-from ..measuring.prompts import encode_turn
 from ..model.configuration_gumiho import GumihoConfig, resolve_layer_ids
 from ..model.loading import stored_dtype
 from ..model.modeling_gumiho import GumihoModel
+from ..open_text import encode_turn
 from ..resumable_file import Record
 from ..text_files import MalformedRowError
 from ..training import (

@@ -39,7 +39,7 @@ class GumihoTrainingArguments(TrainingArguments):
     feature_weight: float = option("Weight of smooth L1 between features and states.", 1.0)
     serial_ce_weight: float = option("Weight of the serial head's soft cross-entropy.", 0.1)
     parallel_ce_weight: float = option("Weight of the parallel heads' soft cross-entropy.", 0.1)
-    parallel_ce_start: float = option("Share of the training after which --parallel_ce_weight counts.", 0.1)
+    parallel_ce_start: float = option("Share of the training before --parallel_ce_weight counts.", 0.1)
     parallel_decay: float = option("Weight of parallel head i: this to the power of i+1.", 0.8)
     parallel_weight: float = option("Weight of the sum over the parallel heads.", 1 / 9)
     feature_noise: float = option(

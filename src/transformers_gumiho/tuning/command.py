@@ -6,9 +6,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..measuring.modes import Runner
-from ..measuring.prompts import encode_turn, read_prompts
+from ..measuring.prompts import read_prompts
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
+from ..open_text import encode_turn
 from ..pairs import load_pair
 from ..user_errors import UserValueError, as_user_errors
 from ..verification.placement import input_device

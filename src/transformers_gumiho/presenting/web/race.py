@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...measuring.prompts import encode_turn
 from ...model.modeling_gumiho import GumihoModel
+from ...open_text import encode_turn
 from ...pairs import use_options
 from ...user_errors import UserValueError
 from ...verification.placement import input_device

@@ -1,0 +1,100 @@
+"""The drafter of the pair smollm2, with a target of the same shape: the real one is not part of the repository."""
+
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from targets import equals_plain
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.open_text import encode_turn
+from transformers_gumiho.pairs import PairArguments, load_pair
+from transformers_gumiho.pairs.known import find_pair
+from transformers_gumiho.pairs.smollm2 import INSTALL, installed_file
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"),
+    [({"avx512_bf16": True}, "bfloat16"), ({"amx_bf16": True}, "bfloat16"), ({"avx2": True}, "float32")],
+)
+def test_a_large_pair_runs_in_16_bits_where_the_cpu_computes_in_them(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert find_pair("smollm2").cpu_dtype == dtype
+    assert find_pair("demo").cpu_dtype == "float32"
+
+
+def test_the_drafter_is_small_and_decodes_a_target_of_its_shape_exactly() -> None:
+    folder = Path(find_pair("smollm2").find_drafter())
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 42e6
+    drafter = GumihoModel.from_pretrained(folder, dtype="auto")
+    assert drafter.dtype == torch.bfloat16
+    assert not drafter.config.has_embedding
+    assert len(drafter.generation_config.draft_vocabulary) == 10240
+    torch.manual_seed(0)
+    # SmolLM2-135M-Instruct's.
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30,
+        vocab_size=49152, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    target = LlamaForCausalLM(config).eval()
+    drafter = drafter.float()
+    prompt = torch.randint(3, 49152, (1, 20))
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
+        equals_plain(target, drafter, 1, input_ids=prompt, max_new_tokens=24, **sampling)
+
+
+def test_long_prompts_quote_the_answers(tmp_path: Path) -> None:
+    """Half of them ask one of the questions; no answer that goes round in circles is quoted."""
+    source = random.Random(0)
+    answers = [" ".join(f"w{source.randrange(900)}" for _ in range(60)) for _ in range(6)]
+    rows = [(f"Question {i}?", answer) for i, answer in enumerate([*answers, "again and " * 60, "short"])]
+    messages = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in rows]
+    messages[0][1]["content"] = answers[0] = answers[0].replace(" ", "\u2028", 1)
+    lines = [{"skipped": "no answer"}, *({"messages": m} for m in messages)]
+    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (tmp_path / "answers.jsonl").write_text(content, encoding="utf-8")
+    command = [
+        sys.executable, ROOT / "examples" / "smollm2" / "long_prompts.py", "--answers", tmp_path / "answers.jsonl",
+        "--output_file", tmp_path / "prompts.jsonl", "--num_prompts", "40", "--min_words", "100", "--max_words", "150",
+    ]  # fmt: skip
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert "40 prompts from 6 answers" in process.stdout
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    quoted = [[word for word in prompt.split() if re.fullmatch(r"w\d+", word)] for prompt in prompts]
+    assert all(100 <= len(words) <= 150 for words in quoted)
+    assert all(any(words[:60] == answer.split() for answer in answers) for words in quoted)
+    assert not any("again" in prompt for prompt in prompts)
+    assert sum("Question" in prompt and "?" in prompt for prompt in prompts) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_command_of_the_readme_ends_with_the_same_text_on_any_cpu(dtype: str) -> None:
+    """No two tokens are nearly tied, so no CPU chooses another one. The drafter shows what it can."""
+    if installed_file() is None:
+        pytest.skip(f"needs a package: `{INSTALL}`")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (prompt,) = re.findall(r'gumiho generate --pair smollm2 --compare --prompt "(.*)"', readme)
+    target, tokenizer, drafter = load_pair(PairArguments(pair="smollm2", dtype=dtype))
+    asked = torch.tensor([encode_turn(tokenizer, [prompt], [])])
+    options = {"do_sample": False, "max_new_tokens": 256, "return_dict_in_generate": True}
+    plain = target.generate(asked, **options, output_logits=True)
+    drafted = target.generate(asked, **options, assistant_model=drafter)
+    assert torch.equal(plain.sequences, drafted.sequences)
+    assert statistics.mean(drafted.accepted_lengths[0]) > 2.5
+    if dtype == "float32":
+        highest = torch.cat(plain.logits).topk(2).values
+        assert (highest[:, 0] - highest[:, 1]).min() >= 0.5
