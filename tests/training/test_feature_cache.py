@@ -373,7 +373,7 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
     write(target, tmp_path / "d", dtype=torch.bfloat16)
     features, first = CachedFeatures(tmp_path / "a"), FeatureDataset(tmp_path / "a")
     messages = {
-        "b": r"/b/made_from\.json' was created with different settings: target .*Give caches that were made as",
+        "b": r"/b/made_from\.json' was created with different settings: model .*Give caches that were made as",
         "c": r"target_layer_ids \(\[0, 1\], now None\)",
         "d": r"dtype \(bfloat16, now float32\)",
     }  # fmt: skip

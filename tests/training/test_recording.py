@@ -338,7 +338,7 @@ def test_a_drafter_trains_on_what_was_recorded_and_on_other_data_of_the_target(t
         train([tmp_path / "recorded", tmp_path / "other"], tmp_path / "out")
     with record(target, tmp_path / "layers", TOKENIZER):
         generate(target, make_drafter(target, target_layer_ids=[0, 1]))
-    with pytest.raises(ValueError, match=r"layers/made_from.json' was created .*: target_layer_ids"):
+    with pytest.raises(ValueError, match=r"layers/made_from.json' was created .*target_layer_ids"):
         train([tmp_path / "recorded", tmp_path / "layers"], tmp_path / "out")
     second = make_tokenizer()
     second.add_tokens("<another>")
