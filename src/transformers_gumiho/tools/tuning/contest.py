@@ -76,7 +76,8 @@ def find_fastest(
     rounds = list(zip([0, *ends], ends, sizes, strict=False))
     # After the first round, a single tree ends the contest.
     rounds = [(begin, end, size) for begin, end, size in rounds if size > 1 or begin == 0]
-    with tqdm(total=sum((end - begin) * (1 + size) for begin, end, size in rounds), desc=name, unit="batch") as bar:
+    num_batches = sum((end - begin) * (1 + size) for begin, end, size in rounds)
+    with tqdm(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
         for begin, end, size in rounds:
             competing, left = ranked[:size], ranked[size:]
             for turn in range(begin, end):
